@@ -395,8 +395,11 @@ def test_jsonl_holds_out_the_last(tmp_path):
     assert [problem.question for problem in load("eval")] == ["q3", "q4"]
     assert [problem.question for problem in load("train")] == ["q0", "q1", "q2"]
     assert len(load_problems("", path=path)) == 6
-    with pytest.raises(UserError, match=r"train\.jsonl: no problems for train \(eval_size=6,"):
+    words = r"train\.jsonl: .*it has 5 different questions, and eval\.problems=6 .*=4 or lower"
+    with pytest.raises(UserError, match=words):
         load_problems("", path=path, eval_size=6)
+    with pytest.raises(UserError, match=r"no problems for train, as .*train\.jsonl \(data\.eval_p"):
+        load_problems("", path=path, eval_path=path, eval_size=6)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,11 @@ from benchmarks import step
 from qerl_jax.commands import cli
 from qerl_jax.commands import train as train_command
 from qerl_jax.config.experiments import installed_file
+from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
+from qerl_jax.rewards.from_config import PYTHON_REWARDS
+from qerl_jax.run.ownership import write_config
+from qerl_jax.run.saved_config import saved_config
 from qerl_jax.training.base import _announce
 from qerl_jax.training.loop import train
 
@@ -31,8 +35,8 @@ def command(tiny, tmp_path, monkeypatch, capsys):
     config = tiny.config_file(tmp_path / "tiny_config.py", CHANGES)
     levels = {name: logging.getLogger(name).level for name in ("", "absl", "jax")}
 
-    def call(*arguments):
-        argv = ["grpo_gsm8k.py", f"--config={config}", *arguments]
+    def call(*arguments, config=config):
+        argv = ["grpo_gsm8k.py", *([f"--config={config}"] if config else []), *arguments]
         before = set(flags.FLAGS)
         # absl's own would change the logging of this process.
         monkeypatch.setattr(cli.app, "run", lambda main, flags_parser: main(flags_parser(argv)))
@@ -46,7 +50,9 @@ def command(tiny, tmp_path, monkeypatch, capsys):
         finally:
             for name in set(flags.FLAGS) - before:
                 delattr(flags.FLAGS, name)
-        return code, capsys.readouterr().err
+        call.out, err = capsys.readouterr()
+        lines = err.splitlines(keepends=True)  # on a slow machine with what is waited for
+        return code, "".join(line for line in lines if not line.startswith(("load", "compiling")))
 
     yield call
     for name, level in levels.items():
@@ -57,8 +63,8 @@ def command(tiny, tmp_path, monkeypatch, capsys):
 def fails(command):
     """Returns a function that expects the one line of an error, with all of these words in it."""
 
-    def call(*arguments, words):
-        code, err = command(*arguments)
+    def call(*arguments, words, **options):
+        code, err = command(*arguments, **options)
         assert code == 2
         assert err.startswith("error: ")
         assert err.count("\n") == 1
@@ -205,6 +211,62 @@ def test_other_weights_in_an_existing_folder(fails, finished, tiny):
     finally:
         weights.write_bytes(data)
     assert tiny_run.contents(finished) == before
+
+
+def test_a_run_goes_on_with_the_config_that_it_saved(command, fails, finished, capsys):
+    before = tiny_run.results(finished)
+    workdir = f"--workdir={finished}"
+    assert command(workdir, "--config.steps=4", config=None) == (0, "")
+    rows = tiny_run.results(finished)
+    assert (rows[:3], [row["step"] for row in rows]) == (before, [1, 2, 3, 4])
+    fails(workdir, "--config.seed=1", config=None, words=["seed: 0 -> 1"])
+    fails(workdir, "--config.rl.clip_hgh=1", config=None, words=["'clip_hgh'"])
+    saved = json.loads((finished / "config.json").read_text())
+    saved["config"]["rl"]["loss"] = "antigravity:loss"  # so the tag is not valid
+    (finished / "config.json").write_text(json.dumps(saved))
+    for options in (["--dry_run"], ["--print_config"], ["--explain=rl"], []):
+        fails(workdir, *options, config=None, words=["of another person", "--config", "--trust"])
+    assert "antigravity" not in sys.modules
+    fails(workdir, "--trust", "--dry_run", config=None, words=["antigravity:loss"])
+
+
+def test_the_saved_config_is_that_of_the_run(tiny, finished_run):
+    saved = saved_config(finished_run, trust=False)
+    assert saved.to_dict() == tiny.config(CHANGES).to_dict()
+    assert saved.is_locked
+    assert saved.lora.get_type("targets") is tuple
+
+
+def test_rewards_given_in_python_are_not_those_of_the_saved_config(finished):
+    saved = json.loads((finished / "config.json").read_text())
+    rewards = {"correctness": {"function": "a:b", "weight": 1.0}}
+    write_config(finished / "config.json", saved | {PYTHON_REWARDS: rewards})
+    with pytest.raises(UserError, match="given in Python: go on there"):
+        saved_config(finished, trust=False)
+
+
+@pytest.mark.parametrize("option", ["--dry_run", "--print_config"])
+def test_what_a_run_refuses_is_refused_before(option, fails, finished, tmp_path):
+    before = tiny_run.contents(finished)
+    fails(option, "--config.rollout.group_size=1", words=["rollout.group_size=1", "at least 2"])
+    fails(option, "--config.mesh.data=2", words=["mesh.data=2 x mesh.tensor=1 are 2 devices"])
+    fails(option, f"--workdir={finished}", "--config.seed=1", words=["seed: 0 -> 1"])
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").touch()
+    fails(option, f"--workdir={tmp_path / 'thesis'}", words=["is not a run folder", "thesis.tex"])
+    file = tmp_path / "thesis" / "thesis.tex"
+    for path in (file, file / "run"):
+        fails(option, f"--workdir={path}", words=["as a run folder", "thesis.tex is a file"])
+    assert tiny_run.contents(finished) == before
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_shows_what_differs_from_the_preset(command, tmp_path):
+    code, _ = command("--dry_run", "--config.steps=5", f"--workdir={tmp_path / 'run'}")
+    assert code == 0
+    first, last, *_ = command.out.splitlines()
+    assert first == "steps = 5 (preset: 3)"
+    assert last.endswith(" fields as in the preset, which --print_config prints")
 
 
 def test_a_foreign_folder(fails, tmp_path):

@@ -22,6 +22,8 @@ from problem_sets import load_problems
 from tiny_model import random_lora
 
 import qerl_jax.evaluation.evaluate
+import qerl_jax.evaluation.load_policy
+import qerl_jax.quantization.base
 import qerl_jax.training.setup
 from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
@@ -170,6 +172,7 @@ def test_the_time_limit_of_a_scorer_is_that_of_the_run(settings, tiny, monkeypat
     assert set(seen) == {5.0}
     seen.clear()
     monkeypatch.setattr(qerl_jax.evaluation.evaluate, "open_policy", opened)
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "describe_policy", lambda *_, **__: None)
     evaluate(settings(limit=1, samples=1))
     assert set(seen) == {60.0}
     seen.clear()
@@ -749,8 +752,16 @@ def test_a_run_evaluates_in_the_rows_of_its_plan(tiny, monkeypatch):
     assert (engine.max_rows, engine.prefill_prompts) == (2, 1)
 
 
-def test_base_and_adapter_are_compared(run, tmp_path, capsys):
+def test_base_and_adapter_are_compared(run, tmp_path, capsys, monkeypatch):
+    loads = []
+
+    def counting(source, **options):
+        loads.append(source)
+        return load(source, **options)
+
+    monkeypatch.setattr(qerl_jax.quantization.base, "load", counting)
     base, adapter = evaluate(EvaluateConfig(source=str(run), adapters=("none", "adapter")))
+    assert len(loads) == 1
     assert base.name.startswith("base-greedy-")
     assert results_of(base)["settings"]["adapter"] is None
     rows = [read_jsonl(folder / "run.jsonl") for folder in (base, adapter)]
@@ -771,7 +782,10 @@ def test_base_and_adapter_are_compared(run, tmp_path, capsys):
     assert evaluate(config) == [tmp_path / "out" / "base", tmp_path / "out" / "adapter"]
     # All policies are compared with the first one.
     config = EvaluateConfig(source=str(run), adapters=("adapter", "none", "adapter"))
+    loads.clear()
+    monkeypatch.setattr(qerl_jax.evaluation.load_policy, "_read_adapter", None)
     assert evaluate(config) == [adapter, base, adapter]
+    assert loads == []  # All completions are there.
     figures = results_of(adapter)["tasks"]["run"]["difference"]
     assert figures == {"to": str(adapter), "value": 0, "low": 0, "high": 0}
 

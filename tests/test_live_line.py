@@ -1,6 +1,7 @@
 """The live line: rewritten in place on a terminal, and rare lines elsewhere."""
 
 import io
+import time
 import types
 
 from qerl_jax.system import live_line
@@ -71,4 +72,43 @@ def test_work_of_less_than_a_second_leaves_no_line():
     show = live_line.progress_line(stream)
     show(state(0.2))
     show(state(0.9, done=True))
+    assert stream.getvalue() == ""
+
+
+def wait_for(condition):
+    ends = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_waiting_is_a_line_every_few_seconds_of_work_that_never_calls_back():
+    stream = io.StringIO()
+    with live_line.waiting("compiling programs", stream=stream, every=0.02) as say:
+        wait_for(lambda: stream.getvalue().count("\n") >= 2)
+        say("compiling programs, 1/2 ready")
+        wait_for(lambda: "ready" in stream.getvalue())
+    before = stream.getvalue()
+    assert before.startswith("compiling programs, 0 s\ncompiling programs, 0 s\n")
+    assert "\ncompiling programs, 1/2 ready, 0 s\n" in before
+    time.sleep(0.05)
+    assert stream.getvalue() == before
+
+
+def test_waiting_on_a_terminal_leaves_no_line(monkeypatch):
+    monkeypatch.setattr(live_line, "_QUIET_SECONDS", 0.02)
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    with live_line.waiting("importing", stream=screen):
+        wait_for(lambda: "importing" in screen.getvalue())
+    assert screen.getvalue().startswith("\r\x1b[Kimporting, 0 s")
+    assert screen.getvalue().endswith("\r\x1b[K")
+
+
+def test_short_waits_and_those_of_other_processes_are_silent():
+    stream = io.StringIO()
+    with live_line.waiting("compiling programs", stream=stream):
+        pass
+    with live_line.waiting("compiling programs", stream=stream, every=0.001, shows=False):
+        time.sleep(0.02)
     assert stream.getvalue() == ""

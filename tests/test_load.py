@@ -1,8 +1,10 @@
 """Loading: equal parameters from every kind of source, and clear errors for what does not fit."""
 
+import functools
 import importlib.metadata
 import json
 import pathlib
+import time
 
 import huggingface_hub
 import jax
@@ -23,6 +25,7 @@ from tiny_checkpoints import (
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.quant import QuantTensor, quantize_nvfp4
+from qerl_jax.system.live_line import waiting
 from qerl_jax.weights import compact, load, names, safetensors
 from qerl_jax.weights.checkpoint import open_checkpoint
 
@@ -511,3 +514,10 @@ def test_smollm2_from_its_package(monkeypatch):
     assert len(loaded.params["layers"]) == 30
     assert loaded.params["layers"][0]["qkv_proj"].shape == (960, 576)
     assert loaded.tokenizer.eos_ids == (0, 2)
+
+
+def test_outside_a_terminal_each_layer_says_which_one_the_caller_has(monkeypatch, capsys):
+    monkeypatch.setattr(load, "waiting", functools.partial(waiting, every=0.005))
+    for layer in load.each_layer(lambda layer: layer, 3, label="calibrating"):
+        time.sleep(0.1 if layer == 1 else 0)
+    assert "calibrating layer 2/3, 0 s\n" in capsys.readouterr().err

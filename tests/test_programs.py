@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tiny_rollout import compiled, policy, rollout
 
-from qerl_jax.compile import executable_cache, program_cache
+from qerl_jax.compile import executable_cache, program_cache, run_cache
 from qerl_jax.compile.run_cache import keep_programs, set_cache_folder
-from qerl_jax.system import user_key
+from qerl_jax.system import processor, user_key
 
 
 @pytest.fixture(autouse=True)
@@ -447,11 +447,49 @@ def test_runs_of_a_sweep_share_programs_that_this_user_has_signed(tmp_path, monk
         run = tmp_path / backend
         monkeypatch.setenv(program_cache.SHARED, str(shared / backend))
         assert compile_in(run, backend) == 0
-        (name,) = entries(shared / backend)
+        folder = shared / backend
+        if backend == "cpu":  # Hosts of one name may have other processors.
+            (folder,) = folder.iterdir()
+        (name,) = entries(folder)
         assert entries(run) == ({name} if backend == "gpu" else set())
         assert compile_in(tmp_path / f"{backend}-2", backend) == 1
         assert entries(tmp_path / f"{backend}-2") == entries(run)
-        content = (shared / backend / name).read_bytes()
-        (shared / backend / name).write_bytes(content[51:])  # as JAX itself writes it
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[51:])  # as JAX itself writes it
         assert compile_in(tmp_path / f"{backend}-3", backend) == 0
-        assert (shared / backend / name).read_bytes().startswith(content[:19])  # It is signed.
+        assert (folder / name).read_bytes().startswith(content[:19])  # It is signed.
+
+
+def test_a_cpu_keeps_programs_for_its_processor(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with cache_set_to(None):
+        assert compile_one(None, run) == 0
+        (folder,) = run.iterdir()
+        assert folder.name.startswith("cpu-")
+        (name,) = entries(folder)
+        assert compile_one(None, run) == 1
+        (folder / name).write_bytes((folder / name).read_bytes()[51:])
+        assert compile_one(None, run) == 0  # It has no signature.
+        (folder / name).write_bytes((folder / name).read_bytes()[51:])
+        program_cache.sign_entries(run)
+        assert compile_one(None, run) == 1
+        for digest, kept in (("of another", 2), ("", 2)):
+            monkeypatch.setattr(run_cache, "processor_digest", lambda digest=digest: digest)
+            assert compile_one(None, run) == 0
+            assert len(list(run.iterdir())) == kept
+    assert compile_one(tmp_path / "common", tmp_path / "other") == 0
+    assert not (tmp_path / "other").exists()  # JAX's own cache has it.
+
+
+def test_processors_with_other_features_are_told_apart():
+    text = "processor\t: 0\nmodel\t\t: 1\ncpu MHz\t\t: {}\nflags\t\t: fpu avx2{}\n\n"
+    digests = [
+        processor.digest_of(2 * text.format(mhz, more), machine)
+        for mhz, more, machine in (
+            *(("2000", "", "x86_64"), ("3000", "", "x86_64")),
+            *(("2000", " avx512f", "x86_64"), ("2000", "", "arm64")),
+        )
+    ]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+    assert processor.digest_of("processor\t: 0\n", "x86_64") == ""

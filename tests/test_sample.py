@@ -1,5 +1,6 @@
 """The answer that appears while it is decoded: its text, the policies and the prompt."""
 
+import functools
 import io
 import json
 import shutil
@@ -24,6 +25,7 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
+from qerl_jax.system.live_line import waiting
 from qerl_jax.weights import tokenizer as tokenizer_lib
 
 
@@ -140,7 +142,7 @@ def test_a_run_shows_base_and_adapter(run, tiny, capsys):
     base, adapted = answer(run, prompt, adapter="none"), answer(run, prompt)
     assert base != adapted
     assert captured.out == f"--- {tiny.model} in nvfp4\n{base}\n\n--- {run}/adapter\n{adapted}\n"
-    lines = captured.err.splitlines()
+    lines = [line for line in captured.err.splitlines() if not line.startswith("compiling")]
     assert len(lines) == 2
     assert all(" tokens" in line for line in lines)
 
@@ -238,6 +240,32 @@ def test_a_question_from_stdin(tiny, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("t3\n"))
     command.run(command.make_parser().parse_args([str(tiny.model), "-", "--max-new-tokens=4"]))
     assert capsys.readouterr().out == answer(tiny.model, "t3 t1 t2") + "\n"
+
+
+def test_a_chat_keeps_the_conversation(run, monkeypatch, capsys):
+    lines = "t3 t4\n\nt5\n/new\nt3 t4\n/quit\nt6\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    command.run(command.make_parser().parse_args([str(run), "--chat", "--max-new-tokens=4"]))
+    first = answer(run, "t20 t21 t3 t4 t22 t1 t2")
+    second = answer(run, f"t20 t21 t3 t4 t22 {first} t5 t22 t1 t2")
+    captured = capsys.readouterr()
+    assert captured.out == f"{first}\n{second}\n{first}\n"
+    assert captured.err.startswith(f"--- {run}/adapter\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("t3 t4\n"))
+    arguments = [str(run), "--chat", "--max-new-tokens=4", "--adapter=none"]
+    command.run(command.make_parser().parse_args(arguments))
+    base = answer(run, "t20 t21 t3 t4 t22 t1 t2", adapter="none")
+    assert capsys.readouterr().out == f"{base}\n"
+    for arguments in ([str(run)], [str(run), "t3", "--chat"]):
+        with pytest.raises(UserError, match="pass a question, or --chat"):
+            command.run(command.make_parser().parse_args(arguments))
+
+
+def test_what_is_compiled_is_said(tiny, monkeypatch, capsys):
+    quick = functools.partial(waiting, every=0.001)
+    monkeypatch.setattr(sample_lib, "waiting", quick)
+    sample(SampleConfig(source=str(tiny.model), question="t3", max_new_tokens=4))
+    assert "compiling the programs of this prompt's length, 0 s\n" in capsys.readouterr().err
 
 
 def test_help_answers_without_jax():

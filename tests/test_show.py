@@ -165,6 +165,28 @@ def test_control_characters_do_not_reach_a_terminal(tmp_path):
     assert visible("ok \U0001f468‍\U0001f469 é") == "ok \U0001f468‍\U0001f469 é"
 
 
+def test_a_folder_of_runs_is_a_line_for_each(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    write_run(runs / "old")
+    write_run(runs / "a\x1b[31m", steps=2, rows=[{"step": 2, "reward": 0.5}])
+    os.utime(runs / "old" / "metrics.jsonl", (0, 0))
+    (write_run(runs / "bad") / "config.json").write_text("{")
+    (runs / "model").mkdir()
+    (runs / "model" / "config.json").write_text("{}")
+    (runs / "old" / "completions.jsonl").write_bytes(b"not read")
+    command.run(command.make_parser().parse_args([str(runs)]))
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("a\\x1b[31m  2 of 3 steps, last row ")
+    assert first.endswith("  reward 0.500")
+    assert second.startswith("old        3 of 3 steps, last row ")
+    assert second.endswith("  reward 0.200  greedy accuracy 0.250")
+    assert third.startswith("bad  cannot be read: ")
+    assert "config.json" in third
+    with pytest.raises(UserError, match="is not a run folder"):
+        command.run(command.make_parser().parse_args([str(tmp_path)]))
+
+
 def test_lines_fit_their_column():
     text = "one two three\n日本語日本語 x\n" + "y" * 25 + "\n\n  indented words here"
     lines = wrap(text, 10)

@@ -214,7 +214,7 @@ def test_recipes_whose_learning_rate_decays_to_zero(preset, changes, ends):
     shorter = how_to_train_on(config, 60, workdir=Path("run"), **options)
     assert shorter.endswith(f"--config.steps={80 if ends else 120}")
     spaced = how_to_train_on(config, 60, workdir=Path("my run"), **options)
-    assert "--workdir='my run' " in spaced
+    assert "python -m experiments.grpo_gsm8k --workdir='my run' --config.steps=" in spaced
     config.steps = 81
     with pytest.raises(UserError, match=r"steps=81 .* 80 steps") if ends else nullcontext():
         check_extension(config, **options)

@@ -5,7 +5,8 @@ Experiments that train take
     --config=FILE.py[:PRESET]     config file (default: the experiment's own)
     --config=NAME[:PRESET]        a config that is installed, such as grpo_gsm8k:qwen2.5-7b
     --config.aqn.form=relative    any field of the config; a field that the run ignores is an error
-    --workdir=DIR                 run folder (default: named after the config)
+    --workdir=DIR                 run folder (default: named after the config); without --config
+                                  the run in it goes on with the config that it saved
     --print_config                print the resolved config, one field per line, and exit
     --explain=rl.clip_high        explain a field, a section or all, and exit
     --dry_run                     also count the data, render a prompt and plan the memory, and exit
@@ -35,7 +36,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from qerl_jax.config import models
-from qerl_jax.config.describe import describe_config, explain
+from qerl_jax.config.describe import SECTIONS, describe_config, explain, similar_fields
 from qerl_jax.config.experiments import NAMES, config_file, is_installed
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.config.recipes import RECIPES
@@ -45,6 +46,8 @@ from qerl_jax.rewards.from_config import name_rewards
 from qerl_jax.system.command import name_commands
 from qerl_jax.system.device_memory import take_memory
 from qerl_jax.system.import_path import allow_working_directory
+from qerl_jax.system.live_line import waiting
+from qerl_jax.system.paths import user_path
 from qerl_jax.system.signals import StoppedError
 
 _PRESETS = (
@@ -54,6 +57,7 @@ _PRESETS = (
 )
 # The module names under which ml_collections imports the file of --config, and `sweep` its file.
 _CONFIG_MODULES = "config_config", "sweep_config"
+_SAVED = "\0saved:"  # begins what stands for the config of a run, which no file is named
 _FULL = errno.ENOSPC, errno.EDQUOT  # a full disk, and a full quota of the user
 # What the second error for an unreadable config file begins with.
 _EARLIER_FAILURE = "Configuration is not available because of an earlier failure to load: "
@@ -85,7 +89,7 @@ def main(
     def parse(argv: Sequence[str]) -> list[str]:
         try:
             _check_arguments(argv[1:])
-            with config_errors():
+            with config_errors(argv):
                 rest = _parse_flags(argv, default_config, module=run.__module__, trains=trains)
                 if trains:
                     overrides = config_flags.get_override_values(flags.FLAGS["config"])
@@ -108,13 +112,10 @@ def main(
         with _one_line_errors():
             if flags.FLAGS.explain is not None:
                 print(explain(flags.FLAGS.explain, flags.FLAGS.config), end="")
+            elif trains and (flags.FLAGS.print_config or flags.FLAGS.dry_run):
+                _tell(flags.FLAGS.config, flags.FLAGS.workdir)
             elif flags.FLAGS.print_config:
                 print(describe_config(flags.FLAGS.config), end="")
-            elif trains and flags.FLAGS.dry_run:
-                from qerl_jax.training.dry_run import dry_run
-
-                take_memory(flags.FLAGS.config.mesh.tensor)
-                dry_run(flags.FLAGS.config, workdir=flags.FLAGS.workdir)
             elif trains and flags.FLAGS.trust:
                 run(flags.FLAGS.config, flags.FLAGS.workdir, trust=True)
             else:
@@ -123,18 +124,36 @@ def main(
     app.run(execute, flags_parser=parse)
 
 
+def _tell(config: ConfigDict, workdir: str | None) -> None:
+    """Prints what --print_config or --dry_run asks for, and refuses what the run would refuse."""
+    from qerl_jax.training.dry_run import check_start, dry_run
+
+    if flags.FLAGS.print_config:
+        check_start(config, workdir=workdir)
+        print(describe_config(config), end="")
+        return
+    take_memory(config.mesh.tensor)
+    flag = flags.FLAGS["config"]
+    preset = flag.parser.parse(config_flags.get_config_filename(flag))
+    dry_run(config, workdir=workdir, preset=preset)
+
+
 @contextlib.contextmanager
-def config_errors() -> Generator[None]:
-    """Turns the exceptions of a bad config file or flag into a UserError."""
+def config_errors(argv: Sequence[str] = ()) -> Generator[None]:
+    """Turns the exceptions of a bad config file or flag into a UserError.
+
+    Args:
+        argv: the command line, whose flags of fields the message of an absent field names in full.
+    """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(_config_message(error)) from error
+        raise UserError(_config_message(error, argv)) from error
 
 
-def _config_message(error: Exception) -> str:
+def _config_message(error: Exception, argv: Sequence[str]) -> str:
     text = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {text}"
@@ -149,11 +168,38 @@ def _config_message(error: Exception) -> str:
         example = "qerl_jax/config/experiments/grpo_gsm8k.py"
         return f"the config file has no get_config(): {example} has one"
     if isinstance(error, AttributeError | KeyError):
-        return f"the config has no such field: {_key_message(error)}"
+        key = _key_message(error)
+        return f"the config has no such field: {key}{_field_hint(key, argv)}"
+    if isinstance(error, flags.UnrecognizedFlagError):
+        return f"{error}{_flag_hint(error)}"
     if isinstance(error, flags.Error):
         # absl's error for a boolean flag ends with a tuple, its arguments.
         return re.sub(r"\('(Non-boolean argument to boolean flag)', .*\)$", r"\1", str(error))
     raise error
+
+
+def _field_hint(key: str, argv: Sequence[str]) -> str:
+    """Returns the end of a sentence that names fields in place of an absent one."""
+    name = key.strip("'\"")
+    if "Did you mean" in key or not re.fullmatch(r"\w+", name):
+        return ""
+    matches = (re.match(r"--?config\.([^=]+)", argument) for argument in argv)
+    absent = next((m[1] for m in matches if m and name in m[1].split(".")), name)
+    names = similar_fields(absent)
+    hint = f"; did you mean --config.{' or --config.'.join(names)}?" if names else ";"
+    section = absent.rpartition(".")[0]
+    known = section and section in SECTIONS
+    return f"{hint} --explain={section if known else 'all'} lists the fields"
+
+
+def _flag_hint(error: flags.UnrecognizedFlagError) -> str:
+    """Returns the end of a sentence that names the flag of a field, such as --config.steps."""
+    names = similar_fields(error.flagname)
+    if not names or "Did you mean" in str(error):
+        return ""
+    _, equals, value = str(error.flagvalue or "").partition("=")
+    options = " or ".join(f"--config.{name}={value if equals else 'VALUE'}" for name in names)
+    return f"; a field of the config is set like {options}"
 
 
 def run_command(
@@ -179,6 +225,11 @@ def run_command(
         arguments = parser.parse_args(argv)
         take_memory(tensor_of(arguments))
         run(arguments)
+
+
+def importing() -> contextlib.AbstractContextManager[Any]:
+    """Says that JAX and the package are imported, which takes long on a slow file system."""
+    return waiting("importing JAX and the package")
 
 
 def _silence_libraries() -> None:
@@ -243,7 +294,7 @@ def _parse_flags(
         f"{_PRESETS}",
     )
     take_names(flags.FLAGS["config"], argv)
-    flags.FLAGS.set_default("config", default_config)
+    flags.FLAGS.set_default("config", (trains and _saved_run(argv)) or default_config)
     run_folder = "run folder (default: runs/EXPERIMENT-PRESET-HASH)"
     other_folder = "folder to write, for a command that writes one; see above"
     flags.DEFINE_string("workdir", None, run_folder if trains else other_folder)
@@ -269,6 +320,31 @@ def _parse_flags(
     return rest
 
 
+def _saved_run(argv: Sequence[str]) -> str:
+    """Returns what stands for the config of a run that --workdir names without --config, or ''."""
+    workdir = ""
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        if re.match(r"--?config(=|$)", argument):
+            return ""
+        if match := re.fullmatch(r"--?workdir(?:=(.*))?", argument, re.DOTALL):
+            workdir = following if match[1] is None else match[1]
+    if not workdir or not (user_path(workdir) / "config.json").is_file():
+        return ""
+    from qerl_jax.run.saved_config import is_saved_run
+
+    if not is_saved_run(user_path(workdir)):
+        return ""
+    trust = any(re.fullmatch(r"--?trust(=(t|true|1))?", one, re.IGNORECASE) for one in argv)
+    return f"{_SAVED}{int(trust)}:{workdir}"
+
+
+def _read_saved(argument: str) -> ConfigDict:
+    from qerl_jax.run.saved_config import saved_config
+
+    trust, _, workdir = argument.removeprefix(_SAVED).partition(":")
+    return saved_config(user_path(workdir), trust=trust == "1")
+
+
 def take_names(config_flag: flags.Flag, argv: Sequence[str]) -> None:
     """Lets the flag of a config file take rewards and sources that the file does not name.
 
@@ -288,6 +364,8 @@ class _ConfigParser(flags.ArgumentParser):
 
     def parse(self, argument: str) -> Any:
         """Returns the config of a file, FILE.py or FILE.py:PRESET."""
+        if argument.startswith(_SAVED):
+            return _read_saved(argument)
         if not is_installed(argument):
             allow_working_directory()  # The file may import what lies there.
         config = self._parser.parse(argument)

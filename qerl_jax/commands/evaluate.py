@@ -100,9 +100,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluates."""
-    from qerl_jax.evaluation.evaluate import evaluate
-    from qerl_jax.evaluation.results_folder import EvaluateConfig
-    from qerl_jax.evaluation.tasks import TaskOverrides
+    with cli.importing():
+        from qerl_jax.evaluation.evaluate import evaluate
+        from qerl_jax.evaluation.results_folder import EvaluateConfig
+        from qerl_jax.evaluation.tasks import TaskOverrides
 
     settings = dict(vars(arguments))
     settings["scorer"], settings["format_scorer"] = (

@@ -92,7 +92,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Exports."""
-    from qerl_jax.export.write import ExportConfig, export
+    with cli.importing():
+        from qerl_jax.export.write import ExportConfig, export
 
     # SIGTERM exits normally, so that an unfinished folder is removed.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))

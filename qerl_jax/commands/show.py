@@ -1,5 +1,6 @@
 """Shows runs: their curves so far, and prompts, completions and rewards step by step.
 
+    qerl-show runs                               # a line for each run
     qerl-show RUN                                # the last step
     qerl-show RUN --step=1:20 --where='correctness<1'
     qerl-show RUN OTHER_RUN --step=10            # side by side
@@ -27,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("runs", metavar="RUN", nargs="+", help="run folder")
+    add("runs", metavar="RUN", nargs="+", help="run folder, or a folder of runs")
     add("--step", default="", help="N, FROM:TO or all (default: the last; with --html all)")
     add(
         "--where",

@@ -37,9 +37,10 @@ def run(config: ConfigDict, workdir: str | None, *, trust: bool = False) -> None
             f"To {larger}",
             flush=True,
         )
-    from qerl_jax.processes.spawn import one_for_each_group
-    from qerl_jax.training.loop import train
-    from qerl_jax.training.validate import validate
+    with cli.importing():
+        from qerl_jax.processes.spawn import one_for_each_group
+        from qerl_jax.training.loop import train
+        from qerl_jax.training.validate import validate
 
     validate(config)
     with one_for_each_group(data=config.mesh.data, tensor=config.mesh.tensor):

@@ -35,6 +35,7 @@ _MAGIC = b"qerl-jax program 1\n"
 _SIGNATURE_BYTES = 32
 _SUFFIX = "-cache"  # the end of the names of JAX's entries
 SHARED = "QERL_SHARED_PROGRAMS"  # variable with the folder that the runs of a sweep share
+OF_PROCESSOR = "cpu-"  # the beginning of the names of folders with the programs of a processor
 EXECUTABLE = "rollout-"  # the beginning of the names of serialized executables
 
 # JAX installs a cache through no public function. Its public module takes `reset_cache` from the
@@ -216,7 +217,7 @@ def current() -> ProgramCache:
 
 
 def sign_entries(folder: Path) -> None:
-    """Signs all programs of a folder with the key of this user.
+    """Signs all programs of a folder, and of its folders of processors, with the key of this user.
 
     Raises:
         OSError: a file cannot be written.
@@ -224,7 +225,9 @@ def sign_entries(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        if path.name.endswith(_SUFFIX) or path.name.startswith(EXECUTABLE):
+        if path.name.startswith(OF_PROCESSOR) and path.is_dir():
+            sign_entries(path)
+        elif path.name.endswith(_SUFFIX) or path.name.startswith(EXECUTABLE):
             if path.is_symlink():  # Its target is not part of what the user trusts.
                 continue
             content, valid = _read(path)

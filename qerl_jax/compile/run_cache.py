@@ -2,6 +2,9 @@
 
 On a GPU the compiler measures candidates and may choose other matmul kernels the next time, which
 round differently. So a run keeps its programs in its folder: the same programs give the same bits.
+
+On a CPU they save the time of the compiler. They lie in a folder for each kind of processor, as a
+program with instructions of one does not run on another.
 """
 
 import contextlib
@@ -13,13 +16,16 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from qerl_jax.compile import program_cache
+from qerl_jax.system.processor import processor_digest
 
 
 @contextlib.contextmanager
 def keep_programs(path: Path, *, trusted: bool = False, writes: bool = True) -> Generator[None]:
-    """On a GPU, keeps compiled programs in a folder while the block runs.
+    """Keeps compiled programs in a folder while the block runs.
 
-    On a CPU too, those that the runs of a sweep share lie in its folder, see `program_cache`.
+    On a CPU they lie in a folder of its processor inside, `cpu-DIGEST`; nothing is kept where JAX
+    has a cache of its own, or where the features of the processor are unknown. Those that the runs
+    of a sweep share lie in its folder, see `program_cache`.
 
     Programs that are in JAX's cache are executed and copied to the folder, and new ones go to both,
     see `program_cache`.
@@ -32,6 +38,9 @@ def keep_programs(path: Path, *, trusted: bool = False, writes: bool = True) -> 
     """
     common, shared = _common_folder(), _shared_folder()
     folder = path if jax.default_backend() == "gpu" else None
+    if jax.default_backend() == "cpu" and common is None:
+        # The runs of a sweep share their programs instead.
+        folder, shared = (None, _of_processor(shared)) if shared else (_of_processor(path), None)
     if folder is None and (shared is None or common is not None):
         yield
         return
@@ -43,6 +52,17 @@ def keep_programs(path: Path, *, trusted: bool = False, writes: bool = True) -> 
         ),
     ):
         yield
+
+
+def user_folder() -> Path:
+    """Returns the folder of the compiled programs that do not belong to a run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "qerl_jax", "programs")
+
+
+def _of_processor(folder: Path) -> Path | None:
+    """Returns the part of a folder that is for this processor; None where it is unknown."""
+    digest = processor_digest()
+    return folder / f"{program_cache.OF_PROCESSOR}{digest}" if digest else None
 
 
 def _common_folder() -> Path | None:

@@ -55,7 +55,7 @@ def build(
             f"unknown preset {preset!r}: write MODEL or MODEL,RECIPE with a model from "
             f"{', '.join(MODELS)} and a recipe from {', '.join(RECIPES)}"
         )
-    config = _defaults(model)
+    config = defaults(model)
     config.experiment = experiment
     config.preset = f"{model}-{recipe}"
     config.rewards.update({name: dict(reward) for name, reward in rewards.items()})
@@ -66,8 +66,12 @@ def build(
     return config.lock()
 
 
-def _defaults(model: str) -> ConfigDict:
-    """Every field with its default."""
+def defaults(model: str = STAND_IN) -> ConfigDict:
+    """Returns a config of every field with its default.
+
+    Args:
+        model: the model, which some defaults follow.
+    """
     config = ConfigDict()
     for row in FIELDS:
         *sections, name = row.name.split(".")

@@ -14,6 +14,7 @@ from qerl_jax.system.command import name_commands
 
 _TABLES = ("data.options", "data.chat_template_args")
 _COLUMNS = 100
+SECTIONS = frozenset(row.name for row in FIELDS if isinstance(row, Section))
 # What happens to a field when a run goes on, see `fields.Field`.
 _RESUME = {
     "memory": "A run that goes on may have another value: it moves only memory or time.",
@@ -30,6 +31,26 @@ def describe_config(config: ConfigDict) -> str:
     """
     fields = sorted(_fields(config.to_dict(), ""))
     return "".join(f"{name} = {as_flag(name, value)}\n" for name, value in fields)
+
+
+def describe_changes(config: ConfigDict, preset: ConfigDict) -> str:
+    """The fields in which a config differs from its preset, as lines `name = value`.
+
+    Args:
+        config: the resolved config.
+        preset: the config without what the command line sets.
+    """
+    before = dict(_fields(preset.to_dict(), ""))
+    fields = sorted(_fields(config.to_dict(), ""))
+    lines = [
+        f"{name} = {as_flag(name, value)}"
+        + (f" (preset: {as_flag(name, before[name])})" if name in before else "")
+        for name, value in fields
+        if name not in before or before[name] != value
+    ]
+    same = len(fields) - len(lines)
+    lines.append(f"{same} fields as in the preset, which --print_config prints")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def as_flag(field: str, value: Any) -> str:
@@ -66,12 +87,34 @@ def explain(name: str, config: ConfigDict) -> str:
     if not rows and (row := row_of(name)):  # the key of an entry, such as 'rewards.short.weight'
         rows = [row]
     if not rows:
-        matches = difflib.get_close_matches(name, [row.name for row in FIELDS], cutoff=0.5)
+        matches = similar_fields(name)
         hint = f"did you mean {', '.join(matches)}? " if matches else ""
         raise UserError(
             f"--explain={name}: there is no such field; {hint}--explain=all lists all fields"
         )
     return name_commands("\n".join(_explain_row(row, config) for row in rows))
+
+
+def similar_fields(name: str) -> list[str]:
+    """Returns at most three fields that a text may mean, the likeliest first.
+
+    Args:
+        name: a text such as 'optimizer.lr', 'lr' or 'rl.clip_hgh': the beginnings of the words of a
+            field stand for it.
+    """
+    section, _, last = name.rpartition(".")
+    fields = [row.name for row in FIELDS if isinstance(row, Field) and "NAME" not in row.name]
+    ends = {field: field.rpartition(".")[2] for field in fields}
+    same = [field for field in fields if ends[field] == last]
+    short = [field for field in fields if "".join(w[0] for w in ends[field].split("_")) == last]
+    inside = [field for field in fields if field.rpartition(".")[0] == section]
+    close = difflib.get_close_matches(name, fields, cutoff=0.5)
+    words = difflib.get_close_matches(last, [ends[field] for field in inside], cutoff=0.5)
+    close += [field for field in inside if ends[field] in words]
+    first, others = [*same, *short], close
+    if section and any(field in inside for field in first):
+        first = [field for field in first if field in inside]
+    return list(dict.fromkeys(first or others))[:3]
 
 
 def _explain_row(row: Section | Field, config: ConfigDict) -> str:

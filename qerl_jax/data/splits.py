@@ -159,15 +159,10 @@ def load_splits(
         problems, evaluation = _load_hub(config, held_out_size)
     if separate:
         problems, evaluation = not_held_out(problems, separate), separate
-    message = (
-        f"{config.path or config.source}: no problems for {{}} (eval_size={config.eval_size}, "
-        f"levels={tuple(config.levels)}, max_question_chars={config.max_question_chars}): give "
-        "more, filter less or hold out fewer"
-    )
     if train:
-        _nonempty(problems, message.format("train"))
+        _nonempty(problems, _too_few(config, "train", len(evaluation), separate=bool(separate)))
     if config.eval_size != 0 or not train:
-        _nonempty(evaluation, message.format("eval"))
+        _nonempty(evaluation, _too_few(config, "eval", len(problems), separate=bool(separate)))
     return problems, evaluation
 
 
@@ -230,6 +225,35 @@ def load_mixture(
             "hold out fewer, or give evaluations their own --config.data.eval_path",
         )
     return train, evaluation
+
+
+def _too_few(config: ProblemConfig, split: str, others: int, *, separate: bool) -> str:
+    """Returns why a split has no problems: how many there are, and which field takes them.
+
+    Args:
+        config: where the problems come from.
+        split: the empty split, 'train' or 'eval'.
+        others: number of problems of the other split.
+        separate: whether the evaluation problems have a source of their own.
+    """
+    place = config.path or config.source
+    if split == "train" and others and separate:
+        return (
+            f"{place}: no problems for train, as {config.eval_path or config.eval_source} "
+            "(data.eval_path, data.eval_source) has all of its questions: add others"
+        )
+    if split == "train" and others:
+        asked = f"eval.problems={config.eval_size}" if config.eval_size else "an evaluation"
+        lower = f"pass --config.eval.problems={others - 1} or lower" if others > 1 else "add some"
+        return (
+            f"{place}: no problems for train: it has {others} different questions, and {asked} "
+            f"holds out all of them: {lower}, an own --config.data.eval_path, or "
+            "--config.eval.every=0"
+        )
+    return (
+        f"{place}: no problems for {split}: data.levels={tuple(config.levels)} and "
+        f"data.max_question_chars={config.max_question_chars} leave none: filter less"
+    )
 
 
 def _nonempty[T](problems: list[T], message: str) -> list[T]:

@@ -11,7 +11,6 @@ again but not generated again.
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -20,13 +19,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.compile.run_cache import keep_programs
+from qerl_jax.compile.run_cache import keep_programs, user_folder
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError, memory_errors, visible
 from qerl_jax.evaluation import results_folder
 from qerl_jax.evaluation.greedy import is_correct, score_completions
-from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy, read_run, trusts_run
-from qerl_jax.evaluation.prompts import encode_task
+from qerl_jax.evaluation.load_policy import (
+    LoadedPolicy,
+    describe_policy,
+    open_policy,
+    read_run,
+    trusts_run,
+)
+from qerl_jax.evaluation.prompts import TaskPrompts, encode_task
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks, same_answer
@@ -41,12 +46,13 @@ from qerl_jax.run.ownership import trusts
 from qerl_jax.run.statistics import paired_difference
 from qerl_jax.system.atomic import write_atomic
 from qerl_jax.system.jsonl import read_jsonl
-from qerl_jax.system.live_line import LiveLine
+from qerl_jax.system.live_line import LiveLine, waiting
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_tree, open_to_write
 from qerl_jax.system.signals import StoppedError, stop_signals
 from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.checkpoint import read_architecture
+from qerl_jax.weights.load import LoadedModel
 
 _CPU_ROWS = 32
 _ROLLOUT_TOKENS = 2**26  # tokens of all completions of a rollout, each 12 bytes on the host
@@ -91,31 +97,30 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
     with (
         stop_signals() as received,
         keep_programs(
-            _program_folder(source) if run else _user_cache(), trusted=trusts(config.trust)
+            _program_folder(source) if run else user_folder(), trusted=trusts(config.trust)
         ),
     ):
+        bases: dict[tuple, LoadedModel] = {}
         for adapter in config.adapters:
-            policy = open_policy(
-                config.source,
-                adapter=adapter,
-                base=config.base,
-                format=config.format,
-                dtype=config.dtype,
-            )
+            options = {"base": config.base, "format": config.format, "dtype": config.dtype}
+            # A policy whose completions are all there is not loaded.
+            policy = describe_policy(config.source, adapter=adapter, **options)
+            if policy is None or not _is_complete(policy, tasks, config):
+                del policy
+                policy = open_policy(config.source, adapter=adapter, bases=bases, **options)
             name, folder = results_folder.locate_results(policy, config)
-            # The prompts of the training, or else of the first start, also where they have a date.
-            with template_date(policy.created or results_folder.first_start(folder)):
-                prompts = {t.name: encode_task(policy.model, t, config.limit) for t in tasks}
+            prompts = _encode_tasks(policy, tasks, folder, config)
             digests = {task: task_prompts.digest for task, task_prompts in prompts.items()}
             results = results_folder.open_folder(folder, policy, tasks, digests, config)
             print(visible(f"{name or config.source}: {folder}"), flush=True)
             for task in tasks:
                 job = _Job(policy, task, prompts[task.name].prompts, scorers[task.name], config)
                 entry = results["tasks"][task.name]
-                entry["max_rows"] = entry.get("max_rows") or _estimate_rows(job)
+                if not _is_described(policy):
+                    entry["max_rows"] = entry.get("max_rows") or _estimate_rows(job)
                 results_folder.save_results(folder, results)
                 path = folder / f"{task.name}.jsonl"
-                rows = _complete(job, path, max_rows=entry["max_rows"], received=received)
+                rows = _complete(job, path, max_rows=entry.get("max_rows", 0), received=received)
                 figures, values = task_figures(rows, same_answer(task.scorer))
                 if missing := figures["not_judged"]:
                     print(
@@ -138,16 +143,44 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
     return folders
 
 
+def _encode_tasks(
+    policy: LoadedPolicy, tasks: Sequence[Task], folder: Path, config: EvaluateConfig
+) -> dict[str, TaskPrompts]:
+    """Returns the prompts of the training, or else of the first start, also where they have a date.
+
+    Args:
+        policy: policy to evaluate.
+        tasks: the tasks.
+        folder: folder of the results.
+        config: settings of the evaluation.
+    """
+    with template_date(policy.created or results_folder.first_start(folder)):
+        return {task.name: encode_task(policy.model, task, config.limit) for task in tasks}
+
+
+def _is_described(policy: LoadedPolicy) -> bool:
+    """Whether a policy has no weights, see `load_policy.describe_policy`."""
+    return isinstance(policy.model.params["embed_tokens"], jax.ShapeDtypeStruct)
+
+
+def _is_complete(policy: LoadedPolicy, tasks: Sequence[Task], config: EvaluateConfig) -> bool:
+    """Whether the folder of a policy holds all completions of all tasks."""
+    _, folder = results_folder.locate_results(policy, config)
+    for task in tasks:
+        path = folder / f"{task.name}.jsonl"
+        count = min(len(task.problems), config.limit or len(task.problems))
+        wanted = {(p, s) for p in range(count) for s in range(config.samples)}
+        lines = read_jsonl(path) if path.exists() else []
+        if wanted - {_sample_id(path, line) for line in lines}:
+            return False
+    return True
+
+
 def _program_folder(run: Path) -> Path:
     """Returns the folder of the compiled programs of a run, in which nothing leads elsewhere."""
     programs = RunFolder(run).programs
     check_tree(programs)
     return programs
-
-
-def _user_cache() -> Path:
-    """Returns the folder of the compiled programs of policies that do not belong to a run."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "qerl_jax", "programs")
 
 
 def _resolve_scorers(task: Task) -> dict[str, Reward]:
@@ -205,14 +238,6 @@ def _complete(
         The lines of the file for P prompts, with S samples each.
     """
     samples, order = job.config.samples, _sort_by_length(job.prompts)
-    size = min(_max_problems(job), len(order))
-    engine = dataclasses.replace(
-        _engine(job),
-        max_rows=min(max_rows, size * samples),
-        prompt_width=len(job.prompts[order[0]].ids),
-        num_prompts=size,
-        compact="once",
-    )
     sample_ids = {(problem, sample) for problem in order for sample in range(samples)}
     lines = read_jsonl(path) if path.exists() else []
     rows: _Rows = {_sample_id(path, row): row for row in lines}
@@ -221,35 +246,68 @@ def _complete(
     )
     _write_rows(path, rows)  # This drops an incomplete last line.
     incomplete = {problem for problem, _ in sample_ids - rows.keys()}
-    problems = [problem for problem in order if problem in incomplete]
+    if problems := [problem for problem in order if problem in incomplete]:
+        _complete_problems(job, path, rows, problems, max_rows=max_rows, received=received)
+    _write_rows(path, dict(sorted(rows.items())))
+    return [[rows[problem, s] for s in range(samples)] for problem in range(len(job.prompts))]
+
+
+def _complete_problems(
+    job: _Job,
+    path: Path,
+    rows: _Rows,
+    problems: list[int],
+    *,
+    max_rows: int,
+    received: list[int],
+) -> None:
+    """Completes problems, scores the completions and adds them to `rows` and to the file.
+
+    Args:
+        job: policy and task.
+        path: file of the task's completions.
+        rows: the lines of the file.
+        problems: numbers of the problems, the longest prompts first.
+        max_rows: number of rows that decode together.
+        received: signals that arrived.
+    """
+    samples, total = job.config.samples, len(job.prompts) * job.config.samples
+    size = min(_max_problems(job), len(job.prompts))
+    engine = dataclasses.replace(
+        _engine(job),
+        max_rows=min(max_rows, size * samples),
+        prompt_width=max(len(prompt.ids) for prompt in job.prompts),
+        num_prompts=size,
+        compact="once",
+    )
+
+    def done() -> list[dict[str, Any]]:
+        return [row for (p, s), row in rows.items() if p < len(job.prompts) and s < samples]
+
     live = LiveLine()
     with memory_errors(
         f"{engine.max_rows} rows do not fit; lower --max-rows={engine.max_rows}, "
         f"--samples={samples} or --max-new-tokens"
     ):
-        sampler = _sampler(job, engine)
-        if problems:
-            sampler = _compile(job, sampler, live, received)
+        sampler = _compile(job, _sampler(job, engine), received)
         for first in range(0, len(problems), size):
-            began, num_before = time.perf_counter(), len(sample_ids & rows.keys())
-            watch = _watch(live, job.task.name, num_before, len(sample_ids), received)
+            began = time.perf_counter()
+            watch = _watch(live, job.task.name, len(done()), total, received)
             batch = problems[first : first + size]
             for drafts in _completions(job, batch, sampler, watch):
                 additions = [d for d in drafts if (d["problem"], d["sample"]) not in rows]
                 rows |= _append(job, path, additions, received)
-                scores = [rows[sample_id]["correct"] for sample_id in sample_ids & rows.keys()]
+                scores = [row["correct"] for row in done()]
                 correct = [score for score in scores if score is not None]
                 share = f"{100 * np.mean(correct):.1f}" if correct else "-"
                 rate = sum(draft["tokens"] for draft in drafts) / (time.perf_counter() - began)
                 began = time.perf_counter()
                 live.clear()
                 print(
-                    f"{visible(job.task.name)} {len(scores)}/{len(sample_ids)} completions, "
+                    f"{visible(job.task.name)} {len(scores)}/{total} completions, "
                     f"{share} % correct so far, {rate:.0f} tok/s",
                     flush=True,
                 )
-    _write_rows(path, dict(sorted(rows.items())))
-    return [[rows[problem, s] for s in range(samples)] for problem in range(len(job.prompts))]
 
 
 def _sample_id(path: Path, row: Any) -> tuple[int, int]:
@@ -305,20 +363,21 @@ def _watch(
     return on_progress
 
 
-def _compile(job: _Job, sampler: Sampler, live: LiveLine, received: list[int]) -> Sampler:
+def _compile(job: _Job, sampler: Sampler, received: list[int]) -> Sampler:
     """Compiles the programs of a task, or loads them from the cache."""
     began = time.perf_counter()
-
-    def on_progress(count: int, total: int) -> None:
-        if received:
-            raise StoppedError(received[0])
-        live.update(f"{job.task.name} programs {count}/{total}")
-
     policy, size = job.policy.policy, sampler.engine.num_prompts
-    sampler = sampler.compiled(_key(job), policy, num_prompts=size, on_progress=on_progress)
+    label = visible(f"{job.task.name}: compiling programs")
+    with waiting(label) as say:
+
+        def on_progress(count: int, total: int) -> None:
+            if received:
+                raise StoppedError(received[0])
+            say(f"{label}, {count}/{total} ready")
+
+        sampler = sampler.compiled(_key(job), policy, num_prompts=size, on_progress=on_progress)
     executables = sampler.executables
     assert executables is not None
-    live.clear()
     print(
         f"{job.task.name} compiled {len(executables.compiled)} of {len(executables)} programs in "
         f"{time.perf_counter() - began:.0f} s",

@@ -16,7 +16,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable, current_policy
-from qerl_jax.quantization.base import load_base_of_run
+from qerl_jax.quantization.base import describe_base_of_run, load_base_of_run
 from qerl_jax.rewards.from_config import PYTHON_REWARDS
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.ownership import adopt, has_own_tag, trusts
@@ -25,7 +25,7 @@ from qerl_jax.system import json_file
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import open_to_read
 from qerl_jax.weights import peft
-from qerl_jax.weights.load import LoadedModel, load
+from qerl_jax.weights.load import LoadedModel, describe, load
 
 OWN = "own"  # beside the content of config.json
 
@@ -70,8 +70,37 @@ class LoadedPolicy:
         return (self.run or {}).get("created", "")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """What a source names: a base with its settings, and an adapter.
+
+    Attributes:
+        run: content of config.json of the run that the source is, or None.
+        owner: folder of the run whose base it is; it need not exist.
+        owner_run: content of its config.json, or None where the base is that of no run.
+        base: the model.
+        adapter: folder of the adapter, or None.
+        format: format of the weights.
+        dtype: dtype of the activations.
+    """
+
+    run: dict[str, Any] | None
+    owner: RunFolder
+    owner_run: dict[str, Any] | None
+    base: str
+    adapter: pathlib.Path | None
+    format: str
+    dtype: str
+
+
 def open_policy(
-    source: str, *, adapter: str = "", base: str = "", format: str = "", dtype: str = ""
+    source: str,
+    *,
+    adapter: str = "",
+    base: str = "",
+    format: str = "",
+    dtype: str = "",
+    bases: dict[tuple, LoadedModel] | None = None,
 ) -> LoadedPolicy:
     """Loads the policy of a run, a PEFT adapter with its base, or a model.
 
@@ -86,6 +115,8 @@ def open_policy(
         format: format of the weights, as in `load`. '' is the format of the run; without a run it
             is the format of the run in whose folder the adapter lies, or the stored format.
         dtype: dtype of the activations, as in `load`; '' is the dtype of the run, or bfloat16.
+        bases: holds the base that was loaded last, which is not loaded again; {} at first. None
+            loads it.
 
     Returns:
         The policy.
@@ -94,6 +125,61 @@ def open_policy(
         UserError: the run, the adapter or the model is missing, cannot be read, or does not fit the
             others.
     """
+    names = _names(source, adapter=adapter, base=base, format=format, dtype=dtype)
+    model = _load_base(names, {} if bases is None else bases)
+    if names.adapter is None:
+        return _without_adapter(names, model)
+    lora_config, adapter_base, trainable, digest = _read_adapter(names.adapter, model.config)
+    warn_of_another_base(names.adapter, adapter_base, (names.base, model.source))
+    return LoadedPolicy(
+        base=model,
+        model=dataclasses.replace(model, params=current_policy(model.params, trainable)),
+        lora=trainable.lora,
+        lora_config=lora_config,
+        trainable=trainable,
+        adapter=names.adapter,
+        adapter_sha256=digest,
+        run=names.run,
+    )
+
+
+def describe_policy(
+    source: str, *, adapter: str = "", base: str = "", format: str = "", dtype: str = ""
+) -> LoadedPolicy | None:
+    """Returns what `open_policy` returns, without weights and adapter.
+
+    Its model is that of `load.describe`.
+
+    Args:
+        source: as in `open_policy`.
+        adapter: as in `open_policy`.
+        base: as in `open_policy`.
+        format: as in `open_policy`.
+        dtype: as in `open_policy`.
+
+    Returns:
+        The policy; None where only loading tells what it is.
+
+    Raises:
+        UserError: as in `open_policy`.
+    """
+    names = _names(source, adapter=adapter, base=base, format=format, dtype=dtype)
+    options = {"format": names.format, "dtype": names.dtype}
+    if names.owner_run is None:
+        model = describe(names.base, **options)
+    else:
+        model = describe_base_of_run(names.base, names.owner_run, **options)
+    if model is None:
+        return None
+    policy = _without_adapter(names, model)
+    if names.adapter is None:
+        return policy
+    digest = _sha256(names.adapter / peft.WEIGHTS_FILE)
+    return dataclasses.replace(policy, adapter=names.adapter, adapter_sha256=digest)
+
+
+def _names(source: str, *, adapter: str, base: str, format: str, dtype: str) -> _Names:
+    """Returns what a source names, with the arguments of `open_policy`."""
     if not source.strip():
         raise UserError("the source is empty; pass a run, an adapter folder or a model")
     path = user_path(source)
@@ -120,35 +206,42 @@ def open_policy(
     owner, owner_run = (RunFolder(path), run) if run is not None else _run_of(folder)
     if run is None and owner_run is not None:
         settings = {"format": owner_run["config"]["model"]["format"]}
-    format = format or settings.get("format", "stored")
-    dtype = dtype or settings.get("dtype", "bfloat16")
-    if base or owner_run is None or not names_base:
-        model = load(base or base_source, format=format, dtype=dtype)
-    else:
-        tokens = owner.calibration
-        model = load_base_of_run(base_source, owner_run, tokens, format=format, dtype=dtype)
-    if folder is None:
-        return LoadedPolicy(
-            base=model,
-            model=model,
-            lora=None,
-            lora_config=None,
-            trainable=None,
-            adapter=None,
-            adapter_sha256=None,
-            run=run,
-        )
-    lora_config, adapter_base, trainable, digest = _read_adapter(folder, model.config)
-    warn_of_another_base(folder, adapter_base, (base or base_source, model.source))
+    return _Names(
+        run=run,
+        owner=owner,
+        owner_run=None if base or not names_base else owner_run,
+        base=base or base_source,
+        adapter=folder,
+        format=format or settings.get("format", "stored"),
+        dtype=dtype or settings.get("dtype", "bfloat16"),
+    )
+
+
+def _load_base(names: _Names, bases: dict[tuple, LoadedModel]) -> LoadedModel:
+    """Loads a base, unless it is the one that was loaded last."""
+    owner = None if names.owner_run is None else names.owner.path
+    key = names.base, owner, names.format, names.dtype
+    if key not in bases:
+        bases.clear()  # The next one needs the memory.
+        options = {"format": names.format, "dtype": names.dtype}
+        if names.owner_run is None:
+            bases[key] = load(names.base, **options)
+        else:
+            tokens = names.owner.calibration
+            bases[key] = load_base_of_run(names.base, names.owner_run, tokens, **options)
+    return bases[key]
+
+
+def _without_adapter(names: _Names, model: LoadedModel) -> LoadedPolicy:
     return LoadedPolicy(
         base=model,
-        model=dataclasses.replace(model, params=current_policy(model.params, trainable)),
-        lora=trainable.lora,
-        lora_config=lora_config,
-        trainable=trainable,
-        adapter=folder,
-        adapter_sha256=digest,
-        run=run,
+        model=model,
+        lora=None,
+        lora_config=None,
+        trainable=None,
+        adapter=None,
+        adapter_sha256=None,
+        run=names.run,
     )
 
 

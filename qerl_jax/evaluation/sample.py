@@ -1,14 +1,15 @@
-"""Shows the answers of a policy and of its base to one question while they are decoded."""
+"""Shows the answers of a policy, to one question or in a chat, while they are decoded."""
 
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from qerl_jax.compile.run_cache import keep_programs, user_folder
 from qerl_jax.data.prompts import Problem, encode_prompts
 from qerl_jax.errors import UserError, check_limits, memory_errors, visible
 from qerl_jax.evaluation.flags import check_sampling, template_arguments
@@ -16,14 +17,17 @@ from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.progress import RolloutProgress
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
+from qerl_jax.system.live_line import waiting
 from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer
 
 _CHUNK_STEPS = 4  # tokens between two updates of the text, few enough to look continuous
 _MAX_NEW_TOKENS = 512
+_REMEDY = "pass a smaller model, --format=nvfp4 or a lower --max-new-tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +76,51 @@ def sample(config: SampleConfig) -> None:
     """
     if not config.question.strip():
         raise UserError("the question is empty: pass a text")
-    new_tokens = 1 if config.max_new_tokens is None else config.max_new_tokens
-    check_limits({"--max-new-tokens": (new_tokens, 1)})
-    check_sampling(config.temperature, top_p=config.top_p, seed=config.seed)
-    with memory_errors("pass a smaller model, --format=nvfp4 or a lower --max-new-tokens"):
+    _check(config)
+    with memory_errors(_REMEDY), keep_programs(user_folder()):
         for number, (name, policy, lora) in enumerate(_policies(config)):
             if name:
                 print(f"{'\n' if number else ''}--- {visible(name)}", flush=True)
             _answer(config, policy, lora)
+
+
+def _check(config: SampleConfig) -> None:
+    new_tokens = 1 if config.max_new_tokens is None else config.max_new_tokens
+    check_limits({"--max-new-tokens": (new_tokens, 1)})
+    check_sampling(config.temperature, top_p=config.top_p, seed=config.seed)
+
+
+def chat(config: SampleConfig, lines: Iterable[str]) -> None:
+    """Answers one message after the other, each with the conversation so far.
+
+    Args:
+        config: the policy and the sampling settings; the question is not used. With the adapter ''
+            the trained policy answers.
+        lines: messages of the user. An empty one is skipped, '/new' begins another conversation and
+            '/quit' ends the chat.
+
+    Raises:
+        UserError: as in `sample`.
+    """
+    _check(config)
+    with memory_errors(_REMEDY), keep_programs(user_folder()):
+        name, policy, lora = _policies(config)[-1]
+        if name:
+            print(f"--- {visible(name)}", file=sys.stderr, flush=True)
+        run = {} if policy.run is None else policy.run["config"]
+        suffix = run.get("data", {}).get("question_suffix", "")
+        suffix = suffix if config.suffix is None else config.suffix
+        messages: tuple[tuple[str, str], ...] = ()
+        for line in lines:
+            question = line.strip()
+            if question == "/quit":
+                return
+            if question == "/new":
+                messages = ()
+            elif question:
+                asked = dataclasses.replace(config, question=question)
+                answer = _answer(asked, policy, lora, messages)
+                messages += ("user", question + suffix), ("assistant", answer)
 
 
 def stream_text(tokenizer: Tokenizer, write: Callable[[str], object]) -> Callable[..., None]:
@@ -133,10 +174,23 @@ def _name(base: LoadedPolicy) -> str:
     return f"{base.base.source} in {base.base.format}"
 
 
-def _answer(config: SampleConfig, policy: LoadedPolicy, lora: Lora | None) -> None:
+def _answer(
+    config: SampleConfig,
+    policy: LoadedPolicy,
+    lora: Lora | None,
+    messages: tuple[tuple[str, str], ...] = (),
+) -> str:
+    """Prints the answer to the question while it is decoded, and returns it.
+
+    Args:
+        config: the question and the sampling settings.
+        policy: the model, with its run.
+        lora: adapter of the policy, or None.
+        messages: role and content of the messages before the question.
+    """
     model, run = policy.model, {} if policy.run is None else policy.run["config"]
     with template_date(policy.created):
-        prompt, limit = _prompt(config, model, run)
+        prompt, limit = _prompt(config, model, run, messages)
     rollout_settings = run.get("rollout", {})
     engine = EngineConfig(
         chunk_steps=_CHUNK_STEPS,
@@ -153,7 +207,7 @@ def _answer(config: SampleConfig, policy: LoadedPolicy, lora: Lora | None) -> No
     )
     key = jax.random.key(config.seed, impl="threefry2x32")
     sampler = Sampler(model.config, model.tokenizer, sampling, engine)
-    for step in sampler.steps(key, Policy(model.params, lora), [prompt]):
+    for step in _compile_first(sampler.steps(key, Policy(model.params, lora), [prompt])):
         rollout, length = step.rollout, step.tokens
         updates.append((time.perf_counter(), length))
         show(rollout.tokens[0, :length].tolist())
@@ -165,10 +219,23 @@ def _answer(config: SampleConfig, policy: LoadedPolicy, lora: Lora | None) -> No
         rate = (updates[-1][1] - updates[1][1]) / (updates[-1][0] - updates[1][0])
         facts.append(f"{rate:.1f} tokens/s")
     print(", ".join(facts), file=sys.stderr, flush=True)
+    return model.tokenizer.decode(rollout.tokens[0, :length].tolist())
+
+
+def _compile_first(steps: Iterable[RolloutProgress]) -> Generator[RolloutProgress]:
+    """Yields the progress of a rollout; until its first chunk is there, says what is waited for."""
+    iterator = iter(steps)
+    with waiting("compiling the programs of this prompt's length"):
+        first = next(iterator)
+    yield first
+    yield from iterator
 
 
 def _prompt(
-    config: SampleConfig, model: LoadedModel, run: Mapping[str, Any]
+    config: SampleConfig,
+    model: LoadedModel,
+    run: Mapping[str, Any],
+    messages: tuple[tuple[str, str], ...],
 ) -> tuple[Sequence[int], int]:
     """Returns the token ids of the prompt and the limit on new tokens."""
     data = run.get("data", {})
@@ -178,7 +245,7 @@ def _prompt(
     if config.chat_template_args is not None:
         arguments = template_arguments(config.chat_template_args)
     (prompt,) = encode_prompts(
-        [Problem(config.question, "")],
+        [Problem(config.question, "", (*messages, ("user", config.question)))],
         model.tokenizer,
         system_prompt=system,
         question_suffix=suffix,

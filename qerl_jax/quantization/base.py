@@ -26,9 +26,10 @@ from qerl_jax.quantization.rounding import fill_packed
 from qerl_jax.quantization.text import TextConfig, check_tokens, choose_prompts, sample_windows
 from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.run.provenance import versions
+from qerl_jax.system.live_line import waiting
 from qerl_jax.system.staging import staged_folder
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
-from qerl_jax.weights.load import LoadedModel, Place, load
+from qerl_jax.weights.load import LoadedModel, Place, describe, load
 
 FACT = "calibration"  # in config.json of a run: the digest of its base
 # Sampling, compiling and writing; and quantizing, on an H100 (benchmarks/results/calibration.json).
@@ -123,7 +124,8 @@ def calibrated_base(
             dequantize=plan.dequantize,
             compact="once",
         )
-        return sample_windows(model, chosen, text, engine)
+        with waiting(f"sampling completions of {len(chosen)} prompts for the calibration"):
+            return sample_windows(model, chosen, text, engine)
 
     return _entry(checkpoint, facts, sample)
 
@@ -175,6 +177,10 @@ def load_calibrated(
         place: as in `load`.
     """
     model = load(str(entry.path), format="nvfp4", dtype=dtype, place=place)
+    return _named_as(model, entry, checkpoint)
+
+
+def _named_as(model: LoadedModel, entry: Entry, checkpoint: Checkpoint) -> LoadedModel:
     assert checkpoint.tokenizer is not None
     return dataclasses.replace(
         model,
@@ -209,6 +215,28 @@ def load_base_of_run(
         return load(source, format=format, dtype=dtype)
     entry = restored_base(checkpoint, digest, tokens)
     return load_calibrated(entry, checkpoint, dtype=dtype)
+
+
+def describe_base_of_run(
+    source: str, run: Mapping[str, Any], *, format: str, dtype: str
+) -> LoadedModel | None:
+    """Returns what `load_base_of_run` returns without its weights, as `load.describe` does.
+
+    Args:
+        source: the model.
+        run: content of config.json of the run.
+        format: format of the weights.
+        dtype: as in `load`.
+
+    Returns:
+        The description; None where the calibrated base is not in the cache.
+    """
+    digest = recorded_digest(run)
+    if format != "nvfp4" or not digest or (checkpoint := open_checkpoint(source)).packed:
+        return describe(source, format=format, dtype=dtype)
+    if (entry := cache.find(digest)) is None:
+        return None
+    return _named_as(describe(str(entry.path), format="nvfp4", dtype=dtype), entry, checkpoint)
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -228,7 +228,7 @@ def find_runs(parent: Path, pattern: str, config: ConfigDict) -> list[Path]:
     """
     current = flatten(config_dict(config))
     fixed_fields = _fixed_fields(current, config)
-    runs = ((path, _read_run(RunFolder(path).config)) for path in sorted(parent.glob(pattern)))
+    runs = ((path, read_run(RunFolder(path).config)) for path in sorted(parent.glob(pattern)))
     return [
         path
         for path, saved_run in runs
@@ -279,7 +279,7 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
     with lock:
         _acquire(lock, folder.path)
         with _remove_if_block_fails(folder, new_folders):
-            saved_run = _read_run(folder.config)
+            saved_run = read_run(folder.config)
             resumed = saved_run is not None and _has_begun(folder)
             if resumed:
                 schedule_steps = saved_run["schedule_steps"]
@@ -383,7 +383,7 @@ def _check_ours(folder: RunFolder) -> None:
     config.json alone does not make a run folder: models, exports and other trainers have one too.
     """
     if folder.config.exists():
-        if _read_run(folder.config) is None:
+        if read_run(folder.config) is None:
             raise UserError(
                 f"{folder.path} is not a run folder: no run wrote its {folder.config.name}; pass a "
                 f"new or empty folder as --workdir, or restore {folder.config.name} if a run was "
@@ -435,8 +435,12 @@ def _check_no_outputs(folder: RunFolder) -> None:
             )
 
 
-def _read_run(path: Path) -> dict[str, Any] | None:
-    """The content of a config.json that a run wrote; None for any other file, and without one."""
+def read_run(path: Path) -> dict[str, Any] | None:
+    """Returns the content of a config.json that a run wrote.
+
+    Args:
+        path: the file; None is returned for any other file, and without one.
+    """
     try:
         content = json.loads(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
@@ -456,6 +460,39 @@ def _has_begun(folder: RunFolder) -> bool:
     return any(row["step"] > 0 for row in rows)
 
 
+def check_run_folder(path: Path, config: ConfigDict) -> int:
+    """Refuses what `open_run` refuses, without making or changing anything.
+
+    Whether another process trains in the folder is not looked up.
+
+    Args:
+        path: the run folder, which need not exist.
+        config: the resolved config.
+
+    Returns:
+        The number of steps that the schedules span, as in `OpenRun`.
+
+    Raises:
+        UserError: as in `open_run`.
+    """
+    folder = RunFolder(path)
+    existing = next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
+    if not existing.is_dir():
+        raise UserError(f"cannot use {path} as a run folder: {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"cannot use {path} as a run folder: {existing} cannot be written")
+    if not path.exists():
+        return config.steps
+    _check_ours(folder)
+    check_places(folder)
+    saved_run = read_run(folder.config)
+    if saved_run is None or not _has_begun(folder):
+        _check_no_outputs(folder)
+        return config.steps
+    _compare(folder, saved_run, config)
+    return saved_run["schedule_steps"]
+
+
 def _take_changes(
     folder: RunFolder, saved_run: dict[str, Any], config: ConfigDict
 ) -> tuple[str, ...]:
@@ -467,16 +504,7 @@ def _take_changes(
     Raises:
         UserError: a field changed that changes how the run trains.
     """
-    old_fields, new_fields = flatten(saved_run["config"]), flatten(config_dict(config))
-    allowed_changes, refused_changes = resume.differences(old_fields, new_fields, config)
-    moved = tuple(f for f in list(refused_changes) if resume.is_place(f) and refused_changes.pop(f))
-    if refused_changes:
-        changes = ", ".join(f"{field}: {change}" for field, change in refused_changes.items())
-        begin = f"--config.init_from={folder.path}"
-        remedy = f"restore these values or pass another --workdir, with {begin} to go on from here"
-        if any(field not in old_fields for field in refused_changes):
-            remedy += "; a field that was absent then is of a later version"
-        raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}")
+    allowed_changes, moved = _compare(folder, saved_run, config)
     if not allowed_changes or (folder.finished_steps() or 0) >= config.steps:
         return moved  # A finished run takes no step with new values.
     changes = visible(", ".join(f"{field}: {change}" for field, change in allowed_changes.items()))
@@ -494,6 +522,31 @@ def _take_changes(
     content = saved_run | {"config": new_config} | history
     write_config(folder.config, content, signs=has_own_tag(saved_run))
     return moved
+
+
+def _compare(
+    folder: RunFolder, saved_run: dict[str, Any], config: ConfigDict
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Compares the saved config with the new one.
+
+    Returns:
+        The changes that move only memory or time, and the fields that are `resume.is_place` and
+        changed.
+
+    Raises:
+        UserError: a field changed that changes how the run trains.
+    """
+    old_fields, new_fields = flatten(saved_run["config"]), flatten(config_dict(config))
+    allowed_changes, refused_changes = resume.differences(old_fields, new_fields, config)
+    moved = tuple(f for f in list(refused_changes) if resume.is_place(f) and refused_changes.pop(f))
+    if refused_changes:
+        changes = ", ".join(f"{field}: {change}" for field, change in refused_changes.items())
+        begin = f"--config.init_from={folder.path}"
+        remedy = f"restore these values or pass another --workdir, with {begin} to go on from here"
+        if any(field not in old_fields for field in refused_changes):
+            remedy += "; a field that was absent then is of a later version"
+        raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}")
+    return allowed_changes, moved
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.show.html import write_page
+from qerl_jax.show.listing import list_runs, runs_in
 from qerl_jax.show.terminal import show
 from qerl_jax.show.view import LAST_STEP, open_views, read_condition
 
@@ -23,7 +24,8 @@ def show_runs(
     """Prints the curves and the completions of runs side by side, or writes them into a page.
 
     Args:
-        runs: run folders, or one.
+        runs: run folders, or one. Of a folder of runs each run gets a line, or is shown where a
+            step, a condition or a page is asked for.
         step: 'N', 'FROM:TO' or 'all'; '' is the last step, and all steps in a page.
         where: conditions on a completion, such as 'reward>=0.5', which must all hold.
         completions: largest number of completions of a step; 0 shows all that are logged.
@@ -37,15 +39,25 @@ def show_runs(
     """
     check_limits({"--completions": (completions, 0)})
     steps = read_steps_option(step)
-    folders = [runs] if isinstance(runs, str | Path) else runs
-    views = open_views(map(str, folders))
+    paths = [str(path) for path in ([runs] if isinstance(runs, str | Path) else runs)]
+    inside = {path: runs_in(path) for path in paths}
+    folders = [run for path in paths for run in inside[path] or [path]]
+    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
+
+    def write(line: str) -> None:
+        print(line.encode(encoding or "ascii", "replace").decode(encoding or "ascii"))
+
+    if any(inside.values()) and not (html or step or where):
+        for line in list_runs(folders):
+            write(line)
+        return None
+    views = open_views(folders)
     conditions = [read_condition(text, views) for text in where]
     if html:
         return write_page(html, views, conditions=conditions, steps=steps, limit=completions)
-    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     show(
         views,
-        lambda line: print(line.encode(encoding or "ascii", "replace").decode(encoding or "ascii")),
+        write,
         steps=steps,
         conditions=conditions,
         limit=completions,

@@ -109,8 +109,12 @@ class View:
         return sorted({sample["step"] for sample in self.completions})
 
 
-def open_views(paths: Iterable[str]) -> list[View]:
+def open_views(paths: Iterable[str], *, completions: bool = True) -> list[View]:
     """Reads run folders.
+
+    Args:
+        paths: the run folders.
+        completions: whether the completions are read, which may be many.
 
     Raises:
         UserError: a path is not a run folder, or a file in it is damaged.
@@ -118,7 +122,7 @@ def open_views(paths: Iterable[str]) -> list[View]:
     folders = [RunFolder(user_path(path)) for path in paths]
     names = [_name(folder) for folder in folders]
     return [
-        _open(folder, name if names.count(name) == 1 else str(folder.path))
+        _open(folder, name if names.count(name) == 1 else str(folder.path), completions)
         for folder, name in zip(folders, names, strict=True)
     ]
 
@@ -130,7 +134,7 @@ def _name(folder: RunFolder) -> str:
         raise UserError(f"{folder.path} cannot be read: {first_line(error)}") from error
 
 
-def _open(folder: RunFolder, name: str) -> View:
+def _open(folder: RunFolder, name: str, reads_completions: bool) -> View:
     try:
         saved = json.loads(read_bytes(folder.config))
     except (OSError, ValueError, RecursionError) as error:
@@ -139,7 +143,8 @@ def _open(folder: RunFolder, name: str) -> View:
         ) from error
     if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
         raise UserError(f"{folder.path} is not a run folder: no run wrote {folder.config.name}")
-    has_metrics, has_completions = folder.metrics.exists(), folder.completions.exists()
+    has_metrics = folder.metrics.exists()
+    has_completions = reads_completions and folder.completions.exists()
     rows = _valid_rows(read_steps(folder.metrics)) if has_metrics else []
     return View(
         name=name,

@@ -1,10 +1,12 @@
 """A live line of progress on the terminal."""
 
+import contextlib
 import math
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Protocol, TextIO
 
 from qerl_jax.errors import visible
@@ -91,3 +93,48 @@ class LiveLine:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
             self._last = -math.inf
+
+
+@contextlib.contextmanager
+def waiting(
+    text: str, *, stream: TextIO | None = None, every: float = 5.0, shows: bool = True
+) -> Generator[Callable[[str], None]]:
+    """Says what is waited for while the block runs, with the seconds since it began.
+
+    On a terminal one line is rewritten in place and removed in the end; elsewhere a line is written
+    every few seconds. A thread does it, so that work shows that never calls back.
+
+    Args:
+        text: what is waited for, such as 'compiling programs'.
+        stream: where to write; stderr when None.
+        every: the time between two lines where no line can be rewritten, in seconds.
+        shows: whether anything is written; of several processes one does.
+
+    Yields:
+        A function that replaces the text.
+    """
+    stream = sys.stderr if stream is None else stream
+    live, began, current, ends = LiveLine(stream), time.monotonic(), [text], threading.Event()
+
+    def show() -> None:
+        while not ends.wait(_QUIET_SECONDS if stream.isatty() else every):
+            line = f"{current[0]}, {time.monotonic() - began:.0f} s"
+            with contextlib.suppress(OSError, ValueError):  # The stream is closed.
+                if stream.isatty():
+                    live.update(line)
+                else:
+                    print(visible(line), file=stream, flush=True)
+
+    def say(text: str) -> None:
+        current[0] = text
+
+    thread = threading.Thread(target=show, daemon=True)
+    if shows:
+        thread.start()
+    try:
+        yield say
+    finally:
+        ends.set()
+        if shows:
+            thread.join()
+            live.clear()

@@ -3,13 +3,14 @@
 It refuses what a start refuses before its model is loaded, and a prompt that is too long.
 """
 
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.describe import describe_config
+from qerl_jax.config.describe import describe_changes, describe_config
 from qerl_jax.data.from_config import (
     TRAIN,
     check_positions,
@@ -24,15 +25,18 @@ from qerl_jax.errors import visible
 from qerl_jax.memory.report import check_fits, format_plan
 from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.sharding import make_mesh
+from qerl_jax.processes.launch import read_rank
 from qerl_jax.quantization.base import describe_cost
 from qerl_jax.rewards.from_config import rewards_of
 from qerl_jax.rewards.functions import Reward
-from qerl_jax.run.folder import RunFolder, default_folder
+from qerl_jax.run.folder import RunFolder, check_run_folder, default_folder
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.system.paths import user_path
 from qerl_jax.training.init_from import check_origin
+from qerl_jax.training.saving import policy_folder
 from qerl_jax.training.setup import check_method
-from qerl_jax.training.validate import validate
+from qerl_jax.training.validate import check_extension, validate
 from qerl_jax.weights import tokenizer
 from qerl_jax.weights.checkpoint import open_checkpoint, read_architecture
 from qerl_jax.weights.model_source import locate
@@ -45,6 +49,7 @@ def dry_run(
     workdir: str | Path | None = None,
     write: Callable[[str], object] = print,
     rewards: Mapping[str, tuple[Reward, float]] | None = None,
+    preset: ConfigDict | None = None,
 ) -> None:
     """Writes the resolved config, counts of the data, a rendered prompt and the plan of the memory.
 
@@ -53,17 +58,18 @@ def dry_run(
         workdir: the run folder, as in `loop.train`. It is not made.
         write: receives each part as text.
         rewards: function and weight by name, as in `loop.train`.
+        preset: the config without what the command line sets; then only what differs is written.
 
     Raises:
         UserError: the run could not start.
     """
-    validate(config)
+    folder = RunFolder(_folder_path(config, workdir))
+    schedule_steps = check_start(config, workdir=workdir)
     rewards = rewards_of(config, rewards)
-    folder = RunFolder(default_folder(config) if workdir is None else user_path(workdir))
     if not folder.checkpoints.is_dir():
         check_origin(config)
-    check_method(config, rewards, schedule_steps=config.steps)
-    write(describe_config(config))
+    check_method(config, rewards, schedule_steps=schedule_steps)
+    write(describe_config(config) if preset is None else describe_changes(config, preset))
     write(_describe_folder(config, folder))
     problems = load_problems(config, rewards)
     architecture, model_tokenizer = read_description(config.model.source)
@@ -78,6 +84,35 @@ def dry_run(
     shown = f"the first training prompt:\n{first.text}\n\nits answer: {first.problem.answer}\n"
     write(visible(shown))  # Problems and template may come from another person.
     write("dry run: nothing was started and no folder was made")
+
+
+def check_start(config: ConfigDict, *, workdir: str | Path | None = None) -> int:
+    """Refuses what a start refuses before it calls a function or reads a model.
+
+    Args:
+        config: the resolved config.
+        workdir: the run folder, as in `loop.train`.
+
+    Returns:
+        The number of steps that the schedules span.
+
+    Raises:
+        UserError: a value is out of range, the mesh has devices that are absent, or the folder
+            holds no run, or one that this config cannot go on.
+    """
+    validate(config)
+    data, tensor = config.mesh.data, config.mesh.tensor
+    if read_rank(os.environ, devices=data * tensor) is None:  # One process sees all devices.
+        make_mesh(data, tensor)
+    path = _folder_path(config, workdir)
+    schedule_steps = check_run_folder(path, config)
+    target = policy_folder(RunFolder(path), config)
+    check_extension(config, schedule_steps=schedule_steps, target=target)
+    return schedule_steps
+
+
+def _folder_path(config: ConfigDict, workdir: str | Path | None) -> Path:
+    return default_folder(config) if workdir is None else user_path(workdir)
 
 
 def read_description(source: str) -> tuple[ModelConfig, Tokenizer]:

@@ -43,6 +43,7 @@ from qerl_jax.run.saved_fields import check_run
 from qerl_jax.run.terminal import format_row
 from qerl_jax.run.trackers import tracker_name
 from qerl_jax.system.import_path import names_function
+from qerl_jax.system.live_line import waiting
 from qerl_jax.system.safe_files import read_bytes
 from qerl_jax.system.signals import StoppedError, stop_signals
 from qerl_jax.training.begin import begin, check_starts
@@ -61,7 +62,7 @@ from qerl_jax.training.saving import (
 )
 from qerl_jax.training.setup import prepare
 from qerl_jax.training.step import StepResult, take_step
-from qerl_jax.training.validate import check_extension, validate
+from qerl_jax.training.validate import check_extension, command_to_go_on, validate
 from qerl_jax.weights.chat_template import template_date
 
 _SKIPS_THAT_STOP = 3
@@ -168,7 +169,10 @@ def _train_in(
                     # All processes stop, or have the same completions; they save together.
                     save(run, stops=True)
                     step = run.progress.step
-                    print(f"saved after step {step}; the same command continues", flush=True)
+                    goes_on = "the same command continues"
+                    if processes.count == 1 and not python_rewards:
+                        goes_on += f": {command_to_go_on(folder.path, steps=config.steps)}"
+                    print(f"saved after step {step}; {goes_on}", flush=True)
                 if isinstance(error, StoppedError | NoRewardError):
                     raise
                 raise UserError(
@@ -322,18 +326,19 @@ def _compile(run: Run) -> Programs:
     """
     began, trains = time.perf_counter(), run.progress.step < run.setup.config.steps
 
-    def on_progress(count: int, total: int) -> None:
-        run.stop_if_asked()
-        run.live.update(f"programs {count}/{total}")
+    with waiting("compiling programs", shows=run.log is not None) as say:
 
-    run.setup, programs = compile_programs(
-        run.setup,
-        run.progress.state,
-        trains=trains,
-        evaluates=bool(run.setup.eval_prompts) and (trains or _evaluation_is_due(run)),
-        on_progress=on_progress,
-    )
-    run.live.clear()
+        def on_progress(count: int, total: int) -> None:
+            run.stop_if_asked()
+            say(f"compiling programs, {count}/{total} ready")
+
+        run.setup, programs = compile_programs(
+            run.setup,
+            run.progress.state,
+            trains=trains,
+            evaluates=bool(run.setup.eval_prompts) and (trains or _evaluation_is_due(run)),
+            on_progress=on_progress,
+        )
     if executables := run.setup.eval_sampler.executables:
         seconds = time.perf_counter() - began
         counts = f"compiled {len(executables.compiled)} of {len(executables)} programs"

@@ -15,6 +15,7 @@ from qerl_jax.memory.update_plan import recomputation
 from qerl_jax.policy import kl_control
 from qerl_jax.policy.sharding import check_mesh
 from qerl_jax.rewards.from_config import check_rewards
+from qerl_jax.system.command import command_name
 from qerl_jax.system.import_path import names_function
 
 _WIDEST_SEQUENCE_CLIP = 0.1
@@ -142,11 +143,20 @@ def how_to_train_on(
     if _decays_to_zero(config):
         more_steps = min(more_steps, schedule_steps)
     if more_steps > steps:
-        return (
-            f"to train on, pass --workdir={shlex.quote(str(workdir))} --config.steps={more_steps}"
-        )
+        return f"to train on: {command_to_go_on(workdir, steps=more_steps)}"
     options = _begin_from(config, target)
     return f"its learning rate has decayed to 0; to train on, begin a new run with {options}"
+
+
+def command_to_go_on(workdir: Path, *, steps: int) -> str:
+    """Returns the whole command with which a run goes on with the config that it saved.
+
+    Args:
+        workdir: the run folder.
+        steps: number of steps of the whole run.
+    """
+    folder = shlex.quote(str(workdir))
+    return f"{command_name('train')} --workdir={folder} --config.steps={steps}"
 
 
 def _decays_to_zero(config: ConfigDict) -> bool:

@@ -19,14 +19,13 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import tqdm
 
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
-from qerl_jax.system.live_line import progress_line
+from qerl_jax.system.live_line import progress_line, waiting
 from qerl_jax.system.threads import available_cores, run_within
 from qerl_jax.weights import names, packed, safetensors, tokenizer
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
@@ -115,6 +114,34 @@ def load(
     Raises:
         UserError: the source cannot be found or read, is incomplete or is not supported.
     """
+    checkpoint, format = _open(source, format, dtype)
+    params = read_params(
+        checkpoint, format=format, dtype=DTYPES[dtype], on_progress=on_progress, place=place
+    )
+    return _with_params(checkpoint, format, params)
+
+
+def describe(source: str, *, format: str, dtype: str) -> LoadedModel:
+    """Returns what `load` returns, with the shape of the embedding as the only parameter.
+
+    No weights are read but the first bytes of each tensor, for the fingerprint.
+
+    Args:
+        source: as in `load`.
+        format: as in `load`.
+        dtype: as in `load`.
+
+    Raises:
+        UserError: as in `load`, except for what the weights hold.
+    """
+    checkpoint, format = _open(source, format, dtype)
+    shape = checkpoint.config.vocab_size, checkpoint.config.embed_dim
+    params = {"embed_tokens": jax.ShapeDtypeStruct(shape, DTYPES[dtype])}
+    return _with_params(checkpoint, format, params)
+
+
+def _open(source: str, format: str, dtype: str) -> tuple[Checkpoint, str]:
+    """Opens a source; returns the format of its projections too, which is never 'stored'."""
     if format not in (*FORMATS, "stored"):
         raise UserError(f"format {format!r}: must be one of {', '.join(FORMATS)}")
     if dtype not in DTYPES:
@@ -129,15 +156,17 @@ def load(
         raise UserError(
             f"{path}: holds NVFP4 weights; load it in nvfp4 (in a run: --config.model.format=nvfp4)"
         )
-    params = read_params(
-        checkpoint, format=format, dtype=DTYPES[dtype], on_progress=on_progress, place=place
-    )
+    return checkpoint, format
+
+
+def _with_params(checkpoint: Checkpoint, format: str, params: dict) -> LoadedModel:
+    assert checkpoint.tokenizer is not None, "it is opened with one"
     return LoadedModel(
         config=checkpoint.config,
         params=params,
         tokenizer=checkpoint.tokenizer,
         source=checkpoint.source,
-        path=path,
+        path=checkpoint.path,
         format=format,
         packed=bool(checkpoint.packed),
         fingerprint=_fingerprint(checkpoint.tensors),
@@ -325,7 +354,7 @@ def _name_in_errors(checkpoint: Checkpoint, layer: int, fused: str) -> Iterator[
 
 
 def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -> Iterator[Any]:
-    """Yields function(layer) for every layer in order, with a progress bar.
+    """Yields function(layer) for every layer in order, and says how many the caller has.
 
     A few threads work on different layers, because a copy by NumPy uses one core. They stay at
     most a few layers ahead of the caller, which bounds how many layers are in memory.
@@ -333,19 +362,20 @@ def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -
     Args:
         function: function from the number of a layer to its result.
         num_layers: number of layers.
-        label: text of the progress bar.
+        label: what the caller does, such as 'quantizing'.
     """
     threads = min(4, os.cpu_count() or 1)
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        layers = tqdm.trange(num_layers, desc=label, unit="layer", leave=False, disable=None)
+    with (
+        concurrent.futures.ThreadPoolExecutor(threads) as pool,
+        waiting(f"{label} layer 1/{num_layers}") as say,
+    ):
         pending: collections.deque[concurrent.futures.Future] = collections.deque()
         for layer in range(num_layers + threads):
             if layer < num_layers:
                 pending.append(pool.submit(function, layer))
             if layer >= threads:
+                say(f"{label} layer {layer - threads + 1}/{num_layers}")
                 yield pending.popleft().result()
-                layers.update()
-        layers.close()
 
 
 def read_layer(checkpoint: Checkpoint, layer: int, *, dtype: np.dtype) -> dict:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from qerl_jax.config.models import SOURCES
 from qerl_jax.errors import UserError
 from qerl_jax.system.paths import user_path
 
@@ -34,6 +35,11 @@ def config_file(text: str) -> str:
     path = user_path(name)
     if name in NAMES and not path.exists():
         return f"{installed_file(name)}{colon}{preset}"
+    if not path.exists() and text.partition(",")[0] in SOURCES:
+        raise UserError(
+            f"--config={text}: {text} is a preset, which follows the name of a config: write "
+            f"--config=grpo_gsm8k:{text}"
+        )
     if name and not path.suffix and not path.exists():
         raise UserError(
             f"--config={text}: there is no such file, and the configs by name are "
