@@ -85,6 +85,25 @@ def test_the_last_step_and_the_curves(tmp_path):
         assert printed(run).startswith("run: 4 steps, last row ")
 
 
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_curves_begin_in_the_same_column_and_lines_fit(tmp_path, columns):
+    long = "reward/" + "a_reward_with_a_long_name_" * 2
+    rows = [
+        {"step": n, "reward": n / 10, long: -n / 3e7, "kl": -n / 7e9, "loss": 1 / n}
+        for n in range(1, 200)
+    ]
+    runs = [write_run(tmp_path / name, rows=rows) for name in "ab"]
+    for folders in (runs[:1], runs):
+        lines = [line for line in printed(*folders, columns=columns).splitlines() if " -> " in line]
+        assert len(lines) == 4 * len(folders)
+        first = {min(map(line.index, set(line) & set("▁▂▃▄▅▆▇█"))) for line in lines}
+        assert len(first) == 1
+        assert all(width(line) <= columns for line in lines)
+        suffix = " (1)" if len(folders) == 2 else ""
+        cut = next(line for line in lines if line.startswith("reward/a_"))
+        assert f"...{suffix} -3.333e-08 -> -6.633e-06 " in cut.replace("  ", " ") or columns == 120
+
+
 def test_steps_conditions_and_limits_choose_completions(tmp_path):
     run = write_run(tmp_path / "run")
     assert "completion 1.1" in printed(run, step="1:2")
