@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_model
 import tiny_run
+from contrast import contrast
 
 from benchmarks import (
     agreement,
@@ -190,6 +191,24 @@ def test_a_picture_of_rewards_by_step(tmp_path):
     pictures.save(figure, tmp_path / "x.svg", data)
     assert pictures.data_in(tmp_path / "x.svg") == data
     assert "control, learning rate 0</text>" in (tmp_path / "x.svg").read_text()
+
+
+def test_pictures_are_readable_on_a_dark_page():
+    for path in (ROOT / "docs").glob("*.svg"):
+        text = path.read_text(encoding="utf-8")
+        start, dark, rest = text.partition("@media (prefers-color-scheme: dark)")
+        assert dark, path
+        if path.name == "data_flow.svg":  # written by hand, with classes
+            continue
+        rules, _, drawing = rest.partition("</style>")
+        paper = pictures.DARK["#ffffff"]
+        assert rules.count(f"{{fill: {paper} !important}}") == 1
+        colors = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", start + drawing))
+        assert "#ffffff" in colors
+        for color in colors - {"#ffffff", "#e6e6e6"}:
+            seen = pictures.DARK.get(color, color)
+            assert contrast(seen, paper) >= 3, (path.name, color)
+            assert seen == color or f'[style*="stroke: {color}"]{{stroke: {seen} ' in rules
 
 
 def test_the_folders_of_the_project(tmp_path):

@@ -284,9 +284,17 @@ def test_format_row():
 @pytest.mark.parametrize("columns", [40, 60, 80, 100, 140])
 def test_the_line_of_a_step_fits_its_columns(columns):
     row = {
-        **{"step": 1007, "reward": -0.4123, "accuracy": 0.4, "format": 0.98, "length": 1231.4},
-        **{"entropy": 0.8121, "sigma": 0.01, "grad_norm": 0.2134, "update_skipped": True},
-        **{"rollout_tokens_per_second": 51234.0, "train_tokens_per_second": 812.3},
+        "step": 1007,
+        "reward": -0.4123,
+        "accuracy": 0.4,
+        "format": 0.98,
+        "length": 1231.4,
+        "entropy": 0.8121,
+        "sigma": 0.01,
+        "grad_norm": 0.2134,
+        "update_skipped": True,
+        "rollout_tokens_per_second": 51234.0,
+        "train_tokens_per_second": 812.3,
         "remaining_seconds": 3720.0,
     }
     line = terminal.format_row(row, 2000, columns)
