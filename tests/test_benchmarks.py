@@ -153,16 +153,17 @@ def test_the_engine_agrees_with_the_trainer_and_an_error_shows(monkeypatch):
 
 
 def test_the_pages_are_up_to_date():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in tables.PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert tables.with_generated_parts(name, text) == text, "run python -m benchmarks.tables"
     pages = {
         name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
         for name in ("benchmarks", "config")
     }
-    assert tables.with_generated_parts(readme) == readme, "run python -m benchmarks.tables"
     assert tables.benchmarks_page() + "\n" == pages["benchmarks"], "run python -m benchmarks.tables"
     assert tables.config_page() + "\n" == pages["config"], "run python -m benchmarks.tables"
     with pytest.raises(ValueError, match="has no lines"):
-        tables.with_generated_parts(readme.replace("<!-- presets", "<!-- others"))
+        tables.with_generated_parts("CONTRIBUTING.md", text.replace("<!-- folders", "<!-- others"))
 
 
 def test_a_config_names_its_results():
@@ -248,7 +249,7 @@ def readme_modules(tmp_path, monkeypatch):
     assert found.keys() == {"README.md", "python.md", "rewards.md"}  # Nothing else needs a test.
     assert found["python.md"] == (["python"] * 4, [])
     fenced, (reward,) = found["README.md"]
-    assert not fenced
+    assert fenced == ["python"]  # tests/test_readme.py runs it.
     code = reward + found["rewards.md"][1][-1]
     start, *parts = re.split(r"^# (my_\w+)\.py\b", code, flags=re.MULTILINE)
     assert not start
