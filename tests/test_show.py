@@ -16,7 +16,7 @@ from qerl_jax.commands import show as command
 from qerl_jax.errors import UserError, visible
 from qerl_jax.show.html import page, write_page
 from qerl_jax.show.terminal import show
-from qerl_jax.show.text import width, wrap
+from qerl_jax.show.text import shorten, width, wrap
 from qerl_jax.show.view import open_views, read_condition
 
 SCRIPT = "<script>alert(1)</script></script><!--<b>"
@@ -192,6 +192,10 @@ def test_lines_fit_their_column():
     assert all(width(line) <= 10 for line in lines)
     assert "".join(lines).replace(" ", "") == text.replace(" ", "").replace("\n", "")
     assert lines[:3] == ["one two", "three", "日本語日本"]
+    assert [shorten(text, 6) for text in ("abcdef", "abcdefg", "日本語語")] == [
+        *("abcdef", "abc...", "日..."),
+    ]
+    assert shorten("abcdefg", 2) == "..."
 
 
 class Reader(html.parser.HTMLParser):

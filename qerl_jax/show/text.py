@@ -49,6 +49,6 @@ def shorten(text: str, columns: int) -> str:
     """
     if width(text) <= columns:
         return text
-    while width(text) > columns - 3:
+    while text and width(text) > columns - 3:
         text = text[:-1]
     return f"{text}..."
