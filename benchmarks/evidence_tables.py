@@ -32,6 +32,12 @@ BF16, ROUNDED, CALIBRATED = "bf16-lora", "nvfp4-rounded-lora", "nvfp4-lora"
 # How the pages call the weights of these arms.
 WEIGHTS = {BF16: "bf16", CALIBRATED: "calibrated NVFP4", ROUNDED: "NVFP4 rounded to nearest"}
 
+# Arms with noise, by what follows the name of the arm without it.
+_NOISE = {
+    "-aqn-paper": "with the paper's schedule",
+    "-aqn-kl0.01": "with noise held at a KL of 0.01",
+}
+
 
 # --- What four bits cost ------------------------------------------------------------------------
 
@@ -55,6 +61,39 @@ def cost_sentence(runs: Runs) -> str:
         if arm in runs:
             sentences.append(f"{name}, four bits cost {_cost(runs[BF16], runs[arm])}.")
     return " ".join(sentences)
+
+
+def noise_sentence(runs: Runs) -> str:
+    """What adaptive quantization noise gains after training, with intervals, in a few sentences."""
+    sentences = []
+    for base in (CALIBRATED, ROUNDED):
+        texts = [
+            f"{_gain(runs[base], runs[arm])} {name}"
+            for suffix, name in _NOISE.items()
+            if base in runs and (arm := f"{base}{suffix}") in runs
+        ]
+        if texts:
+            sentences.append(
+                "Adaptive quantization noise (AQN) changes the accuracy after training in "
+                f"{WEIGHTS[base]} by {_series(texts)}."
+            )
+    if not sentences:
+        return "What noise gains was not measured."
+    if not any(arm.startswith(f"{CALIBRATED}-aqn") for arm in runs):
+        sentences.append(f"In {WEIGHTS[CALIBRATED]} it was not measured yet.")
+    return " ".join(sentences)
+
+
+def _gain(reference: list[Row], rows: list[Row]) -> str:
+    """By how much runs end above others, with the interval over seeds or, of few, over problems."""
+    gain = np.mean(ends(rows)) - np.mean(ends(reference))
+    interval, name = over_seeds(ends(reference), ends(rows)), "seeds"
+    if interval is None:
+        interval, name = over_problems(reference, rows), f"problems, {len(rows)} seeds"
+    text = f"{gain:+.1f} points"
+    if interval is None:
+        return text
+    return f"{text} (95 % interval: {interval.low:+.1f} to {interval.high:+.1f} over {name})"
 
 
 def _cost(reference: list[Row], rows: list[Row]) -> str:

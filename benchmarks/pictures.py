@@ -8,6 +8,7 @@ beside theirs. Each file holds its data as JSON in its description, so that a te
 with the results.
 """
 
+import io
 import json
 import pathlib
 import statistics
@@ -39,6 +40,15 @@ _MODELS = {"qwen2.5-7b": "Qwen2.5-7B", "qwen2.5-32b": "Qwen2.5-32B"}
 _COLORS = {"learning": "#2166ac", "control": "#8c8c8c", "nvfp4": "#2166ac", "bf16": "#d6604d"}
 _LABELS = {"learning": "default", "control": "control, learning rate 0"}
 _SECONDS = ("rollout_s", "update_s", "step_s")
+# What each color is on a dark page, where the paper of a picture is dark too. Others stay.
+DARK = {
+    "#ffffff": "#0d1117",
+    "#000000": "#c9d1d9",
+    "#e6e6e6": "#30363d",
+    "#2166ac": "#6cb0f2",
+    "#d6604d": "#f0836f",
+    "#8c8c8c": "#9da5ae",
+}
 _DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 
 
@@ -108,7 +118,9 @@ def draw_peers(data: dict) -> "Figure":
             axes.barh(names, seconds, left=starts, color=color, label=label, height=0.6)
             starts = [begin + second for begin, second in zip(starts, seconds, strict=True)]
         for name, end in zip(names, starts, strict=True):
-            axes.annotate(f" {part['steps'][name]['step_s']:.1f} s", (end, name), va="center")
+            seconds = f"{part['steps'][name]['step_s']:.1f} s"
+            offset = {"xytext": (4, 0), "textcoords": "offset points"}
+            axes.annotate(seconds, (end, name), va="center", **offset)
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set(
@@ -192,11 +204,29 @@ def _figure(panels: int) -> "tuple[Figure, list[Axes]]":
 
 
 def save(figure: "Figure", path: pathlib.Path, data: dict) -> None:
-    """Writes the picture as SVG with text as text, and the data in its description."""
+    """Writes the picture as SVG with text as text, and the data in its description.
+
+    On a dark page it has the colors of `DARK`.
+    """
     import matplotlib
 
+    svg = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
-        figure.savefig(path, metadata={"Description": json.dumps(data), "Date": None})
+        figure.savefig(svg, format="svg", metadata={"Description": json.dumps(data), "Date": None})
+    text = svg.getvalue().replace("</style>", f"{_dark_style()}</style>", 1)
+    path.write_text(text, encoding="utf-8")
+
+
+def _dark_style() -> str:
+    """Rules for dark pages; matplotlib writes each color into the style of an element."""
+    rules = [f"text{{fill: {DARK['#000000']}}}"]
+    rules += [
+        f'[style*="{kind}: {light}"]{{{kind}: {dark} !important}}'
+        for light, dark in DARK.items()
+        for kind in ("fill", "stroke")
+    ]
+    lines = "\n".join(rules)
+    return f"\n@media (prefers-color-scheme: dark) {{\n{lines}\n}}\n"
 
 
 def data_in(path: pathlib.Path) -> dict:

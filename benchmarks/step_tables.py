@@ -79,62 +79,113 @@ def _billions(model: str) -> tuple[float, str]:
 def peer_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
     """Steps here beside those of peers: seconds (rollout + update), peak memory, tokens/s.
 
+    The column of our step in NVFP4 says how much faster it is than each of the others.
+
     Args:
         rows: rows of peers.json.
         our_rows: rows of step.json, for bf16 LoRA in this engine.
     """
     steps = peer_steps(rows)
     names = sorted({row["peer"] for peer_rows in steps.values() for row in peer_rows})
-    names_of_key = ("model", "batch", "prompt", "new_tokens", "device")
-    bf16 = {
-        tuple(row[name] for name in names_of_key): row
-        for row in our_rows
-        if row["format"] == "bf16" and row["updates"] == 1 and not row["mean_length"]
-    }
+    bf16 = _bf16_steps(our_rows)
     lines = []
     for key, peer_rows in steps.items():
         model, batch, prompt, new_tokens, _ = key
         our_step = {name: peer_rows[0][f"our_{name}"] for name in _MEASURED}
         by_peer = {row["peer"]: row for row in peer_rows}
+        others = {"bf16 LoRA here": bf16.get(key)} | {name: by_peer.get(name) for name in names}
+        factors = ", ".join(
+            f"{faster(row['step_s'], our_step['step_s'])} than {name}"
+            for name, row in others.items()
+            if row
+        )
         lines.append(
             [
                 model,
                 f"{batch} x {prompt} + {new_tokens:,}",
-                _step_cell(our_step, batch * new_tokens),
-                *(
-                    _step_cell(row, batch * new_tokens, our_step["step_s"]) if row else ""
-                    for row in (bf16.get(key), *map(by_peer.get, names))
-                ),
+                f"{_step_cell(our_step, batch * new_tokens)}; {factors}",
+                *(_step_cell(row, batch * new_tokens) if row else "" for row in others.values()),
                 ", ".join(sorted({row["commit"][:8] for row in peer_rows})),
             ]
         )
-    header = ["model", "completions", "here, NVFP4", "here, bf16 LoRA", *names, "commit"]
+    header = ["model", "completions", "here, NVFP4", _BF16, *names, "commit"]
     return markdown(header, lines)
 
 
+def short_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
+    """The same in a few figures: seconds and peak memory, and how much faster ours is.
+
+    Args:
+        rows: rows of peers.json.
+        our_rows: rows of step.json, for bf16 LoRA in this engine.
+    """
+    steps = peer_steps(rows)
+    names = sorted({row["peer"] for peer_rows in steps.values() for row in peer_rows})
+    bf16 = _bf16_steps(our_rows)
+    lines = []
+    for key, peer_rows in steps.items():
+        by_peer = {row["peer"]: row for row in peer_rows}
+        others = [bf16.get(key), *map(by_peer.get, names)]
+        ours = {name: peer_rows[0][f"our_{name}"] for name in _MEASURED}
+        fastest = min(peer_rows, key=lambda row: row["step_s"])
+        factor = f"{faster(fastest['step_s'], ours['step_s'])} than {fastest['peer']}"
+        lines.append(
+            [
+                key[0],
+                f"{_short_cell(ours)}: **{factor}**",
+                *(_short_cell(row) if row else "" for row in others),
+            ]
+        )
+    return markdown(["model", "here, NVFP4", _BF16, *names], lines)
+
+
+def faster(seconds: float, our_seconds: float) -> str:
+    """How our time is compared with another: '2.2x faster', or '1.3x slower'."""
+    if seconds >= our_seconds:
+        return f"{seconds / our_seconds:.1f}x faster"
+    return f"{our_seconds / seconds:.1f}x slower"
+
+
+def _short_cell(row: Mapping[str, Any]) -> str:
+    peak = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
+    return f"{row['step_s']:.1f} s{peak}"
+
+
+def _bf16_steps(our_rows: Iterable[dict]) -> dict[tuple, dict]:
+    """Our steps in bf16 by model, completions, lengths and card."""
+    names = ("model", "batch", "prompt", "new_tokens", "device")
+    return {
+        tuple(row[name] for name in names): row
+        for row in our_rows
+        if row["format"] == "bf16" and row["updates"] == 1 and not row["mean_length"]
+    }
+
+
+_BF16 = "here, bf16 LoRA"
 _MEASURED = ("step_s", "rollout_s", "update_s", "peak_gb")
 
 
-def _step_cell(row: Mapping[str, Any], tokens: int, our_seconds: float | None = None) -> str:
-    """A step as '13.2 s (11.0 + 2.2), 37.8 GB, 1,240 tokens/s', and its time by ours."""
-    times = "" if our_seconds is None else f", **{row['step_s'] / our_seconds:.2f}x**"
+def _step_cell(row: Mapping[str, Any], tokens: int) -> str:
+    """A step as '13.2 s (11.0 + 2.2), 37.8 GB, 1,240 tokens/s'."""
     peak = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
     return (
         f"{row['step_s']:.1f} s ({row['rollout_s']:.1f} + {row['update_s']:.1f}){peak}, "
-        f"{tokens / row['step_s']:,.0f} tokens/s{times}"
+        f"{tokens / row['step_s']:,.0f} tokens/s"
     )
 
 
 def peer_parts_table(rows: Iterable[dict]) -> str:
-    """Rollouts and updates of peers alone, each beside ours: seconds, and times ours."""
+    """Rollouts and updates of peers alone, and beside them ours, with how much faster they are."""
     lines = []
     for row in sorted(rows, key=lambda row: (row["peer"], _billions(row["model"]), row["batch"])):
-        cells = [
-            ""
-            if row[name] is None
-            else f"{row[name]:.2f} ({row[name] / row[f'our_{name}']:.2f}x {row[f'our_{name}']:.2f})"
-            for name in ("rollout_s", "update_s")
-        ]
+        cells = []
+        for name in ("rollout_s", "update_s"):
+            theirs, ours = row[name], row[f"our_{name}"]
+            cells += (
+                ["", ""]
+                if theirs is None
+                else [f"{theirs:.2f}", f"{ours:.2f} ({faster(theirs, ours)})"]
+            )
         formats = dict.fromkeys(filter(None, (row["format"], row["rollout_format"])))
         lines.append(
             [
@@ -148,8 +199,8 @@ def peer_parts_table(rows: Iterable[dict]) -> str:
             ]
         )
     header = (
-        "peer", "model", "base weights", "completions", "rollout s (times ours)",
-        "update s (times ours)", "peak GB", "commit",
+        "peer", "model", "base weights", "completions", "rollout s", "here", "update s", "here",
+        "peak GB", "commit",
     )  # fmt: skip
     return markdown(header, lines)
 

@@ -1,10 +1,10 @@
-"""Writes docs/benchmarks.md, docs/config.md, and the generated parts of the README.
+"""Writes docs/benchmarks.md, docs/config.md, and parts of the README and of CONTRIBUTING.md.
 
     uv run python -m benchmarks.tables
 
-Every figure comes from a JSON file under benchmarks/results/. The list of folders in the README is
-made of the first docstring line of each package (`benchmarks/source_tree.py`), docs/config.md of
-the rows of `qerl_jax/config/fields.py`.
+Every figure comes from a JSON file under benchmarks/results/. The list of folders in
+CONTRIBUTING.md is made of the first docstring line of each package (`benchmarks/source_tree.py`),
+docs/config.md of the rows of `qerl_jax/config/fields.py`.
 """
 
 import json
@@ -13,7 +13,8 @@ import textwrap
 
 from benchmarks.config_page import config_page
 from benchmarks.differences import runs_by_arm
-from benchmarks.evidence_tables import cost_sentence
+from benchmarks.evidence_tables import cost_sentence, noise_sentence
+from benchmarks.memory_table import memory_table
 from benchmarks.mesh_tables import scaling_sentence, scaling_table, tensor_ratios
 from benchmarks.result_tables import (
     SAME,
@@ -41,6 +42,7 @@ from benchmarks.step_tables import (
     peer_steps,
     peer_steps_table,
     short_name,
+    short_steps_table,
     step_table,
 )
 from qerl_jax.config import models
@@ -48,6 +50,7 @@ from qerl_jax.config import models
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 _DECODE_PICTURE = "![Time of a decode step in NVFP4 and in bf16](%s)"
+PAGES = ("README.md", "CONTRIBUTING.md")  # with generated parts
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100.json"
 
 
@@ -55,28 +58,39 @@ def _read(name: str) -> dict:
     return json.loads((_RESULTS / name).read_text(encoding="utf-8"))
 
 
-def preset_table() -> str:
-    """What is known of each preset: hardware, memory, seconds a step, result."""
+def trained_table() -> str:
+    """What is known of the presets that were trained: hardware, memory, seconds a step, result."""
     learning, run = _read("learning_smollm2-135m.json")["learning"], _read(_GPU_RUN)
     speedrun = _read("speedrun.json")
-    accuracy = learning["eval_accuracy"]
-    measured = {
-        models.STAND_IN: (
+    lines = [
+        [
+            f"`{models.STAND_IN}`",
             "two CPU cores",
             "not recorded",
             f"{60 * learning['minutes'] / learning['steps']:.0f} s",
-            f"greedy accuracy {accuracy['before']:.2f} -> {accuracy['after']:.2f} on one-digit "
-            f"sums, {learning['steps']} steps, seeds: {learning['runs']}",
-        ),
-        "qwen2.5-coder-1.5b": (
+            f"greedy accuracy {_before_and_after(learning)} on one-digit sums, "
+            f"{learning['steps']} steps, seeds: {learning['runs']}",
+        ],
+        [
+            "`qwen2.5-coder-1.5b`",
             run["device"]["kind"],
             f"{run['peak_memory_bytes'] / 1e9:.1f} GB",
             f"{run['median']['step_seconds']:.1f} s",
             f"{run['steps']} steps of GSM8K (512 new tokens) in {run['total_seconds']:.0f} s, mean "
             f"reward {run['reward_mean']:.2f}; greedy accuracy in the speedrun "
             f"{speedrun['pass1_start']:.1f} -> {speedrun['pass1_end']:.1f} %",
-        ),
-    }
+        ],
+    ]
+    return markdown(("preset", "trained on", "peak memory", "a step", "result"), lines)
+
+
+def _before_and_after(learning: dict) -> str:
+    accuracy = learning["eval_accuracy"]
+    return f"{accuracy['before']:.2f} -> {accuracy['after']:.2f}"
+
+
+def _preset_steps() -> dict[str, dict]:
+    """For each model with a measured step of 8 rows in NVFP4 the row that counts, by model."""
     rows = [
         row for row in _read("step.json")["rows"]
         if row["format"] == "nvfp4" and row["batch"] == 8 and row["updates"] == 1
@@ -91,26 +105,39 @@ def preset_table() -> str:
         )
     )  # fmt: skip
     steps = {row["model"]: row for row in rows}
-    unmeasured, lines = [], []
-    for model in models.MODELS:
-        if model in measured:
-            lines.append([f"`{model}`", *measured[model]])
-        elif model in steps:
-            row = steps[model]
-            cards = f"{row['devices']} x " if row["devices"] > 1 else ""
-            lines.append(
-                [
-                    f"`{model}`",
-                    cards + row["device"],
-                    f"{row['peak_gb']:.1f} GB",
-                    f"{row['step_s']:.1f} s",
-                    step_text(row),
-                ]
-            )
-        else:
-            unmeasured.append(f"`{model}`")
-    lines.append([", ".join(unmeasured), "", "not run yet", "not run yet", "not run yet"])
-    return markdown(("preset", "measured on", "peak memory", "a step", "result"), lines)
+    return {model: steps[model] for model in models.MODELS if model in steps}
+
+
+def preset_steps_table() -> str:
+    """The steps of presets that were not trained, with random weights: memory and seconds."""
+    lines = []
+    for model, row in _preset_steps().items():
+        cards = f"{row['devices']} x " if row["devices"] > 1 else ""
+        memory, seconds = f"{row['peak_gb']:.1f} GB", f"{row['step_s']:.1f} s"
+        lines.append([f"`{model}`", cards + row["device"], memory, seconds, step_text(row)])
+    return markdown(("preset", "measured on", "peak memory", "a step", "what it does"), lines)
+
+
+def _preset_section() -> str:
+    known = {models.STAND_IN, "qwen2.5-coder-1.5b", *_preset_steps()}
+    others = ", ".join(f"`{model}`" for model in models.MODELS if model not in known)
+    return _section(
+        "What to expect of a preset",
+        "Presets that were trained:",
+        trained_table(),
+        "Of these only steps were measured, with random weights; they were not trained:",
+        preset_steps_table(),
+        f"Not run yet: {others}.",
+    )
+
+
+def first_run_text() -> str:
+    """What the README states of the default run."""
+    learning = _read("learning_smollm2-135m.json")["learning"]
+    return (
+        f"Its greedy accuracy on held-out sums is {_before_and_after(learning)} in "
+        f"{learning['steps']} steps (mean of {learning['runs']} seeds)."
+    )
 
 
 def _peer_rows() -> list[dict]:
@@ -119,8 +146,8 @@ def _peer_rows() -> list[dict]:
     return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
 
 
-def peers_text() -> str:
-    """What the README shows of whole steps beside those of other libraries.
+def speed_text() -> str:
+    """What the README states about speed: whole steps beside those of other libraries.
 
     It has a line for the most completions of each model. Where no peer was measured, it shows the
     time of a decode step instead.
@@ -128,26 +155,28 @@ def peers_text() -> str:
     rows = _peer_rows()
     steps = peer_steps(rows)
     if not steps:
-        return _DECODE_PICTURE % "docs/decode.svg" + "\n\n"
+        return _DECODE_PICTURE % "docs/decode.svg"
     most_rows = {key[0]: key[1] for key in steps}
     rows = [row for row in rows if most_rows.get(row["model"]) == row["batch"]]
-    devices = sorted({key[-1] for key in steps})
+    batch, prompt, new_tokens = next(key[1:4] for key in steps if key[1] == most_rows[key[0]])
+    devices = sorted({short_name(key[-1]) for key in steps})
     sentence = (
-        f"A GRPO step on one {', one '.join(devices)}: seconds (rollout + update), peak memory, "
-        "new tokens per second, times ours; random weights, LoRA of rank 32. `docs/benchmarks.md` "
-        "has fewer rows and the parts."
+        f"A GRPO step on one {', one '.join(devices)}, {batch} completions of {new_tokens:,} "
+        f"tokens after prompts of {prompt}, random weights, LoRA of rank 32: seconds and peak "
+        "memory. "
+        "`docs/benchmarks.md` has the parts, the versions and every other figure."
     )
-    return (
-        "![A step here and of other libraries](docs/peers.svg)\n\n"
-        + textwrap.fill(sentence, 100, break_on_hyphens=False)
-        + "\n\n"
-        + peer_steps_table(rows, _read("step.json")["rows"])
-        + "\n\n"
+    return "\n\n".join(
+        (
+            "![A step here and of other libraries](docs/peers.svg)",
+            textwrap.fill(sentence, 110, break_on_hyphens=False),
+            short_steps_table(rows, _read("step.json")["rows"]),
+        )
     )
 
 
-def speed_text() -> str:
-    """What the README states about the speed of rollouts."""
+def _summary_section() -> str:
+    """What the figures of this page say, in two sentences."""
     rollout = _read("rollout.json")
     times: dict[tuple, float] = {}
     for row in rows_of(
@@ -170,8 +199,7 @@ def speed_text() -> str:
         + scaling_sentence(_read("step.json")["rows"]),
         speedrun_sentence(_read("speedrun.json")),
     )
-    wrap = textwrap.TextWrapper(100, subsequent_indent="  ", break_on_hyphens=False)
-    return peers_text() + "\n".join(wrap.fill(f"- {sentence}") for sentence in sentences)
+    return _section("In short", "\n".join(f"- {sentence}" for sentence in sentences))
 
 
 def speedrun_sentence(result: dict) -> str:
@@ -209,6 +237,13 @@ def cost_text() -> str:
     )
 
 
+def noise_text() -> str:
+    """What the README states of the gain of noise."""
+    text = noise_sentence(runs_by_arm(_read("gsm8k.json")))
+    text += " `docs/evidence.md` goes through the claims of the paper."
+    return textwrap.fill(text, 110, break_on_hyphens=False)
+
+
 def _learning_section() -> str:
     learning = _read("learning_smollm2-135m.json")
     commands = (
@@ -224,6 +259,7 @@ def _learning_section() -> str:
         f"({provenance(learning['learning'])}, `benchmarks/learning.py`). Welch's t compares the "
         "rewards of the last fifth of the steps with those of the first fifth: above 3 the run "
         "learns, and a control with a learning rate of 0 stays below 2.",
+        "![Reward of the default run and of its control](learning.svg)",
         learning_table(learning),
         "\n".join(f"    {command}" for command in commands),
     )
@@ -282,10 +318,10 @@ def _peer_sections() -> list[str]:
         _section(
             "Beside other libraries",
             "One group of completions of full length, LoRA of rank 32, one update, random weights "
-            f"({', '.join(devices)}, `benchmarks/peers`). A cell ends with its time divided by "
-            "that of our step in NVFP4, measured beside it on the cards of one host. A peer's "
-            "memory is that of PyTorch, in which vLLM holds its weights and as many keys and "
-            "values as the rows need.",
+            f"({', '.join(devices)}, `benchmarks/peers`). Each pair was measured on the cards of "
+            "one host, and the column of our step says how much faster it is. A peer's memory is "
+            "that of PyTorch, in which vLLM holds its weights and as many keys and values as the "
+            "rows need.",
             peer_steps_table(rows, _read("step.json")["rows"]),
             f"The parts, and peers that are only one part of a step ({peer_packages(rows)}). "
             + adapter_sentence(rows),
@@ -407,6 +443,8 @@ def benchmarks_page() -> str:
             "`uv run python -m benchmarks.tables` writes this page from the JSON files under "
             "`benchmarks/results/`. Each file holds the command, commit, device and versions of "
             "its figures. Not reproduced yet: the GSM8K accuracies of the QeRL paper.",
+            _summary_section(),
+            _preset_section(),
             _learning_section(),
             _training_section(),
             _step_section(),
@@ -427,21 +465,29 @@ def benchmarks_page() -> str:
     )
 
 
-def with_generated_parts(readme: str) -> str:
-    """A README whose generated parts are up to date.
+def with_generated_parts(page: str, text: str) -> str:
+    """The text of a page whose generated parts are up to date.
+
+    Args:
+        page: README.md or CONTRIBUTING.md.
+        text: its text.
 
     Raises:
-        ValueError: the README lacks the marks of a part.
+        ValueError: the page lacks the marks of a part.
     """
     parts = {
-        "cost": cost_text(),
-        "speed": speed_text(),
-        "presets": preset_table(),
-        "folders": source_tree(_ROOT),
+        "README.md": {
+            "speed": speed_text,
+            "cost": cost_text,
+            "noise": noise_text,
+            "first run": first_run_text,
+            "memory": lambda: memory_table(_preset_steps().values()),
+        },
+        "CONTRIBUTING.md": {"folders": lambda: source_tree(_ROOT)},
     }
-    for name, text in parts.items():
-        readme = replace_part(readme, name, text, page="README.md")
-    return readme
+    for name, part in parts[page].items():
+        text = replace_part(text, name, part(), page=page)
+    return text
 
 
 def replace_part(
@@ -468,12 +514,13 @@ def replace_part(
 
 
 def main() -> None:
-    """Writes the pages, and replaces the generated parts of the README."""
+    """Writes the pages, and replaces the generated parts of the README and of CONTRIBUTING.md."""
     for name, text in (("benchmarks", benchmarks_page()), ("config", config_page())):
         (_ROOT / "docs" / f"{name}.md").write_text(text + "\n", encoding="utf-8")
-    readme = _ROOT / "README.md"
-    text = with_generated_parts(readme.read_text(encoding="utf-8"))
-    readme.write_text(text, encoding="utf-8")
+    for name in PAGES:
+        path = _ROOT / name
+        text = with_generated_parts(name, path.read_text(encoding="utf-8"))
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

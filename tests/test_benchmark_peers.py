@@ -261,13 +261,25 @@ def test_the_tables_of_peers():
         "| model | completions | here, NVFP4 | here, bf16 LoRA | TRL + vLLM | commit |"
     )
     assert lines[3] == (
-        "| qwen2.5-7b | 8 x 256 + 2,048 | 6.0 s (5.0 + 1.0), 22.0 GB, 2,731 tokens/s | 12.0 s "
-        "(11.0 + 1.0), 31.0 GB, 1,365 tokens/s, **2.00x** | 15.0 s (12.0 + 3.0), 61.0 GB, 1,092 "
-        "tokens/s, **2.50x** | 01234567 |"
+        "| qwen2.5-7b | 8 x 256 + 2,048 | 6.0 s (5.0 + 1.0), 22.0 GB, 2,731 tokens/s; 2.0x faster "
+        "than bf16 LoRA here, 2.5x faster than TRL + vLLM | 12.0 s (11.0 + 1.0), 31.0 GB, 1,365 "
+        "tokens/s | 15.0 s (12.0 + 3.0), 61.0 GB, 1,092 tokens/s | 01234567 |"
     )
     assert "|  |" in lines[2]  # no row in bf16 of 2 completions
     parts = step_tables.peer_parts_table([row("vLLM", update_s=None, step_s=None)])
-    assert "| vLLM | qwen2.5-7b | bf16 | 8 x 256 + 2,048 | 12.00 (2.40x 5.00) |  | 61.0 |" in parts
+    assert (
+        "| vLLM | qwen2.5-7b | bf16 | 8 x 256 + 2,048 | 12.00 | 5.00 (2.4x faster) |  |  | 61.0 |"
+        in (parts)
+    )
+    rows = [row("QLoRA", step_s=18.0), row(batch=8)]
+    short = step_tables.short_steps_table(rows, [own]).splitlines()
+    assert short[0] == "| model | here, NVFP4 | here, bf16 LoRA | QLoRA | TRL + vLLM |"
+    assert short[2] == (
+        "| qwen2.5-7b | 6.0 s, 22.0 GB: **2.5x faster than TRL + vLLM** | 12.0 s, 31.0 GB "
+        "| 18.0 s, 61.0 GB | 15.0 s, 61.0 GB |"
+    )
+    assert step_tables.faster(6.0, 6.0) == "1.0x faster"
+    assert step_tables.faster(5.0, 6.0) == "1.2x slower"
 
 
 def test_the_table_of_steps():
@@ -315,8 +327,8 @@ def test_the_pages_with_and_without_peers(tmp_path, monkeypatch):
     (tmp_path / "peers.json").write_text(json.dumps({"rows": [row(), row(batch=2)]}))
     text = tables.speed_text()
     assert text.startswith("![A step here")
-    assert "8 x 256 + 2,048" in text
-    assert "| 2 x 256" not in text
+    assert "8 completions of 2,048 tokens after prompts of 256" in text.replace("\n", " ")
+    assert text.count("| qwen2.5-7b |") == 1
     assert "2 x 256 + 2,048" in tables.benchmarks_page()
     data = pictures.peers_data()
     assert data["qwen2.5-7b"]["rows"] == 8

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_model
 import tiny_run
+from contrast import contrast
 
 from benchmarks import (
     agreement,
@@ -152,16 +153,17 @@ def test_the_engine_agrees_with_the_trainer_and_an_error_shows(monkeypatch):
 
 
 def test_the_pages_are_up_to_date():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in tables.PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert tables.with_generated_parts(name, text) == text, "run python -m benchmarks.tables"
     pages = {
         name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
         for name in ("benchmarks", "config")
     }
-    assert tables.with_generated_parts(readme) == readme, "run python -m benchmarks.tables"
     assert tables.benchmarks_page() + "\n" == pages["benchmarks"], "run python -m benchmarks.tables"
     assert tables.config_page() + "\n" == pages["config"], "run python -m benchmarks.tables"
     with pytest.raises(ValueError, match="has no lines"):
-        tables.with_generated_parts(readme.replace("<!-- presets", "<!-- others"))
+        tables.with_generated_parts("CONTRIBUTING.md", text.replace("<!-- folders", "<!-- others"))
 
 
 def test_a_config_names_its_results():
@@ -190,6 +192,40 @@ def test_a_picture_of_rewards_by_step(tmp_path):
     pictures.save(figure, tmp_path / "x.svg", data)
     assert pictures.data_in(tmp_path / "x.svg") == data
     assert "control, learning rate 0</text>" in (tmp_path / "x.svg").read_text()
+
+
+def is_readable_in_the_dark(text):
+    """Whether each color of a picture, or what stands for it on a dark page, is seen there."""
+    start, dark, rest = text.partition("@media (prefers-color-scheme: dark)")
+    rules, _, drawing = rest.partition("</style>")
+    colors = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", start + drawing))
+    changed = {
+        light: other
+        for kind, light, other in re.findall(
+            r'\[style\*="(fill|stroke): (\S+)"\]\{\1: (\S+) !important\}', rules
+        )
+    }
+    paper = changed.get("#ffffff", "#ffffff")
+    lines = colors - {"#ffffff", "#e6e6e6"}  # the paper, and the grid on it
+    return bool(dark) and all(contrast(changed.get(color, color), paper) >= 3 for color in lines)
+
+
+def test_pictures_are_readable_on_a_dark_page(tmp_path):
+    for path in (ROOT / "docs").glob("*.svg"):
+        text = path.read_text(encoding="utf-8")
+        if path.name == "data_flow.svg":  # written by hand, with classes
+            assert "@media (prefers-color-scheme: dark)" in text
+        else:
+            assert is_readable_in_the_dark(text), path
+    figure, (axes,) = pictures._figure(1)
+    axes.plot([1, 2], color="#2166ac")
+    pictures.save(figure, tmp_path / "x.svg", {})
+    text = (tmp_path / "x.svg").read_text()
+    assert is_readable_in_the_dark(text)
+    assert not is_readable_in_the_dark(text.replace("@media", ""))
+    axes.plot([1, 2], color="#202020")
+    pictures.save(figure, tmp_path / "x.svg", {})
+    assert not is_readable_in_the_dark((tmp_path / "x.svg").read_text())
 
 
 def test_the_folders_of_the_project(tmp_path):
@@ -229,7 +265,7 @@ def readme_modules(tmp_path, monkeypatch):
     assert found.keys() == {"README.md", "python.md", "rewards.md"}  # Nothing else needs a test.
     assert found["python.md"] == (["python"] * 4, [])
     fenced, (reward,) = found["README.md"]
-    assert not fenced
+    assert fenced == ["python"]  # tests/test_readme.py runs it.
     code = reward + found["rewards.md"][1][-1]
     start, *parts = re.split(r"^# (my_\w+)\.py\b", code, flags=re.MULTILINE)
     assert not start

@@ -1,5 +1,6 @@
 """Metrics rows, their views, and the lines on the terminal."""
 
+import io
 import json
 import math
 import os
@@ -278,6 +279,43 @@ def test_format_row():
     assert len(terminal.format_row(row, 600)) <= 150
     assert terminal.format_row({"step": 1, "reward": None}, 9) == "step 1/9  reward -"
     assert "format 1.00" in terminal.format_row({"step": 1, "reward/format": 1.0}, 9)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 100, 140])
+def test_the_line_of_a_step_fits_its_columns(columns):
+    row = {
+        "step": 1007,
+        "reward": -0.4123,
+        "accuracy": 0.4,
+        "format": 0.98,
+        "length": 1231.4,
+        "entropy": 0.8121,
+        "sigma": 0.01,
+        "grad_norm": 0.2134,
+        "update_skipped": True,
+        "rollout_tokens_per_second": 51234.0,
+        "train_tokens_per_second": 812.3,
+        "remaining_seconds": 3720.0,
+    }
+    line = terminal.format_row(row, 2000, columns)
+    whole = terminal.format_row(row, 2000)
+    assert len(line) <= columns < len(whole)
+    # What is left out is the least important, and what stays keeps its order.
+    assert line.startswith("step 1007/2000  ")
+    assert line.endswith("UPDATE SKIPPED")
+    parts = iter(whole.split("  "))
+    assert all(part in parts for part in line.split("  "))
+    assert ("reward -0.412" in line, "left 1h02m" in line) == (columns > 40, columns > 40)
+    assert ("len 1231.4" in line, "tok/s" in line) == (columns > 60, False)
+    assert terminal.format_row(row, 2000, 5) == "step 1007/2000"
+
+
+def test_a_log_has_the_whole_line_and_a_terminal_what_fits(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
+    stream = io.StringIO()
+    assert terminal.line_columns(stream) is None
+    stream.isatty = lambda: True
+    assert terminal.line_columns(stream) == 72
 
 
 def test_format_of_an_evaluation():

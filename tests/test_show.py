@@ -4,17 +4,20 @@ import html.parser
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 
 import pytest
+from contrast import contrast
 
 import qerl_jax.show.runs
 from qerl_jax.errors import UserError, visible
 from qerl_jax.show.html import page, write_page
 from qerl_jax.show.runs import read_steps_option
 from qerl_jax.show.terminal import show
-from qerl_jax.show.text import width, wrap
+from qerl_jax.show.text import shorten, width, wrap
 from qerl_jax.show.view import open_views, read_condition
 
 SCRIPT = "<script>alert(1)</script></script><!--<b>"
@@ -84,6 +87,25 @@ def test_the_last_step_and_the_curves(tmp_path):
     for summary in ('{"steps": 3}', '{"steps": null}', "{}", "[]", ""):
         (run / "summary.json").write_text(summary)
         assert printed(run).startswith("run: 4 steps, last row ")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_curves_begin_in_the_same_column_and_lines_fit(tmp_path, columns):
+    long = "reward/" + "a_reward_with_a_long_name_" * 2
+    rows = [
+        {"step": n, "reward": n / 10, long: -n / 3e7, "kl": -n / 7e9, "loss": 1 / n}
+        for n in range(1, 200)
+    ]
+    runs = [write_run(tmp_path / name, rows=rows) for name in "ab"]
+    for folders in (runs[:1], runs):
+        lines = [line for line in printed(*folders, columns=columns).splitlines() if " -> " in line]
+        assert len(lines) == 4 * len(folders)
+        first = {min(map(line.index, set(line) & set("▁▂▃▄▅▆▇█"))) for line in lines}
+        assert len(first) == 1
+        assert all(width(line) <= columns for line in lines)
+        suffix = " (1)" if len(folders) == 2 else ""
+        cut = next(line for line in lines if line.startswith("reward/a_"))
+        assert f"...{suffix} -3.333e-08 -> -6.633e-06 " in cut.replace("  ", " ") or columns == 120
 
 
 def test_steps_conditions_and_limits_choose_completions(tmp_path):
@@ -193,6 +215,10 @@ def test_lines_fit_their_column():
     assert all(width(line) <= 10 for line in lines)
     assert "".join(lines).replace(" ", "") == text.replace(" ", "").replace("\n", "")
     assert lines[:3] == ["one two", "three", "日本語日本"]
+    assert [shorten(text, 6) for text in ("abcdef", "abcdefg", "日本語語")] == [
+        *("abcdef", "abc...", "日..."),
+    ]
+    assert shorten("abcdefg", 2) == "..."
 
 
 class Reader(html.parser.HTMLParser):
@@ -255,6 +281,108 @@ def test_a_page_asks_nothing_of_the_network(tmp_path):
     assert "@import" not in text
     assert "the run logged 2 of the 32 completions of a step" in text
     assert "--config.log.completions=N logs more" in text
+
+
+def figures(text):
+    """The curves of a page by name: their texts with x, and what the page's script reads."""
+    found = {}
+    for match in re.finditer(
+        r'<svg [^>]*aria-label="([^"]*)" data-values="([^"]*)">(.*?)</svg>', text
+    ):
+        texts = re.findall(r'<text x="([\d.]+)"[^>]*text-anchor="(\w+)">([^<]*)<', match[3])
+        found[match[1]] = texts, json.loads(html.unescape(match[2]))
+    return found
+
+
+def test_the_minus_of_an_axis_is_a_minus_and_has_space(tmp_path):
+    rows = [
+        {"step": n, "reward": -n, "kl": -n / 8.1e5, "loss": -n * 1.11e300, "entropy": n / 10}
+        for n in range(1, 4)
+    ]
+    drawn = figures(page(open_views([str(write_run(tmp_path / "run", rows=rows))])))
+    labels = {name: [text for _, _, text in texts] for name, (texts, _) in drawn.items()}
+    assert labels["reward"][:2] == ["\u22121", "\u22123"]
+    assert labels["kl"][:2] == ["\u22121.23e\u221206", "\u22123.7e\u221206"]
+    for texts, _ in drawn.values():
+        for x, anchor, text in texts:
+            # Digits of a font of 11 units are at most 7 wide; the label begins inside the picture.
+            assert anchor == "start" or float(x) >= 7 * len(text), text
+
+
+def test_a_page_holds_the_values_of_its_curves(tmp_path):
+    runs = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=500)
+    drawn = figures(page(open_views([str(run) for run in runs])))
+    _, data = drawn["reward"]
+    assert (data["first"], data["last"]) == (1, 499.5)  # the mean of two steps
+    short, long = data["curves"]
+    assert short == [[1, 0.1], [2, 0.2], [3, 0.3]]
+    assert len(long) == 250  # each is the mean of two steps
+    assert long[0] == [1.5, 0.15]
+    assert drawn["eval_accuracy"][1]["curves"] == [[[0, 0.25]], [[0, 0.25]]]
+
+
+# What page.js needs of a browser: elements with attributes, children and listeners.
+BROWSER = """
+class Element {
+  constructor() {
+    Object.assign(this, {children: [], style: {}, attributes: {}, listeners: {}, textContent: ""});
+  }
+  setAttribute(name, value) { this.attributes[name] = value; }
+  append(child) { this.children.push(child); }
+  addEventListener(name, listener) { this.listeners[name] = listener; }
+  replaceChildren() { this.children = []; }
+}
+const output = new Element(), svg = new Element();
+svg.dataset = {values: VALUES};
+svg.viewBox = {baseVal: {width: 360}};
+svg.getBoundingClientRect = () => ({left: 100, width: 720});
+svg.parentElement = {querySelector: () => output};
+globalThis.document = {
+  getElementById: () => Object.assign(new Element(), {textContent: RUNS}),
+  createElement: () => new Element(), createElementNS: () => new Element(),
+  querySelectorAll: () => [svg],
+};
+SCRIPT;
+const seen = [];
+for (const clientX of [0, 500, 900]) {
+  svg.listeners.pointermove({clientX});
+  seen.push(output.children.map((child) => [child.textContent, child.style.borderColor ?? ""]));
+}
+svg.listeners.pointerleave();
+console.log(JSON.stringify([seen, output.children.length]));
+"""
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node to run the page's script")
+def test_the_values_at_the_pointer(tmp_path):
+    rows = [{"step": n, "reward": -n / 4} for n in range(1, 12)]
+    runs = [write_run(tmp_path / "a", rows=rows, samples=0)]
+    runs.append(write_run(tmp_path / "b", rows=rows[:3], samples=0))
+    text = page(open_views([str(run) for run in runs]))
+    script = text.rpartition("<script>")[2].partition("</script>")[0]
+    values = json.dumps(figures(text)["reward"][1])
+    code = BROWSER.replace("VALUES", json.dumps(values)).replace(
+        "RUNS", json.dumps(read(text).data)
+    )
+    done = subprocess.run(
+        ["node", "-e", code.replace("SCRIPT", script)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    seen, left = json.loads(done.stdout)
+    one, two = (run["color"] for run in read_data(text))
+    assert seen == [
+        [["step 1", ""], ["\u22120.25", one], ["\u22120.25", two]],
+        [["step 6", ""], ["\u22121.5", one], ["\u22120.75", two]],
+        [["step 11", ""], ["\u22122.75", one], ["\u22120.75", two]],
+    ]
+    assert left == 0
+
+
+def test_the_colors_of_a_page_are_seen_on_light_and_dark(tmp_path):
+    text = page(open_views([str(write_run(tmp_path / str(n))) for n in range(8)]))
+    colors = {run["color"] for run in read_data(text)}
+    assert len(colors) == 8
+    assert all(contrast(color, paper) >= 3 for color in colors for paper in ("#ffffff", "#121212"))
 
 
 @pytest.mark.parametrize("size", [30, 40_000])

@@ -12,21 +12,29 @@ from qerl_jax.run.statistics import half_interval
 from qerl_jax.system.atomic import replace_file
 from qerl_jax.system.jsonl import is_number
 
-# Label, keys with the style of each, and scale of a panel of a run.
-_Panel = tuple[str, tuple[tuple[str, str], ...], str]
-_PANELS: tuple[_Panel, ...] = (
-    ("reward", (("reward", "-"), ("accuracy", "-"), ("eval_accuracy", "o")), "linear"),
-    ("entropy (nats)", (("entropy", "-"),), "linear"),
-    ("noise", (("sigma", "-"), ("noise_kl", ".")), "symlog"),
+# Label, keys with the style and the name of each, and scale of a panel of a run.
+_Panel = tuple[str, tuple[tuple[str, str, str], ...], str]
+_REWARD: _Panel = ("reward", (("reward", "-", "sampled"),), "linear")
+_ACCURACY: _Panel = (
+    "accuracy",
+    (("accuracy", "-", "sampled"), ("eval_accuracy", "o--", "greedy, held-out problems")),
+    "linear",
+)
+_OTHERS: tuple[_Panel, ...] = (
+    ("entropy (nats)", (("entropy", "-", "entropy"),), "linear"),
+    ("sigma of the noise", (("sigma", "-", "sigma"),), "symlog"),
+    ("KL(noisy, clean)", (("noise_kl", ".-", "KL"),), "symlog"),
 )
 
 
 def plot_run(folder: str | Path) -> Path | None:
     """Draws `metrics.jsonl` of a run folder into `curves.png`.
 
-    Three panels over the steps: reward and accuracy (evaluations as points), entropy, sigma with
-    the KL between the noisy and the clean policy. Where a run has several rewards, each has a panel
-    of its own after the first. A quantity that was not logged is left out.
+    A panel each over the steps for the reward, the accuracy (with the evaluations as points, that
+    before the first step at 0), the entropy, sigma, and the KL between the noisy and the clean
+    policy. Where the accuracy is the reward in every step, the two share a panel and a curve. Where
+    a run has several rewards, each has a panel of its own after the first. A quantity that was not
+    logged is left out.
 
     Returns:
         The path of the picture; None when there is nothing to draw.
@@ -39,23 +47,28 @@ def plot_run(folder: str | Path) -> Path | None:
     panels = [
         (label, curves, scale)
         for label, keys, scale in _panels(series)
-        if (curves := [(key, style) for key, style in keys if len(series[key][0])])
+        if (curves := [curve for curve in keys if len(series[curve[0]][0])])
     ]
     if not panels:
         return None
 
     figure, all_axes = _make_axes(len(panels))
-    for axes, (label, keys, scale) in zip(all_axes, panels, strict=True):
+    for axes, (label, curves, scale) in zip(all_axes, panels, strict=True):
         positive = []
-        for key, style in keys:
+        for number, (key, style, name) in enumerate(curves):
             steps, values = series[key]
-            axes.plot(steps, values, style, markersize=4, linewidth=1.3, label=key)
+            single = "o" if len(steps) == 1 else style
+            axes.plot(
+                steps, values, single, color=f"C{number}", markersize=4, linewidth=1.3, label=name
+            )
             positive += [v for v in values if v > 0]
         if scale == "symlog":
             _symlog(axes, positive)
         axes.set_ylabel(label)
-        axes.legend(loc="best", frameon=False, fontsize="small")
-    all_axes[0].set_title(run.path.resolve().name, fontsize="medium")
+        if len(curves) > 1:
+            _legend_above(axes, len(curves))
+    all_axes[0].set_title(run.path.resolve().name, fontsize="medium", loc="left")
+    figure.align_ylabels()
     _save(figure, run.curves)
     return run.curves
 
@@ -107,7 +120,7 @@ def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -
             margin = 0.1 * (high - low) or 0.1
             axes.set_ylim(low - margin, high + margin)
         axes.set_ylabel(label)
-    all_axes[0].legend(loc="best", frameon=False, fontsize="small")
+    _legend_above(all_axes[0], 2)
     _save(figure, Path(path))
     return True
 
@@ -135,14 +148,16 @@ def _make_axes(count: int):
     """A figure and its axes: panels below each other that share the steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 2.4 * count + 0.4), layout="constrained")
+    figure = Figure(figsize=(8, 2.1 * count + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     all_axes = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
     for axes in all_axes:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[-1].set_xlabel("step")
+    all_axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure, all_axes
 
 
@@ -151,25 +166,35 @@ def _symlog(axes, positive: Sequence[float]) -> None:
     axes.set_yscale("symlog", linthresh=min(positive, default=1e-4))
 
 
-def _panels(series: Mapping[str, Any]) -> list[_Panel]:
+def _legend_above(axes, columns: int) -> None:
+    """Names the curves above the panel, where no text lies on a curve."""
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=columns,
+        frameon=False, fontsize="small",
+    )  # fmt: skip
+
+
+def _panels(series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[_Panel]:
     """The panels of a run, with one for each reward where there are several."""
     rewards = [key for key in series if key.startswith("reward/")]
-    if len(rewards) < 2:
-        return list(_PANELS)
-    first, *others = _PANELS
-    return [first, *((key, ((key, "-"),), "linear") for key in rewards), *others]
+    first = [_REWARD, _ACCURACY]
+    if len(series["reward"][0]) and all(
+        np.array_equal(*pair) for pair in zip(series["reward"], series["accuracy"], strict=True)
+    ):
+        first = [("reward = accuracy", _ACCURACY[1], "linear")]
+    parts = [(key, ((key, "-", key),), "linear") for key in rewards if len(rewards) > 1]
+    return [*first, *parts, *_OTHERS]
 
 
 def _all_series(run: RunFolder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Steps and values of each key of `_PANELS`, and of each reward."""
+    """Steps and values of each key of the panels, and of each reward."""
     rows = read_steps(run.metrics)
-    keys = [key for _, keys, _ in _PANELS for key, _ in keys]
+    keys = [key for _, curves, _ in (_REWARD, _ACCURACY, *_OTHERS) for key, _, _ in curves]
     keys += sorted({key for row in rows for key in row if key.startswith("reward/")})
     series = {key: _series(rows, key) for key in keys}
-    evaluations = {step: v for step, v in read_evaluations(run.metrics).items() if step}
-    return series | {
-        "eval_accuracy": (np.array(list(evaluations)), np.array(list(evaluations.values())))
-    }
+    evaluations = sorted(read_evaluations(run.metrics).items())
+    points = np.array(evaluations, np.float64).reshape(-1, 2)
+    return series | {"eval_accuracy": (points[:, 0], points[:, 1])}
 
 
 def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,35 +1,53 @@
 """What a run prints on the terminal: a line per row of metrics."""
 
 import math
+import shutil
+import sys
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any, TextIO, TypeGuard
 
 from qerl_jax.system.jsonl import is_number
 
 
-def format_row(row: Mapping[str, Any], total_steps: int) -> str:
+def line_columns(stream: TextIO | None = None) -> int | None:
+    """The columns that a line of a stream may have: those of a terminal, or None without a limit.
+
+    Args:
+        stream: where the line is written; stdout when None.
+    """
+    stream = sys.stdout if stream is None else stream
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def format_row(row: Mapping[str, Any], total_steps: int, columns: int | None = None) -> str:
     """One readable line for a row of metrics; missing keys are left out.
 
     Args:
         row: the row of a step or of an evaluation, as `metrics.MetricsLog` describes them.
         total_steps: number of steps of the whole run.
+        columns: width of the line. In the line of a step, what does not fit is left out, the
+            least important number first. None is no limit.
     """
     if "eval_seconds" in row:
         return _format_evaluation(row)
     width = len(str(total_steps))
-    parts = [f"step {row['step']:{width}d}/{total_steps}"]
+    parts = [part for part in _step_parts(row) if part[1]]
+    head = f"step {row['step']:{width}d}/{total_steps}"
 
-    def add(label: str, key: str, spec: str) -> None:
-        if key in row:
-            parts.append(f"{label} {_number(row[key], spec)}")
+    def line() -> str:
+        return "  ".join([head, *(text for _, text in parts)])
 
-    add("reward", "reward", "6.3f")
-    add("acc", "accuracy", ".2f")
-    add("format", "format" if "format" in row else "reward/format", ".2f")
-    add("len", "length", "5.1f")
-    add("entropy", "entropy", ".3f")
-    add("sigma", "sigma", ".1e")
-    add("grad", "grad_norm", ".3g")
+    while columns is not None and len(line()) > columns and parts:
+        parts.remove(max(parts, key=lambda part: part[0]))
+    return line()
+
+
+def _step_parts(row: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """The parts of the line of a step: 0 or how soon a part is left out, and its text or ''."""
+
+    def number(label: str, key: str, spec: str) -> str:
+        return f"{label} {_number(row[key], spec)}" if key in row else ""
+
     rates = [
         f"{label} {_rate(row[key])}"
         for label, key in (
@@ -38,13 +56,19 @@ def format_row(row: Mapping[str, Any], total_steps: int) -> str:
         )
         if key in row
     ]
-    if rates:
-        parts.append(" ".join(rates) + " tok/s")
-    if "remaining_seconds" in row:
-        parts.append(f"left {_duration(row['remaining_seconds'])}")
-    if row.get("update_skipped"):
-        parts.append("UPDATE SKIPPED")
-    return "  ".join(parts)
+    remaining = row.get("remaining_seconds")
+    return [
+        (1, number("reward", "reward", "6.3f")),
+        (3, number("acc", "accuracy", ".2f")),
+        (6, number("format", "format" if "format" in row else "reward/format", ".2f")),
+        (4, number("len", "length", "5.1f")),
+        (5, number("entropy", "entropy", ".3f")),
+        (7, number("sigma", "sigma", ".1e")),
+        (8, number("grad", "grad_norm", ".3g")),
+        (9, " ".join(rates) + " tok/s" if rates else ""),
+        (2, f"left {_duration(remaining)}" if "remaining_seconds" in row else ""),
+        (0, "UPDATE SKIPPED" if row.get("update_skipped") else ""),
+    ]
 
 
 def _format_evaluation(row: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,8 @@ _MARGIN_BYTES = 10_000  # for a run's names and notes
 _LONGEST_TEXT = 20_000
 _NO_STEP = "<p>no step is logged yet</p>"
 _FIRST_LINES = "<!doctype html>\n<!-- Written by experiments.show. -->\n"
-_COLORS = ("#2166ac", "#d6604d", "#1b7837", "#9970ab", "#bf812d", "#35978f", "#c51b7d", "#4d4d4d")
+# Readable on light and on dark pages.
+_COLORS = ("#2166ac", "#d6604d", "#1b7837", "#9970ab", "#bf812d", "#35978f", "#c51b7d", "#777777")
 
 
 def page(
@@ -209,21 +211,25 @@ def _script_safe(value: Any) -> str:
 
 # --- Curves --------------------------------------------------------------------------------------
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 360, 170, 52, 20, 10
+_WIDTH, _HEIGHT, _RIGHT, _BOTTOM, _TOP = 360, 170, 8, 20, 10
+_MINUS = "\u2212"
 
 
 def _figure(key: str, views: Sequence[View]) -> str:
-    """A metric of all runs over the steps, as SVG."""
+    """A metric of all runs over the steps, as SVG, with the values for the page's script."""
     series = [_downsample(view.series(key)) for view in views]
     points = [point for curve in series for point in curve]
     low, high = min(v for _, v in points), max(v for _, v in points)
     first, last = min(s for s, _ in points), max(s for s, _ in points)
+    high_text, low_text = _value_text(high), _value_text(low) if high > low else ""
+    # A digit is at most 0.65 of the font's 11 units wide; the longest is as in "-1.23e-05".
+    left = max(44, 10 + math.ceil(7.2 * max(len(high_text), len(low_text))))
 
     def project(step: float, value: float) -> tuple[float, float]:
         x = (step - first) / (last - first) if last > first else 0.5
         y = (value - low) / (high - low) if high > low else 0.5
         inner = _HEIGHT - _BOTTOM - _TOP
-        return _LEFT + x * (_WIDTH - _LEFT - 8), _TOP + (1 - y) * inner
+        return left + x * (_WIDTH - left - _RIGHT), _TOP + (1 - y) * inner
 
     lines = []
     for number, curve in enumerate(series):
@@ -236,22 +242,38 @@ def _figure(key: str, views: Sequence[View]) -> str:
             lines += [
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{color}"/>' for x, y in positions
             ]
-    axis = f"M{_LEFT},{_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - 8}"
+    axis = f"M{left},{_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}"
     labels = [
-        (_LEFT - 4, _TOP + 4, "end", f"{high:.3g}"),
-        (_LEFT - 4, _HEIGHT - _BOTTOM, "end", f"{low:.3g}" if high > low else ""),
-        (_LEFT, _HEIGHT - 5, "start", f"step {first:.0f}"),
-        (_WIDTH - 8, _HEIGHT - 5, "end", f"{last:.0f}" if last > first else ""),
+        (left - 4, _TOP + 4, "end", high_text),
+        (left - 4, _HEIGHT - _BOTTOM, "end", low_text),
+        (left, _HEIGHT - 5, "start", f"step {first:.0f}"),
+        (_WIDTH - _RIGHT, _HEIGHT - 5, "end", f"{last:.0f}" if last > first else ""),
     ]
     texts = "".join(
         f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'
         for x, y, anchor, text in labels
     )
     name = html.escape(visible(key))
+    values = [[[_short(step), _short(value)] for step, value in curve] for curve in series]
+    curve_data = {"left": left, "right": _WIDTH - _RIGHT, "first": first, "last": last}
+    data = html.escape(json.dumps(curve_data | {"curves": values}, separators=(",", ":")))
     return (
-        f'<figure><figcaption>{name}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="{name}"><path d="{axis}"/>{"".join(lines)}{texts}</svg></figure>'
+        f"<figure><figcaption>{name} <output></output></figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{name}" '
+        f'data-values="{data}">'
+        f'<path d="{axis}"/>{"".join(lines)}{texts}</svg></figure>'
     )
+
+
+def _value_text(value: float) -> str:
+    """A value of an axis, with the sign that typography has for minus."""
+    return f"{value:.3g}".replace("-", _MINUS)
+
+
+def _short(value: float) -> float:
+    """A number of few digits, which makes the page small."""
+    short = float(f"{value:.5g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
 def _downsample(series: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:

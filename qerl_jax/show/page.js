@@ -1,5 +1,6 @@
 "use strict";
-// The completions of a step, chosen by a slider and a condition. Text is only ever set as text.
+// The values of curves at the pointer, and the completions of a step, chosen by a slider and a
+// condition. Text is only ever set as text.
 const runs = JSON.parse(document.getElementById("data").textContent);
 const steps = [...new Set(runs.flatMap((run) => Object.keys(run.steps).map(Number)))].sort((a, b) => a - b);
 const form = document.getElementById("controls");
@@ -13,12 +14,57 @@ function make(tag, text, parent, attributes = {}) {
   return element;
 }
 
-const number = (value) => (value === null || value === undefined ? "-" : String(Number(value.toPrecision(4))));
+const number = (value) =>
+  value === null || value === undefined ? "-" : String(Number(value.toPrecision(4))).replaceAll("-", "\u2212");
 const holds = {
   ">=": (a, b) => a >= b,
   "<=": (a, b) => a <= b,
   "=": (a, b) => a === b,
 };
+
+// The point of a curve whose step is nearest; the points are in the order of their steps.
+function nearest(points, step) {
+  let low = 0;
+  let high = points.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] < step) low = middle;
+    else high = middle;
+  }
+  return Math.abs(points[low][0] - step) <= Math.abs(points[high][0] - step) ? points[low] : points[high];
+}
+
+function showValues(svg) {
+  const { left, right, first, last, curves } = JSON.parse(svg.dataset.values);
+  const output = svg.parentElement.querySelector("output");
+  const line = document.createElementNS(svg.namespaceURI, "line");
+  for (const [attribute, value] of Object.entries({ y1: 10, y2: 150, visibility: "hidden" })) line.setAttribute(attribute, value);
+  svg.append(line);
+  const move = (event) => {
+    const box = svg.getBoundingClientRect();
+    const share = (((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width - left) / (right - left);
+    const pointed = first + Math.min(1, Math.max(0, share)) * (last - first);
+    const chosen = curves.map((points) => (points.length ? nearest(points, pointed) : null));
+    const step = chosen.filter(Boolean).reduce((best, [other]) => (Math.abs(other - pointed) < Math.abs(best - pointed) ? other : best), Infinity);
+    output.replaceChildren();
+    make("span", `step ${number(step)}`, output, { class: "step" });
+    chosen.forEach((point, which) => {
+      if (point) make("span", number(point[1]), output).style.borderColor = runs[which].color;
+    });
+    const x = last > first ? left + ((step - first) / (last - first)) * (right - left) : (left + right) / 2;
+    line.setAttribute("x1", x);
+    line.setAttribute("x2", x);
+    line.setAttribute("visibility", "visible");
+  };
+  svg.addEventListener("pointermove", move);
+  svg.addEventListener("pointerdown", move);
+  svg.addEventListener("pointerleave", () => {
+    output.replaceChildren();
+    line.setAttribute("visibility", "hidden");
+  });
+}
+
+document.querySelectorAll("svg[data-values]").forEach(showValues);
 
 function valueOf(sample, name) {
   return name in sample.parts ? sample.parts[name] : sample[name];

@@ -7,14 +7,15 @@ from typing import Any
 
 from qerl_jax.errors import visible
 from qerl_jax.run.terminal import format_row
-from qerl_jax.show.text import pad, width, wrap
+from qerl_jax.show.text import pad, shorten, width, wrap
 from qerl_jax.show.view import Condition, View, curves, parts_of
 from qerl_jax.system.jsonl import is_number
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ASCII = " .:-=+*#%"
 _GAP = " | "
-_LABEL = 26  # columns of the name of a curve
+# Columns of the name of a curve, of its first and last value, and of the curve itself, at least.
+_LABEL, _NUMBERS, _SHORTEST_CURVE = 26, 20, 16
 
 
 def show(
@@ -84,18 +85,23 @@ def _advice(views: Sequence[View]) -> str:
 
 def _curve_lines(views: Sequence[View], columns: int, blocks: str) -> list[str]:
     """A line for each metric and run: first and last value, and the curve."""
-    lines, keys = [], curves(views)
+    lines, keys, rows = [], curves(views), []
     end = max((step for view in views for key in keys for step, _ in view.series(key)), default=0)
     for key in keys:
         series = [view.series(key) for view in views]
         values = [value for curve in series for _, value in curve]
-        low, high = min(values), max(values)
         for number, curve in enumerate(series):
-            name = visible(key if len(views) == 1 else f"{key} ({number + 1})")
+            suffix = "" if len(views) == 1 else f" ({number + 1})"
             text = f"{_number(curve[0][1])} -> {_number(curve[-1][1])}" if curve else "not logged"
-            head = f"{pad(name, _LABEL)} {pad(text, 20)} "
-            bar_columns = max(8, columns - width(head) - 1)
-            lines.append((head + _bars(curve, end, bar_columns, (low, high), blocks)).rstrip())
+            rows.append((visible(key), suffix, text, curve, (min(values), max(values))))
+    # Every curve begins in the same column, after the longest name and the longest numbers.
+    numbers = max([_NUMBERS, *(width(text) for _, _, text, _, _ in rows)])
+    longest = max([_LABEL, *(width(name + suffix) for name, suffix, _, _, _ in rows)])
+    label = min(longest, max(12, columns - numbers - 2 - _SHORTEST_CURVE))
+    bar_columns = max(_SHORTEST_CURVE, columns - label - numbers - 2)
+    for name, suffix, text, curve, limits in rows:
+        head = f"{pad(shorten(name, label - width(suffix)) + suffix, label)} {pad(text, numbers)} "
+        lines.append((head + _bars(curve, end, bar_columns, limits, blocks)).rstrip())
     if len(views) > 1 and lines:
         names = ", ".join(f"({number}) {visible(v.name)}" for number, v in enumerate(views, 1))
         lines.append(f"runs: {names}")
@@ -152,7 +158,7 @@ def _show_step(
     for view in views:
         for row in view.rows:
             if row["step"] == step:
-                write(format_row(row, view.setting("steps") or step))
+                write(format_row(row, view.setting("steps") or step, columns))
     if len(views) == 2:
         half = max(20, (columns - len(_GAP)) // 2)
         for sample_left, sample_right in itertools.zip_longest(*selection):

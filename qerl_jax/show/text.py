@@ -38,3 +38,17 @@ def wrap(text: str, columns: int) -> list[str]:
 def pad(text: str, columns: int) -> str:
     """The text filled with spaces up to a width."""
     return text + " " * max(0, columns - width(text))
+
+
+def shorten(text: str, columns: int) -> str:
+    """The text, or its beginning and three dots where it is wider.
+
+    Args:
+        text: safe text of one line.
+        columns: largest width, at least 3.
+    """
+    if width(text) <= columns:
+        return text
+    while text and width(text) > columns - 3:
+        text = text[:-1]
+    return f"{text}..."

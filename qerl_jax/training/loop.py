@@ -40,7 +40,7 @@ from qerl_jax.run.folder import OpenRun, config_digest, record_fact
 from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.run.ownership import adopt, trusts
 from qerl_jax.run.saved_fields import check_run
-from qerl_jax.run.terminal import format_row
+from qerl_jax.run.terminal import format_row, line_columns
 from qerl_jax.run.trackers import tracker_name
 from qerl_jax.system.import_path import names_function
 from qerl_jax.system.live_line import waiting
@@ -246,7 +246,7 @@ def _log_step(run: Run, result: StepResult, durations: list[float]) -> None:
     run.live.clear()
     for error in result.experience.scores.errors:
         print(f"warning: {error}", file=sys.stderr, flush=True)
-    print(format_row(row, config.steps), flush=True)
+    print(format_row(row, config.steps, line_columns()), flush=True)
     if run.log is None:
         return
     run.log.write(row)
@@ -293,7 +293,7 @@ def _evaluate(run: Run) -> None:
     row |= {"eval_missing": score.missing} if score.missing else {}
     row |= {"eval_seconds": seconds} | run.compilations.take()
     run.live.clear()
-    print(format_row(row, config.steps), flush=True)
+    print(format_row(row, config.steps, line_columns()), flush=True)
     if run.log is not None:
         run.log.write(row)
 
