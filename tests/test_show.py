@@ -13,6 +13,7 @@ import pytest
 from contrast import contrast
 
 import qerl_jax.show.runs
+from qerl_jax.commands import show as command
 from qerl_jax.errors import UserError, visible
 from qerl_jax.show.html import page, write_page
 from qerl_jax.show.runs import read_steps_option
