@@ -12,6 +12,7 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.attention import rotary_angles
 from qerl_jax.policy.lora import FUSED, PROJECTIONS, member_bounds
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
+from qerl_jax.quantization import calibration
 from qerl_jax.quantization.calibration import CalibrationOptions, _batch_rows, calibrated_layers
 from qerl_jax.quantization.rounding import fill_packed, round_layers
 from qerl_jax.system.staging import staged_folder
@@ -184,3 +185,16 @@ def test_blocks_that_are_not_whole_are_refused(tmp_path):
     checkpoint = write_model(tmp_path / "model", mlp_dim=40)
     with pytest.raises(UserError, match=r"a multiple of 16 inputs .*\(64, 40\)"):
         layers_of(checkpoint, windows())
+
+
+def test_programs_that_are_compiled_ahead_give_the_same_bytes(tmp_path, monkeypatch):
+    checkpoint = write_model(tmp_path / "model")
+    expected, programs = layers_of(checkpoint, windows()), calibration._programs
+
+    def ahead(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "default_backend", lambda: "gpu")
+            return programs(*arguments)
+
+    monkeypatch.setattr(calibration, "_programs", ahead)
+    assert_equal_layers(layers_of(checkpoint, windows()), expected)

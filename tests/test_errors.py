@@ -144,7 +144,7 @@ def test_the_home_folder_is_expanded_in_every_path(fails, tiny, tmp_path, monkey
     [("qwen2.5-1.5b-paper", True), ("qwen2.5-coder-1.5b-trl", True), ("qwen3-0.6b-paper", False)],
 )
 def test_a_large_preset_on_a_cpu_is_said(tiny, preset, warned, capsys):
-    _announce(tiny.config({"preset": preset, "model.format": "bf16"}))
+    _announce(tiny.config({"preset": preset}))
     err = capsys.readouterr().err
     assert (err.count("\n") == 1 and "on a CPU" in err and "--extra cuda" in err) == warned
 

@@ -760,7 +760,7 @@ def test_what_four_bits_cost(costs):
     ("rounded", "calibrated", "expected"),
     [
         (0.1, 0.0, "Rounding to nearest raises it .*, calibration to the same format does not "
-         "change it .* Rounding alone supported the claim"),
+         "measurably change it .* Rounding alone supported the claim"),
         (0.1, 0.1, "raises it .*, calibration to the same format raises it .* nats\\)\\.$"),
         (0.0, 0.0, "does not .* change it .*, calibration .* does not .* change it .* nats\\)\\.$"),
         (0.1, None, "raises it .* calibrated weights were not measured yet\\.$"),

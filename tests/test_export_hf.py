@@ -371,7 +371,7 @@ def test_a_score_with_missing_rewards_is_not_on_the_card(run, tmp_path, monkeypa
         source=str(run), format="peft", out=str(tmp_path / "out"), score_problems=3
     )
     card = (export(config) / "README.md").read_text()
-    assert "no pass@1: 2 of 3 scores are missing: NVFP4 base\n" in capsys.readouterr().out
+    assert "no pass@1: 2 of 3 completions have no score: NVFP4 base\n" in capsys.readouterr().out
     assert "1.000" not in card
     assert "| NVFP4 base + adapter | 0.250 " in card
 

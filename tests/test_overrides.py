@@ -89,6 +89,7 @@ FAST = ("late profile",)  # The other modes compile more programs.
 SOME_SLOW = [m if m in FAST else pytest.param(m, marks=pytest.mark.slow) for m in MODES]
 # Another value of each field that is not always read.
 OTHERS = {
+    "model.calibration": "gptq",
     "lora.rank": 2,
     "lora.alpha": 3.0,
     "lora.rslora": True,

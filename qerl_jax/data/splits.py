@@ -166,6 +166,12 @@ def load_splits(
     return problems, evaluation
 
 
+def _take_turns(parts: Sequence[Sequence[Problem]]) -> list[Problem]:
+    """Returns all problems so that each beginning has about the same fraction of every part."""
+    places = [((i + 0.5) / len(part), part[i]) for part in parts for i in range(len(part))]
+    return [problem for _, problem in sorted(places, key=lambda place: place[0])]
+
+
 def load_mixture(
     sources: Mapping[str, MixtureSource], config: ProblemConfig
 ) -> tuple[dict[str, list[Problem]], list[Problem]]:
@@ -173,7 +179,7 @@ def load_mixture(
 
     Without a place of their own, the evaluation problems come from every source in the way of
     `load_splits`, in numbers that follow from the weights: a source that is rarely drawn may have
-    none.
+    none. They take turns, so that the first of them, which a limit takes, are of all sources.
 
     Args:
         sources: the sources by name, at least one.
@@ -193,7 +199,7 @@ def load_mixture(
     if separate and size_of_all != 0:
         evaluation = load_split(config, split="eval")
     shares = divide(MOST_HELD_OUT if size_of_all is None else size_of_all, sources)
-    train = {}
+    train, held_out = {}, list[list[Problem]]()
     for name, source in sources.items():
         size = None if size_of_all is None and shares[name] else shares[name]
         source_config = dataclasses.replace(
@@ -209,9 +215,9 @@ def load_mixture(
             fields=source.fields,
             options=source.options,
         )
-        train[name], held_out = load_splits(source_config)
-        evaluation += held_out
-    evaluation = _distinct(evaluation)
+        train[name], problems = load_splits(source_config)
+        held_out.append(problems)
+    evaluation = _distinct([*evaluation, *_take_turns(held_out)])
     for name, source in sources.items():
         train[name] = _nonempty(
             not_held_out(train[name], evaluation),

@@ -7,12 +7,15 @@ are quantized already, so that it also makes up for their errors.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.compile.aot import compile_operations
+from qerl_jax.compile.operation import Operation, Programs, abstract, commit
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
 from qerl_jax.policy.attention import rotary_angles
@@ -78,13 +81,15 @@ def calibrated_layers(
     x = jnp.asarray(embedding[tokens], dtype).reshape(-1, rows, tokens.shape[1], config.embed_dim)
     del embedding
     read = functools.partial(read_layer, checkpoint, dtype=DTYPES["bfloat16"])
+    programs = None
     for number, dense in enumerate(each_layer(read, config.num_layers, label="calibrating")):
         layer = {name: _on_device(name, array, dtype) for name, array in dense.items()}
+        programs = programs or _programs(layer, x, options, config)
         arrays, errors, rounded_errors = dict(dense), {}, {}
         for fused, members in FUSED.items():
-            hessian = _moments(layer, x, name=fused, config=config)
+            hessian = programs["moments", fused](layer, x)
             try:
-                packed = _quantize(layer[fused], hessian, options)
+                packed = _quantize(layer[fused], hessian, options, programs, fused)
             except UserError as error:
                 where = f"layer {number}, {'/'.join(members)}"
                 raise UserError(f"{checkpoint.path}: {where}: {error}") from error
@@ -95,10 +100,10 @@ def calibrated_layers(
                 rounded = quantize_on_device(jnp.split(layer[fused], bounds), format="nvfp4")
                 ratios = _output_errors(layer[fused], rounded, hessian, bounds)
                 rounded_errors |= dict(zip(members, ratios, strict=True))
-            layer[fused] = dequantize(packed, dtype)
+            layer[fused] = programs["dense", fused](packed)
             arrays[fused] = packed
             del hessian  # The moments of the next projection need the memory.
-        x = _outputs(layer, x, config=config)
+        x = programs["outputs"](layer, x)
         yield PackedLayer(jax.device_get(arrays), errors, rounded_errors)
 
 
@@ -116,20 +121,94 @@ def _on_device(name: str, array: np.ndarray, dtype: jnp.dtype) -> jax.Array:
     return jnp.asarray(array) if name.endswith("norm") else jnp.asarray(array, dtype)
 
 
-def _quantize(weight: jax.Array, hessian: jax.Array, options: CalibrationOptions) -> QuantTensor:
+def _programs(
+    layer: dict, x: jax.Array, options: CalibrationOptions, config: ModelConfig
+) -> Programs:
+    """Returns the programs of a layer; on a GPU all are compiled now, several at a time.
+
+    Args:
+        layer: any layer, as all have the same shapes.
+        x: inputs of the layer.
+        options: what GPTQ does.
+        config: the architecture.
+    """
+    arrays, rows = abstract(layer), abstract(x)
+    table: dict[Hashable, Operation] = {}
+
+    def add(name: Hashable, function: Any, static: dict[str, Any], *arguments: Any) -> Operation:
+        table[name] = Operation.of_shapes(f"calibration {name}", function, static, *arguments)
+        return table[name]
+
+    for fused in FUSED:
+        weight = arrays[fused]
+        moments = {"name": fused, "config": config}
+        hessian = add(("moments", fused), _moments, moments, arrays, rows).eval_shape()
+        scaling = add(("scales", fused), _scales, {"grow": options.grow}, weight, hessian)
+        scales, divisor, _ = scaling.eval_shape()
+        static = {"orders": options.orders}
+        damping = jax.ShapeDtypeStruct((), jnp.float32)
+        arguments = weight, hessian, scales, divisor, damping
+        codes, _ = add(("gptq", fused), gptq, static, *arguments).eval_shape()
+        packed = add(("pack", fused), _pack, {}, codes, scales, divisor).eval_shape()
+        add(("dense", fused), _dense, {"dtype": weight.dtype}, packed)
+    add("outputs", _outputs, {"config": config}, arrays, rows)
+    if jax.default_backend() != "gpu":
+        return Programs(table)
+    table = {
+        name: operation._replace(arguments=functools.partial(_on, x.sharding, operation))
+        for name, operation in table.items()
+    }
+    return Programs(table, compile_operations(commit(x), table.values()))
+
+
+def _on(sharding: jax.sharding.Sharding, operation: Operation) -> tuple[Any, ...]:
+    """Returns the arguments of an operation as arrays of a device."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        operation.arguments(),
+    )
+
+
+def _quantize(
+    weight: jax.Array,
+    hessian: jax.Array,
+    options: CalibrationOptions,
+    programs: Programs,
+    fused: str,
+) -> QuantTensor:
     """Returns a fused weight in NVFP4."""
-    wide = weight.astype(jnp.float32)
-    if not (jnp.isfinite(jnp.abs(wide).max()) and jnp.isfinite(jnp.trace(hessian))):
+    scales, divisor, is_finite = programs["scales", fused](weight, hessian)
+    if not is_finite:
         raise UserError("the weights, or the activations in front of them, are not finite")
-    scales, divisor = block_scales(wide, jnp.diagonal(hessian), grow=options.grow)
     for damping in (options.damping, *(more for more in _DAMPING if more > options.damping)):
-        codes, is_finite = gptq(wide, hessian, scales, divisor, damping, orders=options.orders)
+        codes, is_finite = programs["gptq", fused](
+            weight, hessian, scales, divisor, jnp.float32(damping)
+        )
         if is_finite:
-            break
-    else:
-        raise UserError("the inputs have moments without a Cholesky factor")
-    rows = jnp.full(len(wide), divisor)
+            return programs["pack", fused](codes, scales, divisor)
+    raise UserError("the inputs have moments without a Cholesky factor")
+
+
+@functools.partial(jax.jit, static_argnames="grow")
+def _scales(
+    weight: jax.Array, hessian: jax.Array, *, grow: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what `block_scales` does, and whether weight and moments are finite."""
+    wide = weight.astype(jnp.float32)
+    is_finite = jnp.isfinite(jnp.abs(wide).max()) & jnp.isfinite(jnp.trace(hessian))
+    scales, divisor = block_scales(wide, jnp.diagonal(hessian), grow=grow)
+    return scales, divisor, is_finite
+
+
+@jax.jit
+def _pack(codes: jax.Array, scales: jax.Array, divisor: jax.Array) -> QuantTensor:
+    rows = jnp.full(len(codes), divisor)
     return QuantTensor(packed=pack_codes(codes), scales=scales, global_scale=rows)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _dense(packed: QuantTensor, *, dtype: jnp.dtype) -> jax.Array:
+    return dequantize(packed, dtype)
 
 
 def _output_errors(

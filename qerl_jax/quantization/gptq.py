@@ -103,7 +103,7 @@ def gptq(
     """Rounds a weight column by column, as the module says.
 
     Args:
-        weight: float32 [N, K].
+        weight: [N, K].
         hessian: float32 [K, K], the mean of x x^T over the inputs, or a multiple of it.
         scales: FP8 (E4M3) scales [N, K/16], which stay as they are.
         divisor: float32 divisor of the scales.
@@ -125,7 +125,9 @@ def gptq(
     last = order[::-1]
     matrix = hessian[last[:, None], last] + jnp.diag(added[last])
     factor = jnp.linalg.cholesky(matrix, symmetrize_input=False)[::-1, ::-1]
-    columns = jnp.where(is_dead, 0.0, weight).T[order]  # [K, N], so that a column is contiguous
+    columns = jnp.where(is_dead, 0.0, weight.astype(jnp.float32)).T[
+        order
+    ]  # [K, N], so that a column is contiguous
     steps = (scales.astype(jnp.float32) / divisor).T  # [K/16, N]
     width = next(panel for panel in _PANELS if inputs % panel == 0)
 

@@ -67,9 +67,12 @@ def sample_windows(
         UserError: the memory does not hold a row.
     """
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens, temperature=1.0)
+    engine = dataclasses.replace(engine, prompt_width=max(map(len, prompts)))
     sampler = Sampler(model.config, model.tokenizer, sampling, engine, group_size=1)
-    key = jax.random.key(config.seed, impl="threefry2x32")
-    rollout = sampler.rollout(key, Policy(model.params, None), prompts)
+    key, policy = jax.random.key(config.seed, impl="threefry2x32"), Policy(model.params, None)
+    if jax.default_backend() == "gpu":  # Several programs compile at a time.
+        sampler = sampler.compiled(key, policy, num_prompts=len(prompts))
+    rollout = sampler.rollout(key, policy, prompts)
     ids: list[int] = []
     for prompt, tokens, length in zip(prompts, rollout.tokens, rollout.lengths, strict=True):
         ids += [*prompt, *tokens[:length].tolist()]
