@@ -156,7 +156,7 @@ def test_help_is_no_failure(command, flag):
         ("def get_config():\n    return {}['key']", "bad.py:2: KeyError: 'key'"),
         ("def get_config(", "bad.py:1: SyntaxError: "),
         ("import absent", "bad.py:1: ModuleNotFoundError: "),
-        ("", "no get_config(): experiments/grpo_gsm8k.py has one"),
+        ("", "no get_config(): qerl_jax/config/experiments/grpo_gsm8k.py has one"),
     ],
 )
 def test_errors_of_a_config_file_say_where(command, tmp_path, source, message):
