@@ -202,6 +202,7 @@ def test_an_nvfp4_checkpoint_is_taken_as_it_is(run, tiny, home, tmp_path, monkey
     assert not entries(tmp_path)
 
 
+@pytest.mark.slow  # 26 s in a process of its own
 def test_two_devices_sample_the_same_text_and_share_the_bytes(run, tiny, tmp_path):
     file = tiny.config_file(tmp_path / "config.py", CALIBRATED | {"mesh.data": 2})
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
