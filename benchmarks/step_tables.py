@@ -1,6 +1,6 @@
 """Tables of training steps, here and of other libraries, made of rows of benchmarks/results/."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.result_tables import markdown
@@ -85,18 +85,13 @@ def peer_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
         rows: rows of peers.json.
         our_rows: rows of step.json, for bf16 LoRA in this engine.
     """
-    steps = peer_steps(rows)
-    names = sorted({row["peer"] for peer_rows in steps.values() for row in peer_rows})
-    bf16 = _bf16_steps(our_rows)
-    lines = []
-    for key, peer_rows in steps.items():
+    steps, lines = peer_steps(rows), []
+    names = _peers(steps)
+    for key, our_step, others in _compared_steps(steps, our_rows):
         model, batch, prompt, new_tokens, _ = key
-        our_step = {name: peer_rows[0][f"our_{name}"] for name in _MEASURED}
-        by_peer = {row["peer"]: row for row in peer_rows}
-        others = {"bf16 LoRA here": bf16.get(key)} | {name: by_peer.get(name) for name in names}
         factors = ", ".join(
             f"{faster(row['step_s'], our_step['step_s'])} than {name}"
-            for name, row in others.items()
+            for name, row in zip(["bf16 LoRA here", *names], others, strict=True)
             if row
         )
         lines.append(
@@ -104,8 +99,8 @@ def peer_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
                 model,
                 f"{batch} x {prompt} + {new_tokens:,}",
                 f"{_step_cell(our_step, batch * new_tokens)}; {factors}",
-                *(_step_cell(row, batch * new_tokens) if row else "" for row in others.values()),
-                ", ".join(sorted({row["commit"][:8] for row in peer_rows})),
+                *(_step_cell(row, batch * new_tokens) if row else "" for row in others),
+                ", ".join(sorted({row["commit"][:8] for row in steps[key]})),
             ]
         )
     header = ["model", "completions", "here, NVFP4", _BF16, *names, "commit"]
@@ -119,15 +114,9 @@ def short_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
         rows: rows of peers.json.
         our_rows: rows of step.json, for bf16 LoRA in this engine.
     """
-    steps = peer_steps(rows)
-    names = sorted({row["peer"] for peer_rows in steps.values() for row in peer_rows})
-    bf16 = _bf16_steps(our_rows)
-    lines = []
-    for key, peer_rows in steps.items():
-        by_peer = {row["peer"]: row for row in peer_rows}
-        others = [bf16.get(key), *map(by_peer.get, names)]
-        ours = {name: peer_rows[0][f"our_{name}"] for name in _MEASURED}
-        fastest = min(peer_rows, key=lambda row: row["step_s"])
+    steps, lines = peer_steps(rows), []
+    for key, ours, others in _compared_steps(steps, our_rows):
+        fastest = min(steps[key], key=lambda row: row["step_s"])
         factor = f"{faster(fastest['step_s'], ours['step_s'])} than {fastest['peer']}"
         lines.append(
             [
@@ -136,7 +125,31 @@ def short_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
                 *(_short_cell(row) if row else "" for row in others),
             ]
         )
-    return markdown(["model", "here, NVFP4", _BF16, *names], lines)
+    return markdown(["model", "here, NVFP4", _BF16, *_peers(steps)], lines)
+
+
+def _peers(steps: Mapping[tuple, list[dict]]) -> list[str]:
+    return sorted({row["peer"] for peer_rows in steps.values() for row in peer_rows})
+
+
+def _compared_steps(
+    steps: Mapping[tuple, list[dict]], our_rows: Iterable[dict]
+) -> Iterator[tuple[tuple, dict[str, Any], list[dict | None]]]:
+    """Yields the key of a step, our figures in NVFP4, and the rows that they are compared with.
+
+    Args:
+        steps: the steps of peers, from `peer_steps`.
+        our_rows: rows of step.json, for bf16 LoRA in this engine.
+
+    Yields:
+        The compared rows begin with bf16 LoRA here and go on in the order of `_peers`; None where a
+        step was not measured.
+    """
+    bf16, names = _bf16_steps(our_rows), _peers(steps)
+    for key, peer_rows in steps.items():
+        by_peer = {row["peer"]: row for row in peer_rows}
+        ours = {name: peer_rows[0][f"our_{name}"] for name in _MEASURED}
+        yield key, ours, [bf16.get(key), *map(by_peer.get, names)]
 
 
 def faster(seconds: float, our_seconds: float) -> str:
