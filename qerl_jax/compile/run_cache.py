@@ -16,6 +16,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from qerl_jax.compile import program_cache
+from qerl_jax.system.paths import cache_folder
 from qerl_jax.system.processor import processor_digest
 
 
@@ -56,7 +57,7 @@ def keep_programs(path: Path, *, trusted: bool = False, writes: bool = True) -> 
 
 def user_folder() -> Path:
     """Returns the folder of the compiled programs that do not belong to a run."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "qerl_jax", "programs")
+    return cache_folder("programs")
 
 
 def _of_processor(folder: Path) -> Path | None:

@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.system.atomic import write_atomic
+from qerl_jax.system.paths import cache_folder
 from qerl_jax.system.safe_files import make_folder
 
 _DIGITS = 24
@@ -42,7 +41,7 @@ def with_problems(config: ConfigDict, problems: Iterable[Mapping[str, Any]] | No
     if not lines:
         raise UserError("the list of problems is empty")
     text = "".join(lines)
-    path = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}.jsonl"
+    path = cache_folder("problems") / f"{hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}.jsonl"
     if not path.exists():
         make_folder(path.parent)
         write_atomic(path, text)
@@ -51,12 +50,6 @@ def with_problems(config: ConfigDict, problems: Iterable[Mapping[str, Any]] | No
         config.data.mixture = ConfigDict()
         config.data.path = str(path)
     return config
-
-
-def _folder() -> Path:
-    """The folder of all lists, `$XDG_CACHE_HOME/qerl_jax/problems`."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home, "qerl_jax", "problems")
 
 
 def _line(number: int, problem: Any) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import pathlib
 import re
 import sys
@@ -23,7 +22,7 @@ from qerl_jax.run.ownership import adopt, has_own_tag, trusts
 from qerl_jax.run.saved_fields import check_run
 from qerl_jax.system import json_file
 from qerl_jax.system.paths import user_path
-from qerl_jax.system.safe_files import open_to_read
+from qerl_jax.system.safe_files import sha256_of
 from qerl_jax.weights import peft
 from qerl_jax.weights.load import LoadedModel, describe, load
 
@@ -369,8 +368,7 @@ def _read_adapter(
 def _sha256(path: pathlib.Path) -> str:
     if not path.is_file():
         return ""  # The reader of the adapter says what is missing.
-    with open_to_read(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of(path)
 
 
 def _run_of(adapter: pathlib.Path | None) -> tuple[RunFolder, dict[str, Any] | None]:

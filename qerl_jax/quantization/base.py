@@ -264,12 +264,10 @@ def _entry(
             fill_packed(folder, checkpoint, calibrated_layers(checkpoint, tokens))
             seconds = time.perf_counter() - began
             record = {**facts, "source": checkpoint.source, "seconds": round(seconds, 1)}
-            cache.complete_entry(folder, tokens, record)
+            record = cache.complete_entry(folder, tokens, record)
         print(
             f"calibrated on {tokens.size} tokens in {seconds:.0f} s ({sampled:.0f} s of them for "
             f"the completions); kept in {path}",
             flush=True,
         )
-        entry = cache.open_entry(path)
-    assert entry is not None
-    return entry
+        return Entry(path, record["digest"], record)

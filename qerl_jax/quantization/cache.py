@@ -12,16 +12,16 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.system import json_file
+from qerl_jax.system import json_file, paths
 from qerl_jax.system.atomic import write_json
-from qerl_jax.system.safe_files import make_folder, open_to_read, open_to_write, read_bytes
+from qerl_jax.system.safe_files import make_folder, open_to_write, read_bytes, sha256_of
 
 TOKENS = "tokens.npy"
 _RECORD = "calibration.json"
@@ -51,8 +51,7 @@ class Entry(NamedTuple):
 
 def cache_folder() -> Path:
     """The folder of all entries, `$XDG_CACHE_HOME/qerl_jax/calibrated`."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home, "qerl_jax", "calibrated")
+    return paths.cache_folder("calibrated")
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
@@ -69,26 +68,33 @@ def weights_digest(path: Path) -> str:
     Args:
         path: a .gguf file, or a folder of safetensors files.
     """
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     memory = cache_folder() / _DIGESTS
     try:
         known = json_file.read_object(memory)
     except UserError:  # It is missing, or damaged: all files are read again.
         known = {}
     digests, is_new = [], False
-    for file in files:
+    for file in _weight_files(path):
         real = file.resolve()
         about = real.stat()
         version = [about.st_size, about.st_mtime_ns, about.st_ino]
         saved = known.get(str(real))
         if not (isinstance(saved, list) and len(saved) == 2 and saved[0] == version):
-            with open_to_read(real) as stream:
-                saved = [version, hashlib.file_digest(stream, "sha256").hexdigest()]
+            saved = [version, sha256_of(real)]
             known[str(real)], is_new = saved, True
         digests.append(saved[1])
     if is_new:
         known = {name: value for name, value in known.items() if os.path.exists(name)}
         write_json(memory, known, indent=0)
+    return _digest_of_all(digests)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+
+
+def _digest_of_all(digests: Iterable[str]) -> str:
+    """Returns the digest of the weights from those of their files, in their order."""
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
@@ -142,21 +148,21 @@ def lock(key: str) -> Generator[None]:
         yield
 
 
-def complete_entry(folder: Path, tokens: np.ndarray, record: Mapping[str, Any]) -> None:
+def complete_entry(folder: Path, tokens: np.ndarray, record: Mapping[str, Any]) -> dict[str, Any]:
     """Adds the text and calibration.json to the checkpoint of a new entry.
 
     Args:
         folder: folder that holds the checkpoint and is not in its place yet.
         tokens: int32 [B, T] windows of the text.
         record: what the model was made from.
+
+    Returns:
+        The content of calibration.json.
     """
     np.save(folder / TOKENS, tokens, allow_pickle=False)
-    digests = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with open_to_read(file) as stream:
-            digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
-    digest = hashlib.sha256("\n".join(digests).encode()).hexdigest()
-    write_json(folder / _RECORD, {**record, "digest": digest})
+    content = {**record, "digest": _digest_of_all(map(sha256_of, _weight_files(folder)))}
+    write_json(folder / _RECORD, content)
+    return content
 
 
 def read_tokens(path: Path) -> np.ndarray:

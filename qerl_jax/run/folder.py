@@ -33,6 +33,8 @@ from qerl_jax.system.safe_files import (
 )
 from qerl_jax.system.staging import scratch_of
 
+BEST = ":best"  # what `init_from` ends with for the best adapter of a run
+
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
@@ -181,6 +183,12 @@ class OpenRun(RunFolder):
     schedule_steps: int
     resumed: bool
     moved: tuple[str, ...] = ()
+
+
+def origin_of(init_from: str) -> tuple[RunFolder, bool]:
+    """The folder that `init_from` of a config names, and whether it asks for the best adapter."""
+    path = init_from.removesuffix(BEST)
+    return RunFolder(user_path(path)), path != init_from
 
 
 def config_dict(config: ConfigDict) -> dict[str, Any]:

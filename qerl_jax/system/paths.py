@@ -1,4 +1,4 @@
-"""Paths that a user gives, on the command line or in a config."""
+"""Paths that a user gives, on the command line or in a config, and the user's cache."""
 
 import errno
 import os
@@ -29,3 +29,9 @@ def user_path(path: str | os.PathLike[str]) -> pathlib.Path:
         if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
             raise UserError(f"{str(path)!r:.200} cannot be a path: pass another one") from error
     return found
+
+
+def cache_folder(name: str) -> pathlib.Path:
+    """Returns a folder of the user's cache, `$XDG_CACHE_HOME/qerl_jax/NAME`; it may be missing."""
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(home, "qerl_jax", name)

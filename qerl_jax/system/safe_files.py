@@ -6,6 +6,7 @@ nothing waits for a pipe: such a place is refused, and what a link names stays a
 a folder that a user names may itself pass through links; the places inside of it may not.
 """
 
+import hashlib
 import io
 import os
 import shutil
@@ -118,6 +119,12 @@ def read_bytes(path: Path) -> bytes:
     """Reads a file whole; raises as `open_to_read` does."""
     with open_to_read(path) as file:
         return file.read()
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file in hex digits; raises as `open_to_read` does."""
+    with open_to_read(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: Path, *, errors: str = "strict") -> str:

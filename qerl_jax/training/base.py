@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from qerl_jax.data.from_config import check_positions, encode_problems, training_prompts
-from qerl_jax.data.prompts import Problem
+from qerl_jax.data.prompts import Problem, Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.policy.sharding import shard_params
 from qerl_jax.processes.group import Processes
@@ -25,9 +25,8 @@ from qerl_jax.quantization.base import (
     restored_base,
 )
 from qerl_jax.quantization.cache import Entry
-from qerl_jax.run.folder import RunFolder, record_fact
+from qerl_jax.run.folder import RunFolder, origin_of, record_fact
 from qerl_jax.system.atomic import replace_file
-from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import read_bytes
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
 from qerl_jax.weights.load import LoadedModel, load
@@ -40,8 +39,8 @@ def load_base(
     mesh: Mesh | None,
     processes: Processes,
     folder: RunFolder | None,
-) -> LoadedModel:
-    """Loads the model before training; refuses lengths that it has no positions for.
+) -> tuple[LoadedModel, dict[str, list[Prompt]]]:
+    """Loads the model before training, and renders the problems; refuses lengths that do not fit.
 
     In NVFP4 a model of 16 bits is calibrated on the training problems before the first step. A run
     that resumes, and one that begins from another one, take exactly the base that was recorded.
@@ -54,6 +53,9 @@ def load_base(
         folder: the run folder, which records the base and keeps the text that it was calibrated
             on; None for a run without one.
 
+    Returns:
+        The model, and the prompts by split.
+
     Raises:
         UserError: the model cannot be loaded or calibrated, or its recorded base is missing.
     """
@@ -64,11 +66,12 @@ def load_base(
     if checkpoint is None or checkpoint.packed or checkpoint.tokenizer is None:
         model = load(source, format=form, dtype=dtype, place=place)
         check_positions(config, model.config)
-        return model
+        return model, encode_problems(config, model.tokenizer, problems)
     check_positions(config, checkpoint.config)
+    prompts = encode_problems(config, checkpoint.tokenizer, problems)
     entry = None
     if processes.writes:
-        entry = _base(config, checkpoint, problems, processes=processes, folder=folder)
+        entry = _base(config, checkpoint, prompts, processes=processes, folder=folder)
     digest = processes.broadcast_from_first(entry and entry.digest)
     entry = entry or cache.find(digest)
     if entry is None:
@@ -76,13 +79,13 @@ def load_base(
             f"the calibrated base {digest[:16]} is not in {cache.cache_folder()} of this host: "
             "copy it there, or set XDG_CACHE_HOME to a folder that all hosts share"
         )
-    return load_calibrated(entry, checkpoint, dtype=dtype, place=place)
+    return load_calibrated(entry, checkpoint, dtype=dtype, place=place), prompts
 
 
 def _base(
     config: ConfigDict,
     checkpoint: Checkpoint,
-    problems: Mapping[str, list[Problem]],
+    prompts: Mapping[str, list[Prompt]],
     *,
     processes: Processes,
     folder: RunFolder | None,
@@ -92,7 +95,7 @@ def _base(
     if folder is not None and (digest := recorded_digest(own)):
         return restored_base(checkpoint, digest, folder.calibration)
     if config.init_from:
-        origin = RunFolder(user_path(config.init_from.removesuffix(":best")))
+        origin, _ = origin_of(config.init_from)
         digest = recorded_digest(json.loads(read_bytes(origin.config)))
         if not digest:
             raise UserError(
@@ -101,9 +104,8 @@ def _base(
             )
         entry = restored_base(checkpoint, digest, origin.calibration)
     else:
-        assert checkpoint.tokenizer is not None
-        prompts = training_prompts(encode_problems(config, checkpoint.tokenizer, problems))
-        entry = calibrated_base(config, checkpoint, prompts, processes=processes.count)
+        chosen = training_prompts(prompts)
+        entry = calibrated_base(config, checkpoint, chosen, processes=processes.count)
     if folder is not None:
         # The text first: a run whose base is recorded has the text to make it from.
         with replace_file(folder.calibration) as temporary:

@@ -25,17 +25,23 @@ from qerl_jax.policy.sharding import shard
 from qerl_jax.policy.trainable import Trainable, checksum, current_policy
 from qerl_jax.rl.train_step import TrainState, init_state
 from qerl_jax.run.checkpoints import read_latest
-from qerl_jax.run.folder import OpenRun, RunFolder, config_dict, flatten, record_fact
+from qerl_jax.run.folder import (
+    BEST,
+    OpenRun,
+    RunFolder,
+    config_dict,
+    flatten,
+    origin_of,
+    record_fact,
+)
 from qerl_jax.run.saved_fields import check_run
 from qerl_jax.system.jsonl import read_number
-from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import read_bytes
 from qerl_jax.training.initial_policy import check_meta, policy_digest
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import Progress
 from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
 
-BEST = ":best"
 # Folded into the key of the run, and then a checksum of the parameters that it begins with: the
 # noise and the draws of the other run, whose seed is the same where the position in the data goes
 # on, are not drawn again.
@@ -66,7 +72,7 @@ def check_origin(config: ConfigDict) -> None:
     """
     if not config.init_from:
         return
-    folder, best = _origin(config.init_from)
+    folder, best = origin_of(config.init_from)
     saved = _saved_config(folder)
     saved_fields, fields = flatten(saved), flatten(config_dict(config))
     changes = {
@@ -115,7 +121,7 @@ def begin_from(
         UserError: the other run has no readable checkpoint, or has another base.
     """
     config = setup.config
-    origin, best = _origin(config.init_from)
+    origin, best = origin_of(config.init_from)
     step, state, meta = _read_together(setup, origin, best=best)
     check_meta(origin.checkpoints, meta)
     if meta["fingerprint"] != setup.model.fingerprint:
@@ -268,12 +274,6 @@ def restore_origin(setup: Setup, folder: RunFolder, crc: int | None = None) -> S
     return dataclasses.replace(
         setup, reference=reference, reference_digest=policy_digest(reference)
     )
-
-
-def _origin(text: str) -> tuple[RunFolder, bool]:
-    """The folder that `init_from` names, and whether it asks for the best adapter."""
-    path = text.removesuffix(BEST)
-    return RunFolder(user_path(path)), path != text
 
 
 def _saved_config(folder: RunFolder) -> dict[str, Any]:

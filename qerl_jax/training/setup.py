@@ -11,7 +11,6 @@ from ml_collections import ConfigDict
 
 from qerl_jax.data.from_config import (
     EVAL,
-    encode_problems,
     load_problems,
     order_of,
     training_prompts,
@@ -109,8 +108,7 @@ def prepare(
     if device.pool is not None or config.mesh.tensor > 1:
         architecture = read_architecture(config.model.source)
         check_fits(plan_run(config, architecture, device), config, architecture)
-    model = load_base(config, problems, mesh=mesh, processes=processes, folder=folder)
-    prompts = encode_problems(config, model.tokenizer, problems)
+    model, prompts = load_base(config, problems, mesh=mesh, processes=processes, folder=folder)
     _announce(config, model, prompts)
     setup = assemble(config, rewards, model, prompts, method=method, mesh=mesh)
     key = shard(setup.key, mesh) if mesh is not None and processes.count > 1 else setup.key
