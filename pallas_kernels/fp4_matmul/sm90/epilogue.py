@@ -63,7 +63,7 @@ def store(
     elif bias is not None:
         value += over_tokens(bias.astype(jnp.float32), width)
     if gmem.y.dtype == jnp.float32:
-        gmem.y.at[rows, tokens][...] = value
+        plgpu.store(gmem.y.at[rows, tokens], value, optimized=False)
         return
     results = [(value, gmem.y)]
     if residual is not None:
@@ -84,7 +84,8 @@ def _add_rmsnorm(
         inside = jnp.broadcast_to(row_tile < schedule.row_tiles, sums.shape)
         sums = jnp.where(inside, sums, jnp.zeros_like(sums))
     count = add_rmsnorm.PARTIALS_OF_ROW_TILE
-    gmem.square_partials.at[pl.ds(row_tile * count, count), tokens][...] = sums
+    place = gmem.square_partials.at[pl.ds(row_tile * count, count), tokens]
+    plgpu.store(place, sums, optimized=False)
     return total, scaled
 
 

@@ -91,7 +91,7 @@ def publish_partial(consumer: Consumer, value: jax.Array, tile: Any) -> None:
     """Writes the partial sum of a split tile to this CTA's slot of global memory."""
     schedule, block = consumer.schedule, consumer.block
     slot = schedule.partial_slot(block, tile) if schedule.split_tiles else block
-    consumer.gmem.partial.at[slot, consumer.row][...] = value
+    plgpu.store(consumer.gmem.partial.at[slot, consumer.row], value, optimized=False)
 
 
 def arrive_at_split_tiles(consumer: Consumer) -> None:

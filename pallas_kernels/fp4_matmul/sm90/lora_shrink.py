@@ -98,7 +98,8 @@ def compute_partials(consumer: Consumer, given: XaPartials) -> Any:
 
         @pl.when(partial <= last)
         def write_unit():
-            given.partials.at[partial, :, ranks][...] = _transposed(value)
+            place = given.partials.at[partial, :, ranks]
+            plgpu.store(place, _transposed(value), optimized=False)
 
         plgpu.barrier_arrive(smem.partials_made)
 

@@ -151,7 +151,9 @@ def _fill_with_xa(producer: _Producer, slot: Any, tile: Any) -> None:
     """Starts the copies of x A^T, in place of the tokens of a step."""
     xa = producer.gmem.xa
     copies = -(-xa.shape[1] // TILE_COLUMNS)
-    _copy_tokens(producer, xa, slot, tile, 0, copies)
+    # An array, because a slice that begins at a Python number must end within xa; the TMA fills
+    # what lies beyond with zeros.
+    _copy_tokens(producer, xa, slot, tile, jnp.int32(0), copies)
     for _ in range(producer.schedule.arrivals - copies):
         plgpu.barrier_arrive(producer.smem.full.at[slot])
 

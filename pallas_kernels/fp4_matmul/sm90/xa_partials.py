@@ -116,7 +116,8 @@ def reduce_partials(block: Any, given: XaPartials, made: Any) -> None:
         row = lax.div(part, columns)
         column = (part - row * columns) * PARTIAL_COLUMNS
         total = _sum(given.partials, row, column)
-        xa.at[row, pl.ds(column, PARTIAL_COLUMNS)][...] = _rounded(total.sum(axis=0))
+        place = xa.at[row, pl.ds(column, PARTIAL_COLUMNS)]
+        plgpu.store(place, _rounded(total.sum(axis=0)), optimized=False)
 
     @pl.when(block < min(blocks, parts))
     def count_at_lock():
