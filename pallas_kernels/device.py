@@ -1,7 +1,6 @@
 """Properties of the default device."""
 
 import functools
-import importlib.util
 import pathlib
 import sys
 
@@ -45,19 +44,13 @@ def _has_amx() -> bool:
     return _CPU.exists() and "amx_bf16" in _CPU.read_text(encoding="utf-8").split()
 
 
-@functools.cache
-def has_triton() -> bool:
-    """Whether this version of jax has Pallas's Triton backend, which jax is going to remove."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
-
-
-def supports_triton(oldest: float = 8.0) -> bool:
-    """Whether Pallas's Triton kernels run on the default device.
+def supports_warpgroup(oldest: float = 8.0) -> bool:
+    """Whether the kernels of `warpgroup` run on the default device.
 
     Args:
         oldest: lowest compute capability; 8.0 is Ampere, the first with bfloat16.
     """
-    return cuda_capability() >= oldest and has_triton()
+    return cuda_capability() >= oldest
 
 
 def num_sms() -> int:

@@ -4,18 +4,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_kernels import device
 
-# Sizes for one warp. It adds up whole outputs alone, where XLA and the libraries divide the inputs
-# among CTAs and leave the sums to a second kernel.
-_OUTPUTS = 2
+# A warp adds up whole outputs alone, where XLA and the libraries divide the inputs among CTAs and
+# leave the sums to a second kernel.
+_OUTPUTS = 4  # of a CTA: one for each warp
 _INPUTS = 256  # columns of a tile: 16 bytes of a row for each thread
-_TILES = 2  # tiles requested at a time
+_TILES = 4  # tiles requested at a time
 _LIBRARY_PRODUCTS = 10_000_000  # from this size of a weight on XLA leaves a single row to a library
 
 
-def dot(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+def dot(x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns x W^T, accumulated in float32, by XLA.
 
     Args:
@@ -49,7 +50,7 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
         [M, N] in x's dtype; by `matvec` for one bfloat16 token on an NVIDIA GPU, otherwise by XLA.
     """
     single = len(x) == 1 and x.dtype == weight.dtype == jnp.bfloat16
-    if single and device.supports_triton():
+    if single and device.supports_warpgroup():
         return matvec(x, weight)
     return dot(x, weight)
 
@@ -65,35 +66,57 @@ def matvec(x: jax.Array, weight: jax.Array, *, interpret: bool = False) -> jax.A
     Returns:
         bfloat16 [1, N].
     """
-    # Loaded when needed: a backend of Pallas that jax is going to remove.
-    from jax.experimental.pallas import triton as plt
+    # Loaded when needed: it uses an API of jax that may change.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    from pallas_kernels import warpgroup
+
+    layout = plgpu.Layout.TILED(
+        plgpu.Tiling(((_OUTPUTS, _INPUTS), (8,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+    )
+    outputs, inputs = weight.shape
+    if outputs < _OUTPUTS or inputs < _INPUTS or inputs % 8:
+        # Threads read 16 bytes, of whole tiles. No model has such a weight.
+        missing = max(0, _OUTPUTS - outputs), -inputs % _INPUTS
+        weight = jnp.pad(weight, ((0, missing[0]), (0, missing[1])))
+        x = jnp.pad(x, ((0, 0), (0, missing[1])))
     n, k = weight.shape
 
-    def body(x_ref, weight_ref, y_ref):
-        rows = pl.program_id(0) * _OUTPUTS + jnp.arange(_OUTPUTS)
+    def body(threads, operands, _, y):
+        x, weight = operands
+        # The last CTA repeats outputs of the one before, if their number is not a multiple.
+        rows = pl.ds(jnp.minimum(threads.place[0] * _OUTPUTS, n - _OUTPUTS), _OUTPUTS)
 
-        def step(i, acc):
-            tiles = []
-            for part in range(_TILES):
-                cols = (i * _TILES + part) * _INPUTS + jnp.arange(_INPUTS)
-                place = weight_ref.at[rows[:, None], cols[None, :]]
-                mask = (rows < n)[:, None] & (cols < k)[None, :]
-                tiles.append((cols, plt.load(place, mask=mask, other=0.0)))
-            for cols, tile in tiles:
-                token = plt.load(x_ref.at[0, cols], mask=cols < k, other=0.0)
-                acc += tile.astype(jnp.float32) * token.astype(jnp.float32)[None, :]
+        def add(acc, starts, counted=0):
+            """Adds tiles from these columns on, without columns that are counted already."""
+            places = [pl.ds(start, _INPUTS) for start in starts]
+            tiles = [threads.load(weight.at[rows, place], layout) for place in places]
+            for place, tile in zip(places, tiles, strict=True):
+                token = threads.load(x.at[0, place], layout.reduce(0)).astype(jnp.float32)
+                product = tile.astype(jnp.float32) * lax.broadcast_in_dim(token, tile.shape, (1,))
+                if counted:
+                    column = threads.iota(tile.shape, 1, layout)
+                    product = jnp.where(column >= counted, product, 0.0)
+                acc += product
             return acc
 
-        acc = jnp.zeros((_OUTPUTS, _INPUTS), jnp.float32)
-        acc = lax.fori_loop(0, pl.cdiv(k, _TILES * _INPUTS), step, acc)
-        plt.store(y_ref.at[0, rows], jnp.sum(acc, axis=1).astype(y_ref.dtype), mask=rows < n)
+        def step(i, acc):
+            return add(acc, [(i * _TILES + j) * _INPUTS for j in range(_TILES)])
 
-    return pl.pallas_call(
+        acc = threads.cast(jnp.zeros((_OUTPUTS, _INPUTS), jnp.float32), layout)
+        whole = k // _INPUTS
+        acc = lax.fori_loop(0, whole // _TILES, step, acc)
+        acc = add(acc, [j * _INPUTS for j in range(whole // _TILES * _TILES, whole)])
+        if k % _INPUTS:
+            acc = add(acc, [k - _INPUTS], counted=_INPUTS - k % _INPUTS)
+        threads.store(y.at[0, rows], jnp.sum(acc, axis=1).astype(jnp.bfloat16))
+
+    y = warpgroup.run(
         body,
-        grid=(pl.cdiv(n, _OUTPUTS),),
-        out_shape=jax.ShapeDtypeStruct((1, n), x.dtype),
-        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
-        name="matvec",
+        "matvec",
+        (pl.cdiv(n, _OUTPUTS),),
+        (x, weight),
+        jax.ShapeDtypeStruct((1, n), x.dtype),
         interpret=interpret,
-    )(x, weight)
+    )
+    return y[:, :outputs]

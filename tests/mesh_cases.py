@@ -23,7 +23,7 @@ from row_batch import row_batch
 from safetensors.numpy import load_file
 from tiny_checkpoints import VOCAB
 from tiny_model import random_lora, random_tokens, tiny_policy
-from triton_kernel import use_triton_kernels
+from warpgroup_kernel import use_decode_kernels
 
 from qerl_jax.compile import executable_cache
 from qerl_jax.compile.operation import Programs
@@ -255,7 +255,7 @@ def fused_step(shape):
             step, mesh=mesh, in_specs=specs, out_specs=sharding.WHOLE, check_vma=False
         )
     with pytest.MonkeyPatch.context() as patch:
-        use_triton_kernels(patch, True)
+        use_decode_kernels(patch, True)
         return np.asarray(jax.jit(step)(params, lora, prompts[:, 0], cache))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from triton_kernel import BACKENDS, assert_close, on_gpu, wide
+from warpgroup_kernel import BACKENDS, assert_close, on_gpu, wide
 
 from pallas_kernels import decode, device
 from pallas_kernels.decode import attention, attention_sm90, layer, norms, self_test, to_cache

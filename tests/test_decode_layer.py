@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_model
-from triton_kernel import BACKENDS, assert_close, normal, use_triton_kernels, wide
+from warpgroup_kernel import BACKENDS, assert_close, normal, use_decode_kernels, wide
 
 from pallas_kernels import decode, fp4_matmul
 from pallas_kernels.decode import attention, attention_sm90, layer, norms
@@ -45,7 +45,7 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
     arguments = params, lora_layers, prompts[:, 0], cache
     monkeypatch.setattr(decode, "supports_device", lambda _: False)
     expected, expected_cache = traced_step(config, *arguments)
-    use_triton_kernels(monkeypatch, interpret)
+    use_decode_kernels(monkeypatch, interpret)
     assert decode.supports_layer(jnp.dtype("bfloat16"), cache.keys[0])
     actual, actual_cache = traced_step(config, *arguments)
     assert_close(actual, wide(expected), 2e-2)
@@ -137,7 +137,7 @@ def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
         gate, up = jnp.split(y * factor[:, None], 2, axis=1)
         return (jax.nn.silu(gate) * up).astype(x.dtype)
 
-    use_triton_kernels(monkeypatch, interpret)
+    use_decode_kernels(monkeypatch, interpret)
     stand_ins = {"fp4_matmul_add_rmsnorm": matmul_add_rmsnorm, "fp4_swiglu": swiglu}
     kernels = {name: getattr(fp4_matmul, name) for name in stand_ins}
     for name, stand_in in stand_ins.items():

@@ -18,7 +18,6 @@ from simulated_kernel import (
     simulation,
 )
 
-from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul import dispatch, layout, lora_shrink, sm90, tiling
 from pallas_kernels.fp4_matmul.sm90 import producer, xa_partials
@@ -207,15 +206,11 @@ def test_product_and_derivatives():
 
 @pytest.mark.usefixtures("simulated_api")
 @pytest.mark.parametrize(
-    ("n", "block_k", "triton", "kernels"),
+    ("n", "block_k", "kernels"),
     # The first stages of two CTAs hold the tokens of four partials, but that of one CTA does not.
-    [
-        (128, 512, True, []),
-        (64, 128, True, ["shrink"]),
-        pytest.param(64, 128, False, ["dot"], marks=pytest.mark.slow),
-    ],
+    [(128, 512, []), (64, 128, ["shrink"])],
 )
-def test_which_kernel_shrinks(n, block_k, triton, kernels, monkeypatch):
+def test_which_kernel_shrinks(n, block_k, kernels, monkeypatch):
     ran = []
 
     def shrink(x, a):
@@ -230,7 +225,6 @@ def test_which_kernel_shrinks(n, block_k, triton, kernels, monkeypatch):
     fake = types.SimpleNamespace(shrink=shrink, COLUMNS=lora_shrink.COLUMNS)
     monkeypatch.setattr(dispatch, "_lora_shrink", lambda: fake)
     monkeypatch.setattr(dispatch.reference, "dot", dot)
-    monkeypatch.setattr(device, "has_triton", lambda: triton)
     k, rank = 512, 40
     weight, x, a, b = random_weight(n, k), normal(3, k), normal(rank, k, seed=1), normal(n, 64)
     y = fp4.fp4_matmul(

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from triton_kernel import BACKENDS, normal
+from warpgroup_kernel import BACKENDS, normal
 
 from pallas_kernels.fp4_matmul import lora_shrink
 

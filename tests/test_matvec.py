@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from triton_kernel import BACKENDS, normal
+from warpgroup_kernel import BACKENDS, normal
 
 from pallas_kernels import device, matvec
 

@@ -75,6 +75,13 @@ def test_jax_is_used_through_its_public_modules():
     assert private_imports(product()) == []
 
 
+def test_no_module_uses_the_backend_that_jax_is_going_to_remove():
+    """Pallas's Triton backend is deprecated since JAX 0.11."""
+    names = [name for *_, name in imports(product())]
+    assert "jax.experimental.pallas.mosaic_gpu" in names
+    assert [name for name in names if "triton" in name] == []
+
+
 # A path of the user that is taken as it is: `~` stays in it, see `qerl_jax.system.paths.user_path`.
 PLAIN_PATH = re.compile(r"type=(?:pathlib\.)?Path\b|\bPath\((?:arguments|args|config)\.")
 

@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
@@ -26,7 +27,7 @@ def random_params(
     model_config: ModelConfig,
     *,
     format: str,
-    dtype: jnp.dtype = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     mesh: Mesh | None = None,
 ) -> dict:
     """A random parameter tree like those of `load.load`, made on the device a layer at a time.

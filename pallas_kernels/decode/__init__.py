@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import supports_triton
+from pallas_kernels.device import supports_warpgroup
 
 _HEAD_DIMS = 32, 64, 128, 256
 
@@ -13,7 +13,7 @@ def supports_device(cache_dtype: jnp.dtype) -> bool:
 
     A bfloat16 cache needs Ampere or later, a float8_e4m3fn cache Ada or later.
     """
-    return supports_triton(8.9 if cache_dtype == jnp.float8_e4m3fn else 8.0)
+    return supports_warpgroup(8.9 if cache_dtype == jnp.float8_e4m3fn else 8.0)
 
 
 def supports_layer(dtype: jnp.dtype, keys: jax.Array | jax.ShapeDtypeStruct) -> bool:

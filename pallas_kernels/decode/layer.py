@@ -39,7 +39,7 @@ For Qwen2.5-7B on an H200 this gives:
                                      gate_up_proj+SwiGLU, [lora_shrink,] down_proj
     136, ...   Fp4Tiles and adapters as with dense weights
 
-The module uses an API of jax that may change (Pallas's Triton backend): import it when it is
+The module uses an API of jax that may change (Pallas's Mosaic GPU backend): import it when it is
 needed, after `decode.supports_layer`.
 """
 

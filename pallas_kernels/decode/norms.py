@@ -6,7 +6,7 @@ of the product multiplies by the factor. So no kernel waits for a whole row, and
 columns. Its contributions to the mean square of a row and to the LoRA shrink x A^T are partial
 sums, which their reader adds up in an order that never changes.
 
-The kernels use Pallas's Triton backend; `lora_shrink` has what they share.
+`lora_shrink` has what the kernels share.
 """
 
 from typing import Any, NamedTuple
@@ -15,12 +15,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import warp_mma
 from pallas_kernels.fp4_matmul import lora_shrink
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
+from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
 
 _LOG2_E = 1.4426950408889634
+# One number per lane, which all warps have.
+_LANES = plgpu.Layout.TILED(
+    plgpu.Tiling(((32,), (1,))),
+    warp_dims=(plgpu.Replicated(WARPS),),
+    lane_dims=(-2,),
+    vector_dim=-1,
+)
+_PARTIALS = 4  # partial mean squares that the threads of a row read at a time
+_MOST_PARTIALS = 64  # partial mean squares that are added up before their threads' sums are
 
 
 class DeferredNorm(NamedTuple):
@@ -41,19 +52,72 @@ class DeferredNorm(NamedTuple):
     square_partials: jax.Array
 
 
-def norm_factor(square_partials: Any, rows: jax.Array, eps: float) -> jax.Array:
-    """The factors of a norm, float32 [rows], for use inside a Triton kernel.
+class RowSquares(NamedTuple):
+    """The partial mean squares of one row, requested.
+
+    Attributes:
+        vectors: vectors of 32, one number per lane.
+        numbers: scalars, those that do not fill a vector.
+    """
+
+    vectors: list[jax.Array]
+    numbers: list[jax.Array]
+
+    @classmethod
+    def load(cls, threads: Warpgroup, square_partials: Any, row: Any) -> "RowSquares":
+        """Requests the column of a row of the float32 [P, M] partial mean squares."""
+        count = square_partials.shape[0]
+        whole = count // 32 * 32
+        return cls(
+            [
+                threads.load(square_partials.at[pl.ds(i, 32), row], _LANES)
+                for i in range(0, whole, 32)
+            ],
+            [square_partials[i, row] for i in range(whole, count)],
+        )
+
+    def factor(self, eps: float) -> jax.Array:
+        """The factor of the row's norm."""
+        numbers = self.numbers
+        if self.vectors:
+            numbers = [jnp.sum(sum(self.vectors[1:], start=self.vectors[0])), *numbers]
+        return lax.rsqrt(sum(numbers[1:], start=numbers[0]) + eps)
+
+
+def _norm_factors(tile: lora_shrink.Tile, square_partials: Any, eps: float) -> jax.Array:
+    """The factors of a norm for the rows of a tile, float32 [rows].
 
     Args:
+        tile: the tile.
         square_partials: reference to the float32 [P, M] partial mean squares.
-        rows: int32 [rows]; rows from M on are read as zeros.
         eps: epsilon of the norm.
     """
-    count, m = square_partials.shape
-    index = jnp.arange(pl.next_power_of_2(count))[:, None]
-    mask = (index < count) & (rows < m)[None, :]
-    partials = plt.load(square_partials.at[index, rows[None, :]], mask=mask, other=0.0)
-    return lax.rsqrt(jnp.sum(partials, axis=0) + eps)
+    threads, rows = tile.threads, tile.rows
+    layout = _partials_layout(rows.size)
+    count = len(square_partials)
+    whole = count // _PARTIALS * _PARTIALS
+    numbers = []
+    if whole:
+        starts = range(0, whole, _MOST_PARTIALS)
+        vectors = [
+            threads.load(square_partials.at[pl.ds(i, min(_MOST_PARTIALS, whole - i)), rows], layout)
+            for i in starts
+        ]
+        numbers = [jnp.sum(vector, axis=0) for vector in vectors]
+    numbers += [tile.load_rows(square_partials.at[i]) for i in range(whole, count)]
+    return lax.rsqrt(sum(numbers[1:], start=numbers[0]) + eps)
+
+
+def _partials_layout(rows: int) -> Layout:
+    """How partial mean squares [P, rows] lie in registers: the threads of a row have one each."""
+    rows = min(rows, warp_mma.ROWS)
+    shared = (plgpu.Replicated(warp_mma.ROWS // rows),) if rows < warp_mma.ROWS else ()
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((_PARTIALS, rows), (1,)) if rows > 1 else ((_PARTIALS, 1),)),
+        warp_dims=(plgpu.Replicated(WARPS),),
+        lane_dims=(*shared, -2, -3) if rows > 1 else (*shared, -2),
+        vector_dim=-1,
+    )
 
 
 def add_rmsnorm(
@@ -76,21 +140,22 @@ def add_rmsnorm(
     Returns:
         x + y with its norm, whose factor is deferred.
     """
+    columns = x.shape[1]
+    x, y, scale = (lora_shrink.padded(array, lora_shrink.COLUMNS) for array in (x, y, scale))
     m, width = x.shape
 
     def compute_tile(refs, tile):
-        residual = tile.load(refs["x"]) + tile.load(refs["y"])
-        residual = residual.astype(x.dtype).astype(jnp.float32)
-        factors = plt.load(refs["scale"].at[tile.cols], mask=tile.cols < width, other=0.0)
-        scaled = (residual * factors[None, :]).astype(x.dtype)
+        residual = _float32(tile.load(refs["x"])) + _float32(tile.load(refs["y"]))
+        residual = residual.astype(x.dtype)
+        scaled = (_float32(residual) * tile.load_columns(refs["scale"])).astype(x.dtype)
 
         @pl.when(tile.first)
         def store():
-            tile.store(refs["residual"], residual.astype(x.dtype))
+            tile.store(refs["residual"], residual)
             tile.store(refs["scaled"], scaled)
-            squares = jnp.sum(residual * residual, axis=1) / width
-            place = refs["square_partials"].at[tile.index, tile.rows]
-            plt.store(place, squares, mask=tile.rows < m)
+            counted = _float32(tile.once(residual))
+            squares = jnp.sum(counted * counted, axis=1) / columns
+            tile.threads.store(refs["square_partials"].at[tile.index, tile.rows], squares)
 
         return scaled
 
@@ -109,6 +174,8 @@ def add_rmsnorm(
         (m, width),
         interpret=interpret,
     )
+    for name in ("residual", "scaled"):
+        outs[name] = outs[name][:, :columns]
     return DeferredNorm(*(outs[name] for name in DeferredNorm._fields))
 
 
@@ -132,16 +199,25 @@ def swiglu(
     Returns:
         bfloat16 [M, F], and the partials of its x A^T as in `DeferredNorm`, or None without A.
     """
-    m, outputs = gate_up.shape[0], gate_up.shape[1] // 2
+    # With 18944 columns, tiles of 128 columns take 4.9 us at 32 rows where tiles of 256 take 6.2,
+    # and both take equally long at 8 rows. Larger tiles leave fewer partials, and their reader
+    # reads all of them.
+    few = 16 < len(gate_up) <= MAX_ROWS_OF_PARTIALS
+    block = lora_shrink.COLUMNS if few else 2 * lora_shrink.COLUMNS
+    outputs = gate_up.shape[1] // 2
+    if outputs < block or outputs % 8:
+        halves = jnp.split(gate_up, 2, axis=1)
+        gate_up = jnp.concatenate([lora_shrink.padded(half, block) for half in halves], axis=1)
+    m, width = gate_up.shape[0], gate_up.shape[1] // 2
     dtype = gate_up.dtype
 
     def compute_tile(refs, tile):
-        factor = norm_factor(refs["square_partials"], tile.rows, eps)[:, None]
+        gate, up = (_float32(tile.load(refs["gate_up"], offset)) for offset in (0, width))
+        factor = tile.over_columns(_norm_factors(tile, refs["square_partials"], eps))
         # Rounded where the product would be, had it the factor.
-        gate = (tile.load(refs["gate_up"]) * factor).astype(dtype).astype(jnp.float32)
-        up = (tile.load(refs["gate_up"], offset=outputs) * factor).astype(dtype)
+        gate, up = (_float32((half * factor).astype(dtype)) for half in (gate, up))
         active = (gate / (1.0 + jnp.exp2(-_LOG2_E * gate))).astype(dtype)
-        hidden = (active.astype(jnp.float32) * up.astype(jnp.float32)).astype(dtype)
+        hidden = (_float32(active) * up).astype(dtype)
 
         @pl.when(tile.first)
         def store():
@@ -153,15 +229,14 @@ def swiglu(
         "swiglu",
         compute_tile,
         {"gate_up": gate_up, "square_partials": square_partials},
-        {"hidden": jax.ShapeDtypeStruct((m, outputs), dtype)},
+        {"hidden": jax.ShapeDtypeStruct((m, width), dtype)},
         a,
-        (m, outputs),
-        # With 18944 columns, tiles of 128 columns take 4.9 us at 32 rows where tiles of 256 take
-        # 6.2, and both take equally long at 8 rows. Larger tiles leave fewer partials, and their
-        # reader reads all of them.
-        block=lora_shrink.COLUMNS if 16 < m <= MAX_ROWS_OF_PARTIALS else 2 * lora_shrink.COLUMNS,
-        # With more rows, all CTAs run at the same time only if they are small.
-        warps=8 if m <= 32 else 4,
+        (m, width),
+        block=block,
         interpret=interpret,
     )
-    return outs["hidden"], outs["xa_partials"]
+    return outs["hidden"][:, :outputs], outs["xa_partials"]
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)

@@ -41,10 +41,12 @@ def supports_device() -> bool:
 
 
 def load_kernel() -> None:
-    """Loads what a compiled program with the kernel in it needs, if the device is supported.
+    """Loads what a compiled program with kernels in it needs, if the device has any.
 
     Lowering such a program loads it, too, but a program from a cache is not lowered.
     """
+    if device.supports_warpgroup():
+        _lora_shrink()
     if supports_device():
         kernel()
 
@@ -168,7 +170,7 @@ def run(
 
 def _shrinks_to_partials(config, columns):
     """Whether `lora_shrink` computes x A^T, and the product adds up its partials."""
-    if not tiling.supports_xa_partials(config) or not device.has_triton():
+    if not tiling.supports_xa_partials(config):
         return False
     return columns > (tiling.MIN_PARTIALS - 1) * _lora_shrink().COLUMNS
 
@@ -192,7 +194,7 @@ def kernel() -> ModuleType:
 
 
 def _lora_shrink() -> ModuleType:
-    """The Triton kernel's module, loaded when needed: jax is going to remove its backend."""
+    """The module of x A^T, loaded when needed: it uses an API of jax that may change."""
     from pallas_kernels.fp4_matmul import lora_shrink
 
     return lora_shrink

@@ -1,25 +1,33 @@
-"""LoRA shrink: x A^T, where a Triton kernel computes x [M, K] tile by tile.
+"""LoRA shrink: x A^T, where a kernel computes x [M, K] tile by tile.
 
 The product is a sum over K, and a CTA has a few columns. Their contribution is a partial: the
 kernel that reads the product adds up the partials, in a fixed order, and no CTA waits for another.
 
-All of this is Pallas's Triton backend. A CTA executes its code once, so its speed depends on how
-little code it has: tiles are small, and few of them are unrolled.
+A CTA executes its code once, so its speed depends on how little code it has. Each of its warps has
+a quarter of the columns, multiplies it by A as it was computed, in registers, and adds its sums to
+those of the other warps in shared memory.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
+from pallas_kernels import warp_mma, warpgroup
 from pallas_kernels.fp4_matmul.tiling import PARTIAL_COLUMNS
+from pallas_kernels.warpgroup import WARPS, Layout
 
 COLUMNS = 128  # columns of x of a CTA
-_RANK = PARTIAL_COLUMNS  # rows of A of a CTA
+_RANK = PARTIAL_COLUMNS  # rows of A of a CTA, at most
+_WARP_COLUMNS = 32  # columns of a warp, before it continues with those after the other warps'
+_VECTOR = 8  # columns that a thread reads at a time
 
 
 def shrink(x: jax.Array, a: jax.Array, *, interpret: bool = False) -> jax.Array:
@@ -36,46 +44,123 @@ def shrink(x: jax.Array, a: jax.Array, *, interpret: bool = False) -> jax.Array:
     """
 
     def load(refs, tile):
-        return tile.load(refs["x"]).astype(x.dtype)
+        return tile.load(refs["x"])
 
+    x = padded(x, COLUMNS)
     m, k = x.shape
     return shrink_tiles("lora_shrink", load, {"x": x}, {}, a, (m, k), interpret=interpret)[
         "xa_partials"
     ]
 
 
-class Tile(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tile:
     """The rows and columns of x that a CTA computes.
 
+    Tiles lie inside x. Where its rows or columns are no multiple of a tile's, the last tile begins
+    earlier and repeats what another CTA computes, and stores the same.
+
     Attributes:
-        rows: int32 [16] or [32], row indices.
-        dims: int32 [block], column indices within the tile.
-        cols: int32 [block], column indices within x.
+        threads: the threads of the CTA.
+        rows: slice of the rows, their number a power of two.
+        column: first column.
+        width: number of columns.
         index: index of the tile along the columns.
+        repeated: number of columns that the tile before has too, or None if there never are any.
         first: whether the CTA is the first with these rows and columns, which stores the tile;
             there is one CTA for every `_RANK` rows of A.
-        shape: shape [M, K] of x.
     """
 
+    threads: warpgroup.Warpgroup
     rows: Any
-    dims: Any
-    cols: Any
+    column: Any
+    width: int
     index: Any
-    first: Any
-    shape: tuple[int, int]
+    repeated: Any
+    first: Any = True
 
     @property
-    def _mask(self):
-        return (self.rows < self.shape[0])[:, None] & (self.cols < self.shape[1])[None, :]
+    def layout(self) -> Layout:
+        """How [rows, width] lies in registers."""
+        return tile_layout(self.rows.size, self.width)
 
-    def load(self, ref, offset: int = 0) -> jax.Array:
-        """Loads the tile of an array in float32, with zeros beyond the array's edges."""
-        place = ref.at[self.rows[:, None], offset + self.cols[None, :]]
-        return plt.load(place, mask=self._mask, other=0.0).astype(jnp.float32)
+    def columns(self, offset: int = 0) -> Any:
+        """The slice of the columns, in an array that begins some columns earlier."""
+        return pl.ds(self.column + offset, self.width)
 
-    def store(self, ref, value) -> None:
+    def load(self, ref: Any, offset: int = 0) -> jax.Array:
+        """Loads the tile of an array, which begins some columns later than x."""
+        return self.threads.load(ref.at[self.rows, self.columns(offset)], self.layout)
+
+    def load_columns(self, ref: Any) -> jax.Array:
+        """Loads the columns of a vector, and repeats them for each row."""
+        numbers = self.threads.load(ref.at[self.columns()], self.layout.reduce(0))
+        return lax.broadcast_in_dim(numbers, (self.rows.size, self.width), (1,))
+
+    def load_head(self, ref: Any) -> jax.Array:
+        """Loads the tile of an array [M, K / width, width]."""
+        return self.threads.load(ref.at[self.rows, self.index], self.layout)
+
+    def load_rows(self, ref: Any) -> jax.Array:
+        """Loads the rows of a vector."""
+        return self.threads.load(ref.at[self.rows], self.layout.reduce(1))
+
+    def over_columns(self, numbers: jax.Array) -> jax.Array:
+        """Repeats one number of each row for each column."""
+        return lax.broadcast_in_dim(numbers, (self.rows.size, self.width), (0,))
+
+    def store(self, ref: Any, value: jax.Array) -> None:
         """Writes the tile of an array."""
-        plt.store(ref.at[self.rows[:, None], self.cols[None, :]], value, mask=self._mask)
+        self.threads.store(ref.at[self.rows, self.columns()], value)
+
+    def once(self, value: jax.Array) -> jax.Array:
+        """Sets columns to zero that another tile counts."""
+        if self.repeated is None:
+            return value
+        column = self.threads.iota(value.shape, 1, self.layout)
+        return jnp.where(column >= self.repeated, value, jnp.zeros_like(value))
+
+
+@functools.cache
+def tile_layout(rows: int, width: int) -> Layout:
+    """How a tile lies in registers.
+
+    A thread has eight columns of a row, a warp 32 columns of eight rows. With fewer rows, threads
+    share a row; with less than 128 columns, warps share columns.
+    """
+    rows = min(rows, warp_mma.ROWS)
+    warps = min(WARPS, width // _WARP_COLUMNS)
+    shared_rows = (plgpu.Replicated(warp_mma.ROWS // rows),) if rows < warp_mma.ROWS else ()
+    if warps == 1:
+        tiling = ((rows, _WARP_COLUMNS), (_VECTOR,))
+        warp_dims, row = (plgpu.Replicated(WARPS),), -3
+    else:
+        tiling = ((rows, warps * _WARP_COLUMNS), (_WARP_COLUMNS,), (_VECTOR,))
+        shared = (plgpu.Replicated(WARPS // warps),) if warps < WARPS else ()
+        warp_dims, row = (-3, *shared), -4
+    lane_dims = (*shared_rows, *((row,) if rows > 1 else ()), -2)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiling), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1
+    )
+
+
+def tile_rows(m: int) -> int:
+    """Number of rows of a tile of x [M, K]: a power of two, no more than M."""
+    most = min(m, 16 if m <= 128 else 32)
+    return 1 << most.bit_length() - 1
+
+
+def padded(x: jax.Array, width: int) -> jax.Array:
+    """An array with zeros after its columns, so that tiles have the width that they must have.
+
+    The columns of a model are multiples of eight, more than a tile's: they stay as they are.
+
+    Args:
+        x: [..., K].
+        width: number of columns of a tile.
+    """
+    columns = max(width, -(-x.shape[-1] // _VECTOR) * _VECTOR)
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, columns - x.shape[-1]),))
 
 
 def shrink_tiles(
@@ -87,72 +172,168 @@ def shrink_tiles(
     shape: tuple[int, int],
     *,
     block: int = COLUMNS,
-    warps: int = 4,
     interpret: bool,
 ) -> dict[str, Any]:
     """Computes x [M, K] tile by tile, and its product with A.
 
     Args:
         name: name of the kernel.
-        value: function of references by name and of a `Tile`, which returns the tile of x and may
-            store results.
+        value: function of references by name and of a `Tile`, which returns the tile of x in
+            bfloat16 and may store results.
         operands: whole operands of `value` by name.
         results: shapes of the results of `value` by name.
-        a: bfloat16 [R, K], or None.
-        shape: shape [M, K] of x.
+        a: bfloat16 [R, K], or None; not yet `padded`.
+        shape: shape [M, K] of x, `padded`.
         block: number of columns of a tile.
-        warps: number of warps of a CTA.
         interpret: whether to simulate the kernel on a CPU.
 
     Returns:
         The results by name, and "xa_partials" of `shrink`, None without A.
     """
     m, width = shape
-    rows = 16 if m <= 128 else 32
-    rank, parts = 0, 1
-    operands, results = dict(operands), dict(results)
-    blocks = pl.cdiv(width, block)
+    rows, blocks = tile_rows(m), pl.cdiv(width, block)
+    grid = pl.cdiv(m, rows), blocks
+    ranks, scratch = 0, {}
     if a is not None:
-        rank = a.shape[0]
-        parts = pl.cdiv(rank, _RANK)
-        operands["a"] = a
-        results["xa_partials"] = jax.ShapeDtypeStruct((blocks, m, parts * _RANK), jnp.float32)
+        columns = pl.cdiv(len(a), PARTIAL_COLUMNS) * PARTIAL_COLUMNS
+        ranks = pl.cdiv(len(a), warp_mma.ROWS) * warp_mma.ROWS
+        a = padded(jnp.pad(a, ((0, ranks - len(a)), (0, 0))), block)
+        grid = *grid, columns // _RANK
+        operands = operands | {"a": a}
+        partials = jax.ShapeDtypeStruct((blocks, m, columns), jnp.float32)
+        results = results | {"xa_partials": partials}
+        warps = min(WARPS, block // _WARP_COLUMNS)
+        scratch["sums"] = (warps, max(rows, warp_mma.ROWS), _RANK), jnp.float32
 
-    def body(*refs):
-        refs = dict(zip((*operands, *results), refs, strict=True))
-        i, index, part = (pl.program_id(axis) for axis in range(3))
-        dims = jnp.arange(block)
+    def body(threads, operands, _, results, sums=None):
+        i, index, *parts = threads.place
+        refs = operands | results
+        start = jnp.minimum(index * block, width - block)
         tile = Tile(
-            rows=i * rows + jnp.arange(rows),
-            dims=dims,
-            cols=index * block + dims,
+            threads=threads,
+            rows=pl.ds(jnp.minimum(i * rows, m - rows), rows),
+            column=start,
+            width=block,
             index=index,
-            first=part == 0,
-            shape=shape,
+            repeated=index * block - start if width % block else None,
         )
-        if a is None:
+        if sums is None:
             value(refs, tile)
             return
-        ranks = part * _RANK + jnp.arange(_RANK)
-        mask = (ranks < rank)[:, None] & (tile.cols < width)[None, :]
-        factors = plt.load(refs["a"].at[ranks[:, None], tile.cols[None, :]], mask=mask, other=0.0)
-        # A branch that is always taken: otherwise the compiler computes the tile a second time for
-        # the product, each warp all of it.
-        tokens = lax.cond(
-            index >= 0,
-            lambda: value(refs, tile),
-            lambda: jnp.zeros((rows, block), a.dtype),
-        )
-        partial = plt.dot(tokens, factors, trans_b=True)
-        place = refs["xa_partials"].at[index, tile.rows[:, None], ranks[None, :]]
-        plt.store(place, partial, mask=(tile.rows < m)[:, None])
+        part = parts[0]
+        tile = dataclasses.replace(tile, first=part == 0)
+        # Rows by eights, the last ones in place of those that do not exist.
+        starts = [
+            jnp.minimum(part * _RANK + i, ranks - warp_mma.ROWS)
+            for i in range(0, _RANK, warp_mma.ROWS)
+        ]
+        layout = tile_layout(warp_mma.ROWS, block)
+        factors = [
+            threads.load(refs["a"].at[pl.ds(i, warp_mma.ROWS), tile.columns()], layout)
+            for i in starts
+        ]
+        product = _multiply(tile, tile.once(value(refs, tile)), factors)
+        total = _sum_of_warps(threads, product, sums, rows)
+        if ranks % _RANK:
+            column = part * _RANK + threads.iota(total.shape, 1, _dense_layout(rows))
+            total = jnp.where(column < ranks, total, jnp.zeros_like(total))
+        place = index, tile.rows, pl.ds(part * _RANK, _RANK)
+        threads.store(refs["xa_partials"].at[place], total)
 
-    outs = pl.pallas_call(
-        body,
-        grid=(pl.cdiv(m, rows), blocks, parts),
-        out_shape=tuple(results.values()),
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
-        name=name,
-        interpret=interpret,
-    )(*operands.values())
-    return {"xa_partials": None} | dict(zip(results, outs, strict=True))
+    outs = warpgroup.run(body, name, grid, operands, results, scratch=scratch, interpret=interpret)
+    return {"xa_partials": None} | outs
+
+
+def _multiply(tile: Tile, tokens: jax.Array, factors: list[jax.Array]) -> jax.Array:
+    """The product of a tile [rows, width] with rows of A, by eights [8, width], of each warp.
+
+    Returns:
+        float32 [warps, rows, 32], the sums of each warp. Fewer than eight rows are repeated.
+    """
+    rows, width = tokens.shape
+    warps = min(WARPS, width // _WARP_COLUMNS)
+    shape = warps, max(rows, warp_mma.ROWS), _RANK
+    if tile.threads.simulated:
+        parts = [
+            x.reshape(len(x), -1, warps, _WARP_COLUMNS) for x in (tokens, jnp.concatenate(factors))
+        ]
+        sums = jnp.einsum("rcwk,ncwk->wrn", *parts, preferred_element_type=jnp.float32)
+        return jnp.tile(sums, (1, shape[1] // rows, 1))
+    layouts = tile_layout(rows, width), [tile_layout(warp_mma.ROWS, width)] * len(factors)
+    layout = _sums_layout(warps)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=layouts, return_type=result)
+    def multiply(_, tokens, factors):
+        count = width // (_WARP_COLUMNS * warps)
+        # By rows in eights and by 32 columns, the pairs of a thread.
+        a = [list(map(warp_mma.words, row)) for row in tokens.registers.reshape(-1, count)]
+        b = [list(map(warp_mma.words, x.registers.flat)) for x in factors]
+        zero = warp_mma.zero(ir.F32Type.get())
+        none = [[warp_mma.zero(ir.IntegerType.get_signless(32))] * 4] * count
+        sums = []
+        for i in range(0, len(a), 2):
+            lower = a[i + 1] if i + 1 < len(a) else none
+            tiles = []
+            for column in b:
+                acc = (zero,) * 4
+                for upper_words, lower_words, words in zip(a[i], lower, column, strict=True):
+                    for j in (0, 2):
+                        pairs = [x[j + k] for k in (0, 1) for x in (upper_words, lower_words)]
+                        acc = warp_mma.add_product(acc, pairs, words[j : j + 2])
+                tiles.append(acc)
+            for first in (0, 2)[: len(a) - i]:
+                sums += [warp_mma.vector_of(acc[first : first + 2]) for acc in tiles]
+        return warp_mma.array(sums, layout, shape)
+
+    return multiply(tokens, factors)
+
+
+def _sums_layout(warps: int) -> Layout:
+    """How the sums of each warp [warps, rows, ranks] lie in registers."""
+    shared = (plgpu.Replicated(WARPS // warps),) if warps < WARPS else ()
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((warps, warp_mma.ROWS, warp_mma.ROWS), (2,))),
+        warp_dims=(*((-4,) if warps > 1 else ()), *shared),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
+
+
+def _sum_of_warps(
+    threads: warpgroup.Warpgroup, sums: jax.Array, space: Any, rows: int
+) -> jax.Array:
+    """Adds up the sums of the warps.
+
+    Args:
+        threads: the threads of the CTA.
+        sums: float32 [warps, 8 rows or more, 32].
+        space: reference to shared memory for them.
+        rows: number of rows.
+
+    Returns:
+        float32 [rows, 32].
+    """
+    threads.store(space, sums)
+    threads.meet()
+    layout = _dense_layout(rows)
+    parts = [threads.load(space.at[warp, pl.ds(0, rows)], layout) for warp in range(sums.shape[0])]
+    return sum(parts[1:], start=parts[0])
+
+
+@functools.cache
+def _dense_layout(rows: int) -> Layout:
+    """How sums [rows, 32] lie in registers if threads have as few as possible."""
+    numbers = min(4, max(1, rows * _RANK // 128))  # of a thread
+    warps = min(WARPS, rows)
+    lanes = min(rows // warps, numbers)  # rows of a warp
+    if lanes > 1:
+        tiling = ((WARPS * lanes, _RANK), (lanes, _RANK), (numbers,))
+        warp_dims, lane_dims = (-5,), (-3, -2)
+    else:
+        tiling, lane_dims = ((warps, _RANK), (numbers,)), (-2,)
+        shared = (plgpu.Replicated(WARPS // warps),) if warps < WARPS else ()
+        warp_dims = (*((-3,) if warps > 1 else ()), *shared)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiling), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1
+    )

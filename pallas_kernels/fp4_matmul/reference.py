@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.matvec import dot
 
@@ -98,7 +99,7 @@ def format_of(scale_dtype: jnp.dtype) -> Format:
     raise ValueError(f"scales are {scale_dtype}, expected {known}")
 
 
-def dequantize(weight: Fp4Weight, dtype: jnp.dtype) -> jax.Array:
+def dequantize(weight: Fp4Weight, dtype: DTypeLike) -> jax.Array:
     """Returns W[n, k] = codebook[code[n, k]] * scale[n, k // block], computed in float32.
 
     The scale of NVFP4 is `scales / global_scale`. The values of NF4 are those of bitsandbytes in
@@ -137,7 +138,7 @@ def _e2m1(codes: jax.Array) -> jax.Array:
     return 0.5 * jnp.where(codes > 7, -doubled, doubled).astype(jnp.float32)
 
 
-def matmul(x: jax.Array, weight: Fp4Weight, dtype: jnp.dtype | None = None) -> jax.Array:
+def matmul(x: jax.Array, weight: Fp4Weight, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns x [..., K] times the transposed weight, [..., N], as `dot` does."""
     x, weight = _bind(x, weight)
     return dot(x, dequantize(weight, x.dtype), dtype)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import struct
+from jax.typing import DTypeLike
 
 from pallas_kernels import fp4_matmul
 from pallas_kernels.fp4_matmul import FORMATS
@@ -183,7 +184,7 @@ def quantize_nf4(weights: Sequence[np.ndarray]) -> QuantTensor:
     return quantize(weights, format="nf4")
 
 
-def dequantize(weight: QuantTensor, dtype: jnp.dtype) -> jax.Array:
+def dequantize(weight: QuantTensor, dtype: DTypeLike) -> jax.Array:
     """Returns the weight [N, K] of a QuantTensor in `dtype`, computed in float32."""
     stored = checkpoint_order(weight)
     rows = fp4_matmul.Fp4Weight(stored.packed, stored.scales, stored.global_scale)

@@ -78,7 +78,8 @@ def add(
 def _squares(value: jax.Array) -> jax.Array:
     """The sums of the squares of 16 outputs each: float32 [4, T] of [64, T]."""
     tokens = value.shape[1]
-    result = plgpu.ShapeDtypeStruct((PARTIALS_OF_ROW_TILE, tokens), jnp.float32, layout=_OF_WARPS)
+    shape = PARTIALS_OF_ROW_TILE, tokens
+    result = plgpu.ShapeDtypeStruct(shape, value.dtype, layout=_OF_WARPS)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
     def summed(_, value):

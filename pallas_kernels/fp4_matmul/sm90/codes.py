@@ -43,7 +43,7 @@ _HALF_SCALES = plgpu.Layout.TILED(
 )
 # How dense operands of wgmma lie in shared memory.
 OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_HALF = plgpu.ShapeDtypeStruct((TILE_ROWS, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+_HALF = plgpu.ShapeDtypeStruct((TILE_ROWS, 64), jnp.dtype(jnp.bfloat16), layout=plgpu.Layout.WGMMA)
 
 
 def dequantize_reference(codes: jax.Array, scales: jax.Array) -> jax.Array:

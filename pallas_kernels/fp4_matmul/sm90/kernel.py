@@ -45,6 +45,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.sm90 import mean_squares, simulation
@@ -86,7 +87,7 @@ class _Product:
     eps: float
     residual: jax.Array | None
     scale: jax.Array | None
-    dtype: jnp.dtype
+    dtype: DTypeLike
 
     @property
     def in_partials(self) -> bool:
@@ -128,7 +129,7 @@ def matmul(
     eps: float = 0.0,
     residual: jax.Array | None = None,
     scale: jax.Array | None = None,
-    dtype: jnp.dtype = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     trace: str = "",
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.fp4_matmul.sm90 import swiglu
 from pallas_kernels.fp4_matmul.sm90.codes import (
@@ -63,7 +64,7 @@ def multiply_stages(consumer: Consumer, done: Any, count: Any) -> tuple[jax.Arra
     return carry[:2]
 
 
-def _zeros(consumer: Consumer, columns: int, dtype: jnp.dtype) -> jax.Array:
+def _zeros(consumer: Consumer, columns: int, dtype: DTypeLike) -> jax.Array:
     value = jnp.zeros((TILE_ROWS, columns), dtype)
     if consumer.schedule.simulated:
         return value

@@ -103,7 +103,7 @@ def opaque(number: jax.Array) -> jax.Array:
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WG_SPLAT,),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT),
     )
     def move(_, number):
         i32 = ir.IntegerType.get_signless(32)

@@ -191,7 +191,7 @@ def operand(read: Sequence[jax.Array], late: jax.Array) -> jax.Array:
         late: int32, not negative, which is known when the operand is wanted and not before. ptxas
             would otherwise put the words in order right after the load, and so wait for them.
     """
-    result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    result = plgpu.ShapeDtypeStruct((64, 64), jnp.dtype(jnp.bfloat16), layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(
         arg_types=([_layout(len(read))] * len(read), plgpu.Layout.WG_SPLAT), return_type=result
@@ -222,7 +222,7 @@ def _rounded(sums: jax.Array) -> jax.Array:
 
     @plgpu.inline_mgpu(
         arg_types=(_PARTIALS.reduce(0),),
-        return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.bfloat16, layout=_WRITTEN),
+        return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.dtype(jnp.bfloat16), layout=_WRITTEN),
     )
     def rounded(_, sums):
         layout = _WRITTEN.to_mgpu()

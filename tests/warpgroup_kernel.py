@@ -1,4 +1,4 @@
-"""What the tests of Triton kernels share: backends, random arguments, and a comparison."""
+"""What tests of the kernels of one warpgroup share: backends, arguments, and a comparison."""
 
 import functools
 
@@ -33,8 +33,8 @@ def assert_close(actual, expected, tolerance=4e-3):
     assert error < tolerance
 
 
-def use_triton_kernels(monkeypatch, interpret):
-    """Makes the layer take its Triton kernels, in the interpreter if told so."""
+def use_decode_kernels(monkeypatch, interpret):
+    """Makes the layer take the kernels of `decode`, in the interpreter if told so."""
     monkeypatch.setattr(decode, "supports_device", lambda _: True)
     for module, names in (
         (norms, ("add_rmsnorm", "swiglu")),
