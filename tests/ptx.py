@@ -298,6 +298,11 @@ class _Block:
                 halves.append(_bfloat16(exact.astype(np.float32)) << np.uint64(shift))
             self.put(operands[0], sum(halves), mask)
             return
+        if kind == "f32x2":
+            pairs = [self.get(x).view(np.float32).reshape(THREADS, 2) for x in operands[1:]]
+            exact = function(*(x.astype(np.float64) for x in pairs)).astype(np.float32)
+            self.put(operands[0], np.ascontiguousarray(exact).view(np.uint64)[:, 0], mask)
+            return
         if kind == "pred":
             numbers = [self.registers[x] for x in operands[1:]]
         else:

@@ -31,6 +31,7 @@ from pallas_kernels.decode.norms import RowSquares
 from pallas_kernels.fp4_matmul import lora_shrink
 from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
 
+_MOST_REGISTERS = 200  # of a thread, for what it keeps between two blocks
 _MAX_PARTS = 8  # parts that a row is split into, at most
 _LOG2_E = 1.4426950408889634
 _EMPTY = float(jnp.finfo(jnp.float32).min)  # the largest score of no position
@@ -356,7 +357,9 @@ def _attend_block(
     part_blocks = _ceil_div(filled_blocks, parts)
     first = part * part_blocks
     last = jnp.minimum(first + part_blocks, filled_blocks)
-    blocks = cache.load_keys(first), cache.load_values(first)
+    # Without registers for it, a block is requested when it is needed.
+    ahead = _registers(group, *caches) <= _MOST_REGISTERS
+    blocks = (cache.load_keys(first), cache.load_values(first)) if ahead else None
 
     new = new_row()
     # The new token belongs to the first part, which so is never empty; the others may be.
@@ -364,16 +367,19 @@ def _attend_block(
     sums = _attend_to_new_token(threads, new, owns_new_token)
 
     def add_block(block, carry):
-        sums, (keys, values) = carry
+        sums, blocks = carry
+        keys = blocks[0] if ahead else cache.load_keys(block)
         product = products.scores(threads, new.queries, tuple(map(_bfloat16, keys)))
-        # The next block is requested as soon as there are registers for it. After the last one
-        # the same is read once more, from the nearest cache.
+        # The next block is requested as soon as its registers are free. After the last one the
+        # same is read once more, from the nearest cache.
         following = jnp.minimum(block + 1, last - 1)
-        keys = cache.load_keys(following)
+        keys = cache.load_keys(following) if ahead else None
+        values = blocks[1] if ahead else cache.load_values(block)
         positions = block * BLOCK, cache.start(block), length
         sums, weights = _add_scores(threads, sums, product, positions, values.shape[1])
         total = products.add_values(threads, sums.total, weights, _bfloat16(values))
-        return sums._replace(total=total), (keys, cache.load_values(following))
+        blocks = (keys, cache.load_values(following)) if ahead else None
+        return sums._replace(total=total), blocks
 
     sums, _ = lax.fori_loop(first, last, add_block, (sums, blocks))
     scratch = _Scratch(threads, totals, weights, largest)
@@ -390,6 +396,13 @@ def _attend_block(
             (caches[1], new.value, pl.ds(0, 2 * half)),
         ):
             threads.store(ref.at[row, head, length, dims], x)
+
+
+def _registers(group: int, keys: Any, values: Any) -> int:
+    """Number of registers that a thread has for queries, sums, and a block of keys and values."""
+    heads, head_dim = -(-group // HEADS) * HEADS, keys.shape[3]
+    bytes_of_block = BLOCK * head_dim * (keys.dtype.itemsize + values.dtype.itemsize)
+    return heads * head_dim // 32 + heads * head_dim // 64 + bytes_of_block // (128 * 4)
 
 
 def _ceil_div(x, y):
