@@ -1,9 +1,6 @@
 """Compiles for an H200 on a machine without one."""
 
 import contextlib
-import importlib.metadata
-import re
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -80,22 +77,6 @@ def compiler(devices=1, tensor=1):
         compiled.mesh = concrete
         yield compiled
         jax.config.update("jax_platforms", before)
-
-
-def dump_to(folder):
-    """Options of XLA that write the PTX of its kernels, and of Pallas's Triton kernels."""
-    return {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
-
-
-def spilled_bytes(ptx):
-    """The bytes that ptxas puts on the stack of a thread, for each kernel of a file."""
-    files = importlib.metadata.files("nvidia-cuda-nvcc")
-    ptxas = next(file for file in files if file.name == "ptxas").locate()
-    command = [ptxas, "-arch=sm_90a", "-v", ptx, "-o", ptx.with_suffix(".cubin")]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    found = re.findall(r"(\d+) bytes (?:stack frame|spill stores)", report)
-    assert found, report
-    return [int(count) for count in found]
 
 
 def array(*shape, dtype=jnp.bfloat16):

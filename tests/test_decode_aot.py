@@ -94,19 +94,17 @@ def swiglu(shapes, rows):
 
 
 @pytest.fixture
-def check(compile_for_h200, tmp_path):
+def check(compile_for_h200, monkeypatch, capfd):
     """Compiles a function, which must have one kernel, without spills and with little code."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
 
     def checked(name, function, args, *, lines=2500):
-        compile_for_h200(function, *args, options=h200.dump_to(tmp_path))
-        names = []
-        for ptx in tmp_path.glob("*.ptx"):
-            text = ptx.read_text()
-            names += re.findall(r"\.entry (\w+)", text)
-            assert set(h200.spilled_bytes(ptx)) == {0}, names[-1]
-            # A CTA executes its code once, so that loading the code takes most of the time.
-            assert text.count("\n") < lines, names[-1]
-        assert names == [name]
+        compile_for_h200(function, *args)
+        report = "".join(capfd.readouterr())
+        assert re.findall(r"\.entry (\w+)_mosaic_gpu_kernel", report) == [name]
+        assert re.findall(r"(\d+) bytes spill stores", report) == ["0"]
+        # A CTA executes its code once, so that loading the code takes most of the time.
+        assert report.count("\n") < lines
 
     return checked
 
@@ -125,7 +123,7 @@ def test_matvec(layer, check):
     check("matvec", matvec.matvec, (array(1, k), array(n, k)))
 
 
-@pytest.mark.parametrize(("dtype", "lines"), [(jnp.bfloat16, 2500), (jnp.float8_e4m3fn, 3500)])
+@pytest.mark.parametrize(("dtype", "lines"), [(jnp.bfloat16, 2500), (jnp.float8_e4m3fn, 4000)])
 def test_attention_of_normed_heads(dtype, lines, check):
     function, args = attend(cases.MODELS["llama8b"], 8, bias=False, qk_norm=True, dtype=dtype)
     check("attend", function, args, lines=lines)

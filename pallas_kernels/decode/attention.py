@@ -359,9 +359,13 @@ def _attend_block(
     last = jnp.minimum(first + part_blocks, filled_blocks)
     # Without registers for it, a block is requested when it is needed.
     ahead = _registers(group, *caches) <= _MOST_REGISTERS
-    blocks = (cache.load_keys(first), cache.load_values(first)) if ahead else None
+    keys = cache.load_keys(first) if ahead else None
+    values = cache.load_values(first) if ahead and inputs.q_norm is None else None
 
     new = new_row()
+    if ahead and values is None:  # The scales of the norms had its registers.
+        values = cache.load_values(first)
+    blocks = (keys, values) if ahead else None
     # The new token belongs to the first part, which so is never empty; the others may be.
     owns_new_token = part == 0
     sums = _attend_to_new_token(threads, new, owns_new_token)
