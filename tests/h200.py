@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from pallas_kernels.fp4_matmul import layout
 
-_H200 = """
+CONFIG = """
 gpu_device_info {
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -52,7 +52,7 @@ def compiler(devices=1, tensor=1):
         before = jax.config.jax_platforms
         jax.config.update("jax_platforms", "cpu")
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=_H200, topology=f"1x1x{devices}"
+            platform="cuda", target_config=CONFIG, topology=f"1x1x{devices}"
         )
         concrete = Mesh(np.array(topology.devices).reshape(-1, tensor), ("data", "tensor"))
         sharding = NamedSharding(concrete, PartitionSpec())

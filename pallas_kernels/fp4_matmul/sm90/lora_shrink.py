@@ -50,7 +50,8 @@ def copy_tokens_for_partials(kernel: Kernel, given: XaPartials) -> Any:
 
     @pl.when(makes)
     def copy_tokens():
-        tokens = pl.ds(0, schedule.config.tile_m)
+        # From an array on, as in `producer`: a tile may have more rows than there are tokens.
+        tokens = pl.ds(jnp.int32(0), schedule.config.tile_m)
         for turn in range(turns):
             partial, _ = given.unit(block, turn)
             columns = pl.ds(partial * TILE_COLUMNS, TILE_COLUMNS)

@@ -1,0 +1,259 @@
+"""Compiles the kernels of one warpgroup for a GPU that is not there, and runs the code.
+
+    uv run --group aot python tests/target_kernels.py 80
+
+Prints a line of JSON for each case: its registers, the bytes that it spills, and the relative
+errors of its results. Mosaic GPU keeps the options of the first target for which it compiles, so a
+process has one target. `ptx` runs the code, and Pallas's interpreter says what it must compute.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import re
+import sys
+import tempfile
+
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # they ask a driver
+    "MOSAIC_GPU_DUMP_PTX": "1",
+    "MOSAIC_GPU_DUMP_PTXAS": "1",
+}
+
+import h200
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ptx
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import matvec, warpgroup
+from pallas_kernels.decode import attention, norms
+from pallas_kernels.fp4_matmul import lora_shrink
+
+NAMES = {
+    80: "NVIDIA A100-SXM4-80GB",
+    86: "NVIDIA GeForce RTX 3090",
+    89: "NVIDIA GeForce RTX 4090",
+    90: "NVIDIA H200",
+    120: "NVIDIA GeForce RTX 5090",
+}
+FLOAT32 = jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Device(AbstractDevice):
+    """An abstract device that knows its compute capability; Mosaic GPU takes others for a 9.0."""
+
+    compute_capability: str = "9.0"
+
+
+def compiled_code(target, function, args):
+    """The PTX of a function's kernel for a target, and what ptxas reports."""
+    major, minor = divmod(target, 10)
+    extension = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    config = h200.CONFIG.replace("major: 9", f"major: {major} minor: {minor}{extension}")
+    if target != 90:  # The shared memory of the smallest of them, an RTX 3090.
+        config = re.sub(r"(per_block_optin): \d+", r"\1: 101376", config)
+        config = re.sub(r"(memory_per_core): \d+", r"\1: 102400", config)
+    config = config.replace("NVIDIA H200", NAMES[target])
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    concrete = Mesh(np.array(topology.devices), ("data",))
+    sharding = NamedSharding(concrete, PartitionSpec())
+    device = Device(NAMES[target], 132, "gpu", f"{major}.{minor}")
+    mesh = AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=device)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    with jax.sharding.use_abstract_mesh(mesh), standard_output() as read:
+        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+        lowered.compile()
+        return read()
+
+
+@contextlib.contextmanager
+def standard_output():
+    """Yields a function that reads what the process, and thus the compiler, has written."""
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush()
+        kept = os.dup(1)
+        os.dup2(file.fileno(), 1)
+
+        def read():
+            file.seek(0)
+            return file.read().decode()
+
+        try:
+            yield read
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def parameters(function, args):
+    """Indices of a kernel's references in the order of its parameters: that of their first use."""
+    (call,) = equations(jax.make_jaxpr(function)(*args).jaxpr, "mpmd_map")
+    (kernel,) = call.params["jaxprs"]
+    order = []
+
+    def visit(jaxpr, known):
+        for equation in jaxpr.eqns:
+            inputs = [None if hasattr(x, "val") else known.get(x) for x in equation.invars]
+            inner = list(inner_jaxprs(equation, inputs))
+            if not inner:
+                order.extend(i for i in inputs if i is not None and i not in order)
+            for body, names in inner:
+                visit(body, names)
+
+    visit(kernel, {x: i for i, x in enumerate(kernel.invars)})
+    return order
+
+
+def inner_jaxprs(equation, inputs):
+    """Yields the bodies of an equation, and the references that their variables are."""
+    name, params = equation.primitive.name, equation.params
+    bodies = []
+    if name == "scan" or name == "jit":
+        bodies = [(params["jaxpr"].jaxpr, inputs)]
+    elif name == "while":
+        tests, bodies_consts = params["cond_nconsts"], params["body_nconsts"]
+        start = tests + bodies_consts
+        bodies = [
+            (params["cond_jaxpr"].jaxpr, inputs[:tests] + inputs[start:]),
+            (params["body_jaxpr"].jaxpr, inputs[tests:]),
+        ]
+    elif name == "cond":
+        bodies = [(branch.jaxpr, inputs[1:]) for branch in params["branches"]]
+    for body, values in bodies:
+        yield body, dict(zip(body.invars, values, strict=True))
+    if name == "run_scoped":
+        yield params["jaxpr"], dict(zip(params["jaxpr"].constvars, inputs, strict=True))
+
+
+def equations(jaxpr, name):
+    """Finds the equations of a primitive, also in the functions that a program calls."""
+    found = [equation for equation in jaxpr.eqns if equation.primitive.name == name]
+    for equation in jaxpr.eqns:
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                found += equations(inner, name)
+    return found
+
+
+def check(target, function, *args):
+    """Compares the code of the one kernel that a function runs with the interpreter."""
+    calls = []
+
+    def record(*args, **options):
+        calls.append((args, options))
+        return run(*args, **options)
+
+    run, warpgroup.run = warpgroup.run, record
+    try:
+        function(*args, interpret=True)
+    finally:
+        warpgroup.run = run
+    (((body, name, grid, operands, results), options),) = calls
+    updated = options.pop("updated", ())
+    options.pop("interpret")
+
+    def kernel(operands, updated):
+        return run(body, name, grid, operands, results, updated=updated, **options)
+
+    report = compiled_code(target, kernel, (operands, updated))
+    inputs = [np.asarray(x) for x in (*jax.tree.leaves(operands), *updated)]
+    count = len(inputs) - len(updated)
+    outputs = [(x.shape, x.dtype) for x in jax.tree.leaves(results)]
+    order = parameters(kernel, (operands, updated))
+    with np.errstate(all="ignore"):
+        found, changed = ptx.run(
+            report, inputs, outputs, grid, aliases=range(count, len(inputs)), order=order
+        )
+    options["interpret"] = True
+    expected = jax.tree.leaves(kernel(operands, updated))
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", report)[1]),
+        "spills": max(map(int, re.findall(r"(\d+) bytes spill stores", report))),
+        "errors": [relative_error(x, y) for x, y in zip([*found, *changed], expected, strict=True)],
+    }
+
+
+def relative_error(actual, expected):
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    return float(np.linalg.norm(actual - expected) / (np.linalg.norm(expected) or 1.0))
+
+
+def cases(target):
+    """Yields the name and the arguments of `check` for cases of every branch of the kernels."""
+    numbers = itertools.count()
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        key = jax.random.fold_in(jax.random.key(0), next(numbers))
+        return jax.random.normal(key, shape, FLOAT32).astype(dtype)
+
+    for n, k in ((8, 1024), (7, 1104)):
+        yield f"matvec {n} {k}", matvec.matvec, normal(1, k), normal(n, k)
+    for m, k, rank in ((1, 256, 32), (19, 328, 40), (130, 128, 16)):
+        yield f"shrink {m} {k} {rank}", lora_shrink.shrink, normal(m, k), normal(rank, k)
+    for m, k, rank in ((5, 200, 96), (33, 256, 32)):
+        scale, a = normal(k, dtype=FLOAT32), normal(rank, k)
+        yield f"add_rmsnorm {m} {k}", norms.add_rmsnorm, normal(m, k), normal(m, k), scale, a
+    for m, k, partials in ((1, 264, 3), (6, 512, 28), (18, 256, 70)):
+        squares = jnp.abs(normal(partials, m, dtype=FLOAT32))
+        run = functools.partial(norms.swiglu, eps=1e-6)
+        yield f"swiglu {m} {k}", run, normal(m, 2 * k), squares, normal(32, k)
+    for count, m, heads, head_dim in (
+        (2, 3, 2, 128),
+        (3, 17, 2, 64),
+        (1, 9, 3, 32),
+        (8, 1, 1, 256),
+    ):
+        shape = count, m, heads
+        numbers_of = [normal(*shape, dtype=FLOAT32) for _ in range(2)]
+        parts = attention.AttentionParts(
+            normal(*shape, head_dim, dtype=FLOAT32), jnp.abs(numbers_of[0]), numbers_of[1]
+        )
+        run = functools.partial(attention.merge_parts, dtype=jnp.bfloat16)
+        yield f"merge_parts {shape} {head_dim}", run, parts, normal(24, heads * head_dim)
+    for whole, kv_heads, group, positions, head_dim, lengths, partials, norm, dtype in (
+        (False, 2, 7, 200, 128, (0, 150), 28, False, jnp.bfloat16),
+        (True, 1, 3, 133, 64, (132, 70), 3, True, jnp.bfloat16),
+        (False, 1, 5, 70, 32, (63, 64), 70, True, jnp.bfloat16),
+        (False, 1, 17, 64, 64, (40,), 3, False, jnp.bfloat16),
+        (True, 2, 12, 200, 128, (130,), 33, False, jnp.bfloat16),
+        (False, 1, 4, 600, 128, (599,), 3, True, jnp.float8_e4m3fn),
+    ):
+        if dtype == jnp.float8_e4m3fn and target < 89:
+            continue
+        m, outputs = len(lengths), kv_heads * (group + 2) * head_dim
+        angle = normal(m, head_dim // 2, dtype=FLOAT32)
+        scales = [normal(head_dim, dtype=FLOAT32) if norm else None for _ in range(2)]
+        caches = [normal(m, kv_heads, positions, head_dim).astype(dtype) for _ in range(2)]
+        inputs = attention.AttentionInputs(
+            normal(m, outputs),
+            jnp.abs(normal(partials, m, dtype=FLOAT32)) / partials,
+            jnp.cos(angle),
+            jnp.sin(angle),
+            jnp.asarray(lengths, jnp.int32),
+            None if norm else normal(outputs),
+            *scales,
+            *caches,
+        )
+        attend = attention.attend_whole if whole else attention.attend
+        name = f"attend {group} {positions} {head_dim} {jnp.dtype(dtype)}"
+        yield name, functools.partial(attend, eps=1e-6, num_sms=132), inputs
+
+
+def main():
+    target = int(sys.argv[1])
+    for name, *arguments in cases(target):
+        print(json.dumps({"case": name} | check(target, *arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
