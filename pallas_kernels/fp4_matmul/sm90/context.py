@@ -152,3 +152,12 @@ def load_rows(source: Any) -> jax.Array:
 def over_tokens(numbers: jax.Array, tokens: int) -> jax.Array:
     """A number for each row, repeated for every token: [rows, tokens]."""
     return lax.broadcast_in_dim(numbers, (*numbers.shape, tokens), (0,))
+
+
+def window(index: Any, size: int) -> Any:
+    """The slice number `index` of an array in slices of a size, which may end after the array.
+
+    The TMA fills what lies beyond the array with zeros. JAX refuses such a slice where it begins at
+    a Python number, and does not lower one that begins at a constant array: the start is computed.
+    """
+    return pl.ds(jnp.int32(index) * size, size)

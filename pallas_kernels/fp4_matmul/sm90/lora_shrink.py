@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.fp4_matmul.sm90.context import Consumer, Kernel
+from pallas_kernels.fp4_matmul.sm90.context import Consumer, Kernel, window
 from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
 from pallas_kernels.fp4_matmul.sm90.xa_partials import XaPartials
 from pallas_kernels.fp4_matmul.tiling import PARTIAL_COLUMNS, TILE_COLUMNS, TILE_ROWS
@@ -50,8 +50,7 @@ def copy_tokens_for_partials(kernel: Kernel, given: XaPartials) -> Any:
 
     @pl.when(makes)
     def copy_tokens():
-        # From an array on, as in `producer`: a tile may have more rows than there are tokens.
-        tokens = pl.ds(jnp.int32(0), schedule.config.tile_m)
+        tokens = window(0, schedule.config.tile_m)
         for turn in range(turns):
             partial, _ = given.unit(block, turn)
             columns = pl.ds(partial * TILE_COLUMNS, TILE_COLUMNS)

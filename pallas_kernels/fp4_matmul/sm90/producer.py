@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
-from pallas_kernels.fp4_matmul.sm90.context import Kernel
+from pallas_kernels.fp4_matmul.sm90.context import Kernel, window
 from pallas_kernels.fp4_matmul.sm90.lora_shrink import copy_tokens_for_partials
 from pallas_kernels.fp4_matmul.sm90.schedule import adds_adapter
 from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy, opaque
@@ -151,9 +151,7 @@ def _fill_with_xa(producer: _Producer, slot: Any, tile: Any) -> None:
     """Starts the copies of x A^T, in place of the tokens of a step."""
     xa = producer.gmem.xa
     copies = -(-xa.shape[1] // TILE_COLUMNS)
-    # An array, because a slice that begins at a Python number must end within xa; the TMA fills
-    # what lies beyond with zeros.
-    _copy_tokens(producer, xa, slot, tile, jnp.int32(0), copies)
+    _copy_tokens(producer, xa, slot, tile, 0, copies)
     for _ in range(producer.schedule.arrivals - copies):
         plgpu.barrier_arrive(producer.smem.full.at[slot])
 
@@ -164,10 +162,9 @@ def _copy_tokens(
     """Copies of 128 columns; what is read beyond the columns of xa is zero, and not used."""
     schedule, smem = producer.schedule, producer.smem
     m_tile, _ = schedule.coordinates(tile)
-    tile_m = schedule.config.tile_m
-    rows = pl.ds(m_tile * tile_m, tile_m)
+    rows = window(m_tile, schedule.config.tile_m)
     for j in range(count):
-        place = rows, pl.ds((first + j) * TILE_COLUMNS, TILE_COLUMNS)
+        place = rows, window(first + j, TILE_COLUMNS)
         plgpu.copy_gmem_to_smem(source.at[place], smem.x.at[slot, j], smem.full.at[slot])
 
 
