@@ -12,7 +12,7 @@ from pallas_kernels import device
 # leave the sums to a second kernel.
 _OUTPUTS = 4  # of a CTA: one for each warp
 _INPUTS = 256  # columns of a tile: 16 bytes of a row for each thread
-_TILES = 4  # tiles requested at a time
+_TILES = 2  # tiles requested at a time: with more, fewer CTAs share an SM
 _LIBRARY_PRODUCTS = 10_000_000  # from this size of a weight on XLA leaves a single row to a library
 
 
