@@ -467,6 +467,12 @@ class _Block:
             total = part + c[i].astype(np.float64)
             self.put(name, total.reshape(-1).astype(np.float32), mask)
 
+    def op_movmatrix(self, parts, operands, mask):
+        words = self.get(operands[1], "u32").reshape(4, 8, 4)
+        halves = np.ascontiguousarray(words).view(np.uint16).swapaxes(1, 2)  # [4, 8, 8]
+        turned = np.ascontiguousarray(halves).view(np.uint32)
+        self.put(operands[0], turned.reshape(-1), mask)
+
     def op_ldmatrix(self, parts, operands, mask):
         names = [name.strip() for name in operands[0].strip("{}").split(",")]
         count = int(parts[4][1:])

@@ -14,7 +14,8 @@ GPUs.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +28,21 @@ from pallas_kernels import warpgroup
 from pallas_kernels.decode import attention_products as products
 from pallas_kernels.decode import to_cache
 from pallas_kernels.decode.attention_products import BLOCK, HEADS
-from pallas_kernels.decode.norms import RowSquares
+from pallas_kernels.decode.row import (
+    Row,
+    halves_of,
+    heads_layout,
+    load_row,
+    padded_group,
+    projected,
+)
 from pallas_kernels.fp4_matmul import lora_shrink
 from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
 
-_MOST_REGISTERS = 200  # of a thread, for what it keeps between two blocks
+# A block is requested while the one before is computed, unless its registers would leave an SM
+# fewer CTAs than there are, or a thread without any: what it keeps between two blocks is limited.
+_CTAS_WITH_NEXT_BLOCK = 2  # of an SM
+_MOST_REGISTERS = 200
 _MAX_PARTS = 8  # parts that a row is split into, at most
 _LOG2_E = 1.4426950408889634
 _EMPTY = float(jnp.finfo(jnp.float32).min)  # the largest score of no position
@@ -121,7 +132,7 @@ def attend(
         weights=jax.ShapeDtypeStruct(shape, jnp.float32),
         largest=jax.ShapeDtypeStruct(shape, jnp.float32),
     )
-    return _run(inputs, parts, shape[0], eps=eps, interpret=interpret)
+    return _run(inputs, parts, shape[0], eps=eps, num_sms=num_sms, interpret=interpret)
 
 
 def attend_whole(
@@ -140,11 +151,13 @@ def attend_whole(
     """
     m, _, _, head_dim = inputs.keys.shape
     attended = jax.ShapeDtypeStruct((m, inputs.num_heads, head_dim), inputs.qkv.dtype)
-    attended, keys, values = _run(inputs, attended, 1, eps=eps, interpret=interpret)
+    attended, keys, values = _run(
+        inputs, attended, 1, eps=eps, num_sms=num_sms, interpret=interpret
+    )
     return attended.reshape(m, -1), keys, values
 
 
-def _run(inputs, attended, parts, *, eps, interpret):
+def _run(inputs, attended, parts, *, eps, num_sms, interpret):
     """Runs the kernel, whose CTAs have a part of a row for a key head each.
 
     `attended` has the shapes of what it writes: those of `AttentionParts`, or of their merged sum.
@@ -155,7 +168,7 @@ def _run(inputs, attended, parts, *, eps, interpret):
     total = heads + 2 * kv_heads
     # A CTA reads heads in eights, also after its group: those of other groups, computed along and
     # not stored. Few models have too few heads for that.
-    padded = -(-group // HEADS) * HEADS
+    padded = padded_group(group)
     missing = max(0, (kv_heads - 1) * group + padded - total)
     qkv = inputs.qkv.reshape(m, total, head_dim)
     bias = inputs.bias
@@ -167,133 +180,19 @@ def _run(inputs, attended, parts, *, eps, interpret):
     # No cache of a rollout is so small.
     short = (0, 0), (0, 0), (0, max(0, BLOCK - positions)), (0, 0)
     caches = tuple(jnp.pad(cache, short) for cache in (inputs.keys, inputs.values))
-    numbers = (padded, WARPS), jnp.float32
+    few = m * kv_heads * parts <= _CTAS_WITH_NEXT_BLOCK * num_sms
+    ahead = few and _registers(group, *caches) <= _MOST_REGISTERS
     results, caches = warpgroup.run(
-        functools.partial(_attend_block, group=group, eps=eps, parts=parts),
+        functools.partial(_attend_block, group=group, eps=eps, parts=parts, ahead=ahead),
         "attend",
         (m, kv_heads, parts),
         operands,
         attended,
         updated=caches,
-        scratch={
-            "totals": ((HEADS, WARPS, head_dim), jnp.float32),
-            "weights": numbers,
-            "largest": numbers,
-        },
+        scratch=_Shared.types(padded, head_dim),
         interpret=interpret,
     )
     return results, *(cache[:, :, :positions] for cache in caches)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Head:
-    """The product of q, k and v for one row, as a CTA reads it.
-
-    Attributes:
-        threads: the threads of the CTA.
-        inputs: references to the kernel's operands.
-        row: index of the row.
-        eps: epsilon of the norms.
-    """
-
-    threads: Warpgroup
-    inputs: AttentionInputs
-    row: Any
-    eps: float
-
-    def load(self, heads: Any, dims: Any, layout: Layout) -> tuple[jax.Array, Any]:
-        """Loads dimensions of heads of the product, and their bias or None."""
-        qkv, bias = self.inputs.qkv, self.inputs.bias
-        x = self.threads.load(qkv.at[self.row, heads, dims], layout)
-        return x, None if bias is None else self.threads.load(bias.at[heads, dims], layout)
-
-    def halves(self, heads: Any, norm: Any, layout: Layout) -> tuple:
-        """Loads all that makes queries, or a key: the halves of heads, and those of a scale."""
-        half = self.inputs.cosines.shape[1]
-        dims = pl.ds(0, half), pl.ds(half, half)
-        loaded = [self.load(heads, place, layout) for place in dims]
-        if norm is None:
-            return loaded, None
-        vector = products.query_layout(2 * half).reduce(0)
-        return loaded, [self.threads.load(norm.at[place], vector) for place in dims]
-
-    def rotated(self, halves: tuple, factor: Any, angles: tuple) -> tuple[jax.Array, jax.Array]:
-        """The two halves of heads, normed if they have a norm, and rotated; bfloat16."""
-        loaded, scales = halves
-        first, second = (projected(x, bias, factor) for x, bias in loaded)
-
-        def over_heads(numbers):
-            return lax.broadcast_in_dim(numbers, first.shape, (first.ndim - 1,))
-
-        if scales is not None:
-            squares = jnp.sum(first * first + second * second, axis=-1)
-            over = lax.rsqrt(squares / (2 * first.shape[-1]) + self.eps)
-            if first.ndim == 2:
-                over = lax.broadcast_in_dim(over, first.shape, (0,))
-            first, second = (
-                _rounded(x * over * over_heads(scale))
-                for x, scale in zip((first, second), scales, strict=True)
-            )
-        cosines, sines = map(over_heads, angles)
-        return (
-            (first * cosines - second * sines).astype(jnp.bfloat16),
-            (second * cosines + first * sines).astype(jnp.bfloat16),
-        )
-
-
-def projected(x: jax.Array, bias: jax.Array | None, factor: jax.Array) -> jax.Array:
-    """A product with factor and bias, rounded as if it had had them, in float32."""
-    x = factor * x.astype(jnp.float32)
-    return _rounded(x if bias is None else x + bias.astype(jnp.float32))
-
-
-def _rounded(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
-
-
-class _Row(NamedTuple):
-    """What a CTA has made of the product of q, k and v.
-
-    Attributes:
-        queries: two halves, bfloat16 [heads, H/2].
-        key: two halves of the new key in the dtype of the cache, [H/2].
-        value: the new value in the dtype of the cache, [H].
-    """
-
-    queries: tuple[jax.Array, jax.Array]
-    key: tuple[jax.Array, jax.Array]
-    value: jax.Array
-
-
-def _load_row(
-    threads: Warpgroup, inputs: AttentionInputs, caches: tuple, group: int, eps: float
-) -> Callable[[], _Row]:
-    """Requests all that a CTA reads besides cached keys and values; what it returns computes."""
-    row, head, _ = threads.place
-    kv_heads, head_dim = caches[0].shape[1], caches[0].shape[3]
-    heads = kv_heads * group
-    padded = -(-group // HEADS) * HEADS
-    layout = products.query_layout(head_dim)
-    vector = layout.reduce(0)
-    product = _Head(threads, inputs, row, eps)
-    cosines, sines = (threads.load(x.at[row], vector) for x in (inputs.cosines, inputs.sines))
-    queries = product.halves(pl.ds(head * group, padded), inputs.q_norm, layout)
-    key = product.halves(heads + head, inputs.k_norm, vector)
-    columns = products.total_layout(head_dim).reduce((0, 1))
-    value = product.load(heads + kv_heads + head, pl.ds(0, head_dim), columns)
-    squares = RowSquares.load(threads, inputs.square_partials, row)
-
-    def compute():
-        factor, angles = squares.factor(eps), (cosines, sines)
-        first, second = product.rotated(key, factor, angles)
-        keys, values = (cache.dtype for cache in caches)
-        return _Row(
-            queries=product.rotated(queries, factor, angles),
-            key=(to_cache(first, keys), to_cache(second, keys)),
-            value=to_cache(projected(*value, factor), values),
-        )
-
-    return compute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,67 +243,77 @@ class _Sums(NamedTuple):
     largest: jax.Array
 
 
-def _attend_block(
-    threads, inputs, caches, attended, totals, weights, largest, *, group, eps, parts
-):
+def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead, **shared):
     """What one CTA does: a part of a row for one key head and the query heads that share it."""
     row, head, part = threads.place
-    length = inputs.lengths[row]
-    new_row = _load_row(threads, inputs, caches, group, eps)
+    shared = _Shared(threads, **shared)
+    kv_heads, head_dim = caches[0].shape[1], caches[0].shape[3]
+    one = heads_layout(head_dim).reduce(0)
+    read = load_row(threads, inputs, group, kv_heads, row, head, one)
     cache = _Cache(threads, *(ref.at[row, head] for ref in caches))
     # A row's filled blocks are divided into equal parts, however long the row is.
+    length = read.length
     filled_blocks = _ceil_div(length, BLOCK)
     part_blocks = _ceil_div(filled_blocks, parts)
     first = part * part_blocks
     last = jnp.minimum(first + part_blocks, filled_blocks)
-    # Without registers for it, a block is requested when it is needed.
-    ahead = _registers(group, *caches) <= _MOST_REGISTERS
-    keys = cache.load_keys(first) if ahead else None
-    values = cache.load_values(first) if ahead and inputs.q_norm is None else None
+    blocks = (cache.load_keys(first), cache.load_values(first)) if ahead else None
 
-    new = new_row()
-    if ahead and values is None:  # The scales of the norms had its registers.
-        values = cache.load_values(first)
-    blocks = (keys, values) if ahead else None
     # The new token belongs to the first part, which so is never empty; the others may be.
     owns_new_token = part == 0
-    sums = _attend_to_new_token(threads, new, owns_new_token)
+    key, value = _share_row(shared, read, caches, eps, owns_new_token)
+    threads.meet()
+    queries = shared.load_queries()
 
     def add_block(block, carry):
         sums, blocks = carry
         keys = blocks[0] if ahead else cache.load_keys(block)
-        product = products.scores(threads, new.queries, tuple(map(_bfloat16, keys)))
+        product = products.scores(threads, queries, tuple(map(_bfloat16, keys)))
         # The next block is requested as soon as its registers are free. After the last one the
         # same is read once more, from the nearest cache.
         following = jnp.minimum(block + 1, last - 1)
         keys = cache.load_keys(following) if ahead else None
         values = blocks[1] if ahead else cache.load_values(block)
         positions = block * BLOCK, cache.start(block), length
-        sums, weights = _add_scores(threads, sums, product, positions, values.shape[1])
-        total = products.add_values(threads, sums.total, weights, _bfloat16(values))
+        added, keep, weights = _add_scores(threads, sums, product, positions, head_dim)
+        total = products.add_values(threads, sums.total, keep, weights, _bfloat16(values))
         blocks = (keys, cache.load_values(following)) if ahead else None
-        return sums._replace(total=total), blocks
+        return added._replace(total=total), blocks
 
-    sums, _ = lax.fori_loop(first, last, add_block, (sums, blocks))
-    scratch = _Scratch(threads, totals, weights, largest)
+    sums, _ = lax.fori_loop(first, last, add_block, (_no_sums(threads, group, head_dim), blocks))
     heads = head * group
-    for start, numbers in scratch.merge(sums, group):
+    for start, numbers in shared.merge(sums, group):
         _store(threads, attended, numbers, (part, row, pl.ds(heads + start, len(numbers[1]))))
 
     @pl.when(owns_new_token)
     def store_new_token():
-        half = len(new.key[0])
-        for ref, x, dims in (
-            (caches[0], new.key[0], pl.ds(0, half)),
-            (caches[0], new.key[1], pl.ds(half, half)),
-            (caches[1], new.value, pl.ds(0, 2 * half)),
-        ):
-            threads.store(ref.at[row, head, length, dims], x)
+        for cache, new in zip(caches, (key, value), strict=True):
+            for dims, half in zip(halves_of(head_dim), new, strict=True):
+                threads.store(cache.at[row, head, length, dims], half)
+
+
+def _share_row(shared: "_Shared", read: Row, caches: tuple, eps: float, owns: jax.Array) -> tuple:
+    """Writes queries, the new value, and its scores to shared memory.
+
+    Returns:
+        The halves of the new key and of the new value, in the dtype of the cache.
+    """
+    factor = read.norm_factor(eps)
+    key = read.key_rotation.rotated(projected(read.key, factor), eps)
+    key, value = (
+        [to_cache(half, cache.dtype) for half in new]
+        for new, cache in zip((key, projected(read.value, factor)), caches, strict=True)
+    )
+    for i, heads in enumerate(read.queries):
+        queries = read.query_rotation.rotated(projected(heads, factor), eps)
+        shared.store_queries(i, [x.astype(jnp.bfloat16) for x in queries], key, owns)
+    shared.store_value(value)
+    return key, value
 
 
 def _registers(group: int, keys: Any, values: Any) -> int:
     """Number of registers that a thread has for queries, sums, and a block of keys and values."""
-    heads, head_dim = -(-group // HEADS) * HEADS, keys.shape[3]
+    heads, head_dim = padded_group(group), keys.shape[3]
     bytes_of_block = BLOCK * head_dim * (keys.dtype.itemsize + values.dtype.itemsize)
     return heads * head_dim // 32 + heads * head_dim // 64 + bytes_of_block // (128 * 4)
 
@@ -428,41 +337,24 @@ def _score_scale(head_dim: int) -> float:
     return head_dim**-0.5 * _LOG2_E
 
 
-def _attend_to_new_token(threads: Warpgroup, new: _Row, owns: jax.Array) -> _Sums:
-    """The sums with which a CTA begins: those of the new token, or of no token.
+def _no_sums(threads: Warpgroup, group: int, head_dim: int) -> _Sums:
+    """The sums of no position."""
+    shape, scores = (padded_group(group), WARPS), products.SCORES
 
-    Args:
-        threads: the threads of the CTA.
-        new: the new token.
-        owns: whether the CTA's part has the new token, which its first warp then counts.
-    """
-    heads, half = new.queries[0].shape
-    layout = products.SCORES
+    def full(shape, number, layout):
+        return threads.cast(jnp.full(shape, number, jnp.float32), layout)
 
-    def float32(x):
-        return x.astype(jnp.float32)
-
-    score = sum(
-        float32(query) * lax.broadcast_in_dim(float32(_bfloat16(key)), query.shape, (1,))
-        for query, key in zip(new.queries, new.key, strict=True)
+    return _Sums(
+        total=full((*shape, head_dim), 0.0, products.total_layout(head_dim)),
+        weights=full((*shape, BLOCK // WARPS), 0.0, scores),
+        largest=full(shape, _EMPTY, scores.reduce(2)),
     )
-    score = _score_scale(2 * half) * jnp.sum(score, axis=1)
-    shape = heads, WARPS
-    counts = (threads.iota(shape, 1, layout.reduce(2)) == 0) & jnp.broadcast_to(owns, shape)
-    score = lax.broadcast_in_dim(score, shape, (0,))
-    largest = jnp.where(counts, score, jnp.full_like(score, _EMPTY))
-    weight = jnp.where(counts, jnp.full_like(score, 1.0), jnp.zeros_like(score))
-    shape = *shape, BLOCK // WARPS
-    weights = _over(weight, shape[2])
-    weights = jnp.where(threads.iota(shape, 2, layout) == 0, weights, jnp.zeros_like(weights))
-    value = lax.broadcast_in_dim(float32(new.value), (heads, WARPS, 2 * half), (2,))
-    return _Sums(_over(weight, 2 * half) * value, weights, largest)
 
 
 def _add_scores(
     threads: Warpgroup, sums: _Sums, product: jax.Array, positions: tuple, head_dim: int
-) -> tuple[_Sums, jax.Array]:
-    """Adds the weights of a block, and returns them; the sums of values still lack the block.
+) -> tuple[_Sums, jax.Array, jax.Array]:
+    """Adds the weights of a block to a softmax, whose sums of values still lack the block.
 
     Args:
         threads: the threads of the CTA.
@@ -470,6 +362,9 @@ def _add_scores(
         product: float32 [heads, warps, 16], products of queries and keys.
         positions: first position of the block, first position that was read, and the row's length.
         head_dim: number of dimensions per head.
+
+    Returns:
+        The softmax, the factors of the sums of values [heads, warps], and the weights.
     """
     first, start, length = positions
     layout = products.SCORES
@@ -480,29 +375,73 @@ def _add_scores(
     top = jnp.maximum(sums.largest, jnp.max(scores, axis=2))
     weights = jnp.exp2(scores - _over(top, scores.shape[2]))
     keep = jnp.exp2(sums.largest - top)
-    added = _Sums(
-        total=_over(keep, head_dim) * sums.total,
+    added = sums._replace(
         weights=_over(keep, scores.shape[2]) * sums.weights + weights,
         largest=top,
     )
-    return added, weights.astype(jnp.bfloat16)
+    return added, keep, weights
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scratch:
-    """Shared memory in which the sums of the warps are added up.
+class _Shared:
+    """What a CTA has in shared memory.
 
     Attributes:
         threads: the threads of the CTA.
-        totals: reference to float32 [8, warps, H].
+        queries: reference to two halves of the query heads, bfloat16 [2, heads, H/2].
+        scores: reference to float32 [heads], the scores of the new token in base 2; -inf in a part
+            that does not have it.
+        value: reference to the new value, bfloat16 [H].
+        totals: reference to the sums of the warps, float32 [8, warps, H].
         weights: reference to float32 [heads, warps].
         largest: reference to float32 [heads, warps].
     """
 
     threads: Warpgroup
+    queries: Any
+    scores: Any
+    value: Any
     totals: Any
     weights: Any
     largest: Any
+
+    @staticmethod
+    def types(heads: int, head_dim: int) -> dict:
+        """Shapes and dtypes to allocate, for a number of query heads."""
+        numbers = (heads, WARPS), jnp.float32
+        return {
+            "queries": ((2, heads, head_dim // 2), jnp.bfloat16),
+            "scores": ((heads,), jnp.float32),
+            "value": ((head_dim,), jnp.bfloat16),
+            "totals": ((HEADS, WARPS, head_dim), jnp.float32),
+            "weights": numbers,
+            "largest": numbers,
+        }
+
+    def store_queries(self, i: int, queries: list, key: list, owns: jax.Array) -> None:
+        """Writes the eight heads after 8 i, and their scores with the new key."""
+        place = pl.ds(i * HEADS, HEADS)
+        products_of_dims = []
+        for half, (x, y) in enumerate(zip(queries, key, strict=True)):
+            self.threads.store(self.queries.at[half, place], x)
+            y = lax.broadcast_in_dim(_bfloat16(y).astype(jnp.float32), x.shape, (1,))
+            products_of_dims.append(x.astype(jnp.float32) * y)
+        score = jnp.sum(operator.add(*products_of_dims), axis=1)
+        score *= _score_scale(self.value.shape[0])
+        owns = jnp.broadcast_to(owns, score.shape)
+        self.threads.store(
+            self.scores.at[place], jnp.where(owns, score, jnp.full_like(score, -jnp.inf))
+        )
+
+    def store_value(self, value: list) -> None:
+        """Writes the halves of the new value."""
+        for dims, half in zip(halves_of(self.value.shape[0]), value, strict=True):
+            self.threads.store(self.value.at[dims], _bfloat16(half))
+
+    def load_queries(self) -> tuple[jax.Array, ...]:
+        """The halves of the queries, as the operands of a product."""
+        layout = products.query_layout(self.value.shape[0])
+        return tuple(self.threads.load(self.queries.at[half], layout) for half in (0, 1))
 
     def merge(self, sums: _Sums, group: int) -> Iterator[tuple[int, tuple]]:
         """Yields the first of some query heads and their sums, as those of `AttentionParts`."""
@@ -530,10 +469,17 @@ class _Scratch:
             threads.load(ref.at[heads], layout.reduce(2)) for ref in (self.largest, self.weights)
         )
         totals = threads.load(self.totals.at[pl.ds(inside, count)], layout)
-        top = jnp.max(largest, axis=1)
+        score = threads.load(self.scores.at[heads], layout.reduce((1, 2)))
+        value = threads.load(self.value, layout.reduce((0, 1))).astype(jnp.float32)
+        top = jnp.maximum(jnp.max(largest, axis=1), score)
         factors = jnp.exp2(largest - lax.broadcast_in_dim(top, largest.shape, (0,)))
+        weight = jnp.exp2(score - top)
         total = jnp.sum(_over(factors, head_dim) * totals, axis=1)
-        return total, jnp.sum(factors * weights, axis=1), top
+        added = (
+            lax.broadcast_in_dim(x, total.shape, (axis,)) for axis, x in enumerate((weight, value))
+        )
+        total += operator.mul(*added)
+        return total, jnp.sum(factors * weights, axis=1) + weight, top
 
 
 @functools.cache

@@ -1,13 +1,13 @@
 """The two products of attention, by each warp for its own cache positions, and their layouts.
 
-A warp has 16 of a block's 64 positions. A thread reads keys and values by eight dimensions of a
+A warp has 16 of a block's 64 positions. Products have 16 rows and 8 columns, and query heads are
+the columns, because a group has few. A thread reads keys and values by eight dimensions of a
 position at a time, which its operands of mma.sync then are: of keys, eight neighbors along the sum;
-of values, eight columns of the result, in pairs with the same columns of the next position.
+of values, eight rows of the result, in pairs with the same rows of the next position.
 """
 
 import functools
 import itertools
-import operator
 from collections.abc import Iterable
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import warp_mma
 from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
@@ -22,9 +23,13 @@ from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
 BLOCK = 64  # cache positions of a block
 _POSITIONS = BLOCK // WARPS  # of a warp
 HEADS = warp_mma.ROWS  # the number of query heads is a multiple
-# Numbers of each head, warp and position of the warp [heads, warps, positions].
+# Numbers of each head, warp and position of the warp [heads, warps, positions]: as results of a
+# product whose rows are positions, so that a thread has two heads.
 SCORES = plgpu.Layout.TILED(
-    plgpu.Tiling(((HEADS, WARPS, 8), (2,))), warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1
+    plgpu.Tiling(((HEADS, WARPS, 8), (2, WARPS, 1))),
+    warp_dims=(-2,),
+    lane_dims=(-4, -6),
+    vector_dim=-1,
 )
 
 
@@ -78,11 +83,13 @@ def total_layout(head_dim: int) -> Layout:
     Their registers have 16 bytes: with more, shared memory is written and read in unequal orders.
     """
     vector = _vector(head_dim)
+    tiles = (HEADS, WARPS, 8 * vector), (2, WARPS, vector)
+    if vector > 4:
+        return plgpu.Layout.TILED(
+            plgpu.Tiling((*tiles, (4,))), warp_dims=(-3,), lane_dims=(-5, -7), vector_dim=-1
+        )
     return plgpu.Layout.TILED(
-        plgpu.Tiling(((HEADS, WARPS, 8 * vector), (2 * vector,), (4,))),
-        warp_dims=(-4,),
-        lane_dims=(-5, -3),
-        vector_dim=-1,
+        plgpu.Tiling(tiles), warp_dims=(-2,), lane_dims=(-4, -6), vector_dim=-1
     )
 
 
@@ -110,34 +117,39 @@ def scores(
 
     @plgpu.inline_mgpu(arg_types=layouts, return_type=result)
     def multiply(_, queries, keys):
-        # By heads in eights and by positions in eights, the pairs of a thread along the sum.
-        a = list(map(operator.add, *(_words(x, heads // 8) for x in queries)))
-        b = list(map(operator.add, *(_words(x, 2, last=True) for x in keys)))
+        # By heads in eights and by positions in eights, the pairs of a thread along the sum; the
+        # halves are sums of their own, so that no product waits for all others.
+        columns = zip(*(_words(x, heads // 8) for x in queries), strict=True)
+        rows = [_words(x, 2, last=True) for x in keys]
         out = []
-        for upper, lower in _row_tiles(a):
-            accs = []
-            for columns in b:
+        for halves in columns:
+            sums = []
+            for (upper, lower), column in zip(rows, halves, strict=True):
                 acc = _zeros()
-                for j in range(0, len(columns), 2):
-                    pairs = [rows[j + k] for k in (0, 1) for rows in (upper, lower or _none(j + 2))]
-                    acc = warp_mma.add_product(acc, pairs, columns[j : j + 2])
-                accs.append(acc)
-            for first in (0, 2) if lower else (0,):
-                out += [warp_mma.vector_of(acc[first : first + 2]) for acc in accs]
+                for j in range(0, len(column), 2):
+                    pairs = [x[j + k] for k in (0, 1) for x in (upper, lower)]
+                    acc = warp_mma.add_product(acc, pairs, column[j : j + 2])
+                sums.append(acc)
+            out += [warp_mma.vector_of([x]) for x in map(arith.addf, *sums)]
         return warp_mma.array(out, SCORES, shape)
 
     return multiply(tuple(queries), tuple(keys))
 
 
 def add_values(
-    threads: Warpgroup, total: jax.Array, weights: jax.Array, values: jax.Array
+    threads: Warpgroup,
+    total: jax.Array,
+    keep: jax.Array,
+    weights: jax.Array,
+    values: jax.Array,
 ) -> jax.Array:
     """Adds the products of weights and values, those of each warp's positions to its sums.
 
     Args:
         threads: the threads of the CTA.
         total: float32 [heads, warps, H].
-        weights: bfloat16 [heads, warps, 16].
+        keep: float32 [heads, warps], the factors of the old sums.
+        weights: float32 [heads, warps, 16], which are rounded to bfloat16.
         values: bfloat16 [64, H].
 
     Returns:
@@ -146,41 +158,66 @@ def add_values(
     heads, _, head_dim = total.shape
     if threads.simulated:
         values = values.reshape(WARPS, _POSITIONS, head_dim)
-        operands = (x.astype(jnp.float32) for x in (weights, values))
-        return total + jnp.einsum("hwp,wpd->hwd", *operands)
-    layouts = total_layout(head_dim), SCORES, value_layout(head_dim)
-    result = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=layouts[0])
+        operands = weights.astype(jnp.bfloat16).astype(jnp.float32), values.astype(jnp.float32)
+        return keep[:, :, None] * total + jnp.einsum("hwp,wpd->hwd", *operands)
+    layout = total_layout(head_dim)
+    layouts = layout, SCORES.reduce(2), SCORES, value_layout(head_dim)
+    result = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=layouts, return_type=result)
-    def multiply(_, total, weights, values):
+    def multiply(_, total, keep, weights, values):
         chunks = head_dim // (8 * _vector(head_dim))
-        # By heads in eights, in turn for the positions 0 to 7 and 8 to 15.
-        a = _words(weights, heads // 8)
-        # By columns, by positions in eights, the pairs of positions.
-        registers = values.registers.reshape(chunks, 2, 2)
-        b = [
-            [_columns(*map(warp_mma.words, two)) for two in registers[chunk]]
-            for chunk in range(chunks)
+        # By dimensions, the pairs of positions 0 to 7 and of positions 8 to 15.
+        rows = [
+            [_columns(*map(warp_mma.words, two)) for two in chunk]
+            for chunk in values.registers.reshape(chunks, 2, 2)
         ]
-        # By heads in eights, by columns, and by the thread's parts of them.
-        acc = [
-            [[_flat(map(warp_mma.numbers, half)) for half in two] for two in row]
-            for row in total.registers.reshape(heads // 8, chunks, 2, -1)
-        ]
-        for i, (upper, lower) in enumerate(_row_tiles(a)):
-            pairs = [rows[k] for k in (0, 1) for rows in (upper, lower or _none(2))]
-            for chunk, halves in enumerate(b):
-                parts = [half for row in acc[2 * i : 2 * i + 2] for half in row[chunk]]
-                for j, words in enumerate(zip(*halves, strict=True)):
-                    old = [part[j] for part in parts]
-                    new = warp_mma.add_product((old + _zeros())[:4], pairs, words)
-                    for part, number in zip(parts, new, strict=False):
-                        part[j] = number
-        numbers = _flat(half for row in acc for two in row for half in two)
-        out = [warp_mma.vector_of(numbers[i : i + 4]) for i in range(0, len(numbers), 4)]
-        return warp_mma.array(out, layouts[0], total.shape)
+        out = []
+        for numbers, factors, old in zip(
+            _numbers(weights, heads // 8),
+            _numbers(keep, heads // 8),
+            _numbers(total, heads // 8),
+            strict=True,
+        ):
+            # Of two heads each: positions in eights, and by turning them, heads by positions.
+            columns = [_turned(numbers[i + 1], numbers[i]) for i in (0, 2)]
+            width = len(old) // chunks // 2
+            for chunk, (low, high) in enumerate(rows):
+                pairs = [old[(2 * chunk + i) * width :][:width] for i in (0, 1)]
+                pairs = [
+                    [arith.mulf(x, y) for x in part] for part, y in zip(pairs, factors, strict=True)
+                ]
+                for j in range(0, width, 2):
+                    acc = [part[j + k] for k in (0, 1) for part in pairs]
+                    words = low[j], low[j + 1], high[j], high[j + 1]
+                    acc = warp_mma.add_product(acc, words, columns)
+                    for k, part in itertools.product((0, 1), (0, 1)):
+                        pairs[part][j + k] = acc[2 * k + part]
+                out += _flat(pairs)
+        vectors = [warp_mma.vector_of(out[i : i + 4]) for i in range(0, len(out), 4)]
+        return warp_mma.array(vectors, layout, total.shape)
 
-    return multiply(total, weights, values)
+    return multiply(total, keep, weights, values)
+
+
+def _numbers(x: mgpu.FragmentedArray, parts: int) -> list[list]:
+    """The numbers of a thread, in parts of its registers."""
+    return [_flat(map(warp_mma.numbers, part)) for part in x.registers.reshape(parts, -1)]
+
+
+def _turned(upper: ir.Value, lower: ir.Value) -> ir.Value:
+    """Exchanges rows and columns of an 8 x 8 matrix in bfloat16.
+
+    Args:
+        upper: float32 numbers of the odd columns.
+        lower: those of the even columns.
+    """
+    ptx = (
+        "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $1, $2;"
+        " movmatrix.sync.aligned.m8n8.trans.b16 $0, pair; }"
+    )
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(ptx, upper, lower, result_types=i32)
 
 
 def _words(x: mgpu.FragmentedArray, rows: int, *, last: bool = False) -> list[list]:
@@ -207,16 +244,6 @@ def _columns(even: list, odd: list) -> list:
         for words in zip(even, odd, strict=True)
         for select in ("0x5410", "0x7632")
     ]
-
-
-def _row_tiles(rows: list) -> list[tuple]:
-    """Rows by twos, the second None after the last row."""
-    return [(rows[i], rows[i + 1] if i + 1 < len(rows) else None) for i in range(0, len(rows), 2)]
-
-
-def _none(count: int) -> list:
-    """Pairs of heads that do not exist."""
-    return [warp_mma.zero(ir.IntegerType.get_signless(32))] * count
 
 
 def _zeros() -> list:

@@ -21,14 +21,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.decode.attention import AttentionInputs
-from pallas_kernels.decode.row_sm90 import HALVES, HEAD_DIM, QUERIES, load_row, projected
+from pallas_kernels.decode.row import QUERIES, halves_of, load_row, padded_group, projected
 from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
 from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy
+from pallas_kernels.warpgroup import WARPS, Warpgroup
 
+HEAD_DIM = 128
+_HALVES = halves_of(HEAD_DIM)
 _TILE = 64  # cache positions in a tile
 _COPIED = 16  # cache positions in a copy: with fewer, less is read after a row's end
 _LOG2_E = 1.4426950408889634
 _EMPTY = float(jnp.finfo(jnp.float32).min)  # the score of a position that is not filled
+# Half of one head, which all warps have.
+_HEAD = plgpu.Layout.TILED(
+    plgpu.Tiling(((64,), (2,))),
+    warp_dims=(plgpu.Replicated(WARPS),),
+    lane_dims=(-2,),
+    vector_dim=-1,
+)
 
 
 def supports_attention(keys: jax.Array | jax.ShapeDtypeStruct, num_heads: int) -> bool:
@@ -48,7 +58,7 @@ def supports_attention(keys: jax.Array | jax.ShapeDtypeStruct, num_heads: int) -
         and keys.dtype == jnp.bfloat16
         and positions % 8 == 0
         and positions >= _TILE
-        and (kv_heads - 1) * group + _padded(group) <= num_heads + 2 * kv_heads
+        and (kv_heads - 1) * group + padded_group(group) <= num_heads + 2 * kv_heads
     )
 
 
@@ -116,7 +126,7 @@ def attend(
     m, kv_heads, _, head_dim = inputs.keys.shape
     heads = inputs.num_heads
     total = heads + 2 * kv_heads
-    padded = _padded(heads // kv_heads)
+    padded = padded_group(heads // kv_heads)
     operands = inputs._replace(
         qkv=inputs.qkv.reshape(m, total, head_dim),
         bias=None if inputs.bias is None else inputs.bias.reshape(total, head_dim),
@@ -146,11 +156,6 @@ def attend(
     )(operands)
     keys, values = (jax.freeze(cache) for cache in (operands.keys, operands.values))
     return attended.reshape(m, heads * head_dim), keys, values
-
-
-def _padded(group: int) -> int:
-    """The number of query heads that the kernel computes for a group."""
-    return -(-group // QUERIES) * QUERIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,8 +246,9 @@ def _attend(
         simulated: the interpreter runs the kernel; it takes no inline PTX.
     """
     row, head = lax.axis_index("row"), lax.axis_index("head")
-    group, padded = attended.shape[1] // operands.keys.shape[1], shared.queries.shape[0]
-    read = load_row(operands, group, padded, row, head, simulated=simulated)
+    threads, kv_heads = Warpgroup((row, head), simulated), operands.keys.shape[1]
+    group = attended.shape[1] // kv_heads
+    read = load_row(threads, operands, group, kv_heads, row, head, _HEAD)
     keys, values = (
         _Tiles(cache.at[row, head], stages, full, shared.all_threads, read.length)
         for cache, stages, full in (
@@ -258,13 +264,13 @@ def _attend(
     key = read.key_rotation.rotated(projected(read.key, factor), eps)
     value = projected(read.value, factor)
     for cache, new in ((operands.keys, key), (operands.values, value)):
-        for dims, half in zip(HALVES, new, strict=True):
+        for dims, half in zip(_HALVES, new, strict=True):
             cache.at[row, head, read.length, dims][...] = half.astype(jnp.bfloat16)
     if not simulated:
         fence_async_proxy(nvvm.ProxyKind.async_global)
     for i, halves in enumerate(read.queries):
         queries = read.query_rotation.rotated(projected(halves, factor), eps)
-        for dims, half in zip(HALVES, queries, strict=True):
+        for dims, half in zip(_HALVES, queries, strict=True):
             place = shared.queries.at[pl.ds(i * QUERIES, QUERIES), dims]
             place[...] = half.astype(jnp.bfloat16)
     plgpu.commit_smem()

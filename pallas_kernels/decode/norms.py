@@ -20,16 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import warp_mma
 from pallas_kernels.fp4_matmul import lora_shrink
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
-from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
+from pallas_kernels.warpgroup import WARPS, Layout
 
 _LOG2_E = 1.4426950408889634
-# One number per lane, which all warps have.
-_LANES = plgpu.Layout.TILED(
-    plgpu.Tiling(((32,), (1,))),
-    warp_dims=(plgpu.Replicated(WARPS),),
-    lane_dims=(-2,),
-    vector_dim=-1,
-)
 _PARTIALS = 4  # partial mean squares that the threads of a row read at a time
 _MOST_PARTIALS = 64  # partial mean squares that are added up before their threads' sums are
 
@@ -50,38 +43,6 @@ class DeferredNorm(NamedTuple):
     scaled: jax.Array
     xa_partials: jax.Array | None
     square_partials: jax.Array
-
-
-class RowSquares(NamedTuple):
-    """The partial mean squares of one row, requested.
-
-    Attributes:
-        vectors: vectors of 32, one number per lane.
-        numbers: scalars, those that do not fill a vector.
-    """
-
-    vectors: list[jax.Array]
-    numbers: list[jax.Array]
-
-    @classmethod
-    def load(cls, threads: Warpgroup, square_partials: Any, row: Any) -> "RowSquares":
-        """Requests the column of a row of the float32 [P, M] partial mean squares."""
-        count = square_partials.shape[0]
-        whole = count // 32 * 32
-        return cls(
-            [
-                threads.load(square_partials.at[pl.ds(i, 32), row], _LANES)
-                for i in range(0, whole, 32)
-            ],
-            [square_partials[i, row] for i in range(whole, count)],
-        )
-
-    def factor(self, eps: float) -> jax.Array:
-        """The factor of the row's norm."""
-        numbers = self.numbers
-        if self.vectors:
-            numbers = [jnp.sum(sum(self.vectors[1:], start=self.vectors[0])), *numbers]
-        return lax.rsqrt(sum(numbers[1:], start=numbers[0]) + eps)
 
 
 def _norm_factors(tile: lora_shrink.Tile, square_partials: Any, eps: float) -> jax.Array:

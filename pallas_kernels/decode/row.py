@@ -1,5 +1,6 @@
-"""What a CTA of `attention_sm90` reads besides cached keys and values, and what it makes of it."""
+"""What a CTA of attention reads besides cached keys and values, and what it makes of it."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,34 +9,42 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode.attention import AttentionInputs
 from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
+from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
 
-HEAD_DIM = 128
-QUERIES = 8  # columns of wgmma, or a multiple
-HALVES = pl.ds(0, HEAD_DIM // 2), pl.ds(HEAD_DIM // 2, HEAD_DIM // 2)
-
-# Halves of eight heads: a warp has two of the heads, a lane has four dimensions.
-_HEADS = plgpu.Layout.TILED(
-    plgpu.Tiling(((QUERIES, 64), (2, 64), (4,))),
-    warp_dims=(-5,),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-)
-# Half of one head, which all warps have.
-_HEAD = plgpu.Layout.TILED(
-    plgpu.Tiling(((64,), (2,))),
-    warp_dims=(plgpu.Replicated(4),),
-    lane_dims=(-2,),
-    vector_dim=-1,
-)
+QUERIES = 8  # query heads are computed in eights
 # One number per lane, which all warps have.
 _LANES = plgpu.Layout.TILED(
     plgpu.Tiling(((32,), (1,))),
-    warp_dims=(plgpu.Replicated(4),),
+    warp_dims=(plgpu.Replicated(WARPS),),
     lane_dims=(-2,),
     vector_dim=-1,
 )
+
+
+def padded_group(group: int) -> int:
+    """The number of query heads that a kernel computes for a group."""
+    return -(-group // QUERIES) * QUERIES
+
+
+def halves_of(head_dim: int) -> tuple[pl.Slice, pl.Slice]:
+    """The dimensions of a head that are rotated with each other."""
+    half = head_dim // 2
+    return pl.ds(0, half), pl.ds(half, half)
+
+
+@functools.cache
+def heads_layout(head_dim: int) -> Layout:
+    """How half of the dimensions of eight heads lie in registers: a warp has two of the heads."""
+    half = head_dim // 2
+    vector = max(4, half // 16)
+    spare = 16 * vector // half
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((QUERIES, half), (2, half), (vector,))),
+        warp_dims=(-5,),
+        lane_dims=(*((plgpu.Replicated(spare),) if spare > 1 else ()), -3, -2),
+        vector_dim=-1,
+    )
 
 
 class Half(NamedTuple):
@@ -67,8 +76,8 @@ class Rotation(NamedTuple):
         """The halves of queries or keys, normed if they have a norm, and rotated."""
         first, second = halves
         if self.scales is not None:
-            mean = (jnp.sum(first * first, axis=-1) + jnp.sum(second * second, axis=-1)) / HEAD_DIM
-            factor = lax.rsqrt(mean + eps)
+            total = jnp.sum(first * first, axis=-1) + jnp.sum(second * second, axis=-1)
+            factor = lax.rsqrt(total / (2 * first.shape[-1]) + eps)
             if first.ndim == 2:
                 factor = lax.broadcast_in_dim(factor, first.shape, (0,))
             first, second = (
@@ -122,14 +131,24 @@ class Row(NamedTuple):
 
 
 def load_row(
-    operands: AttentionInputs, group: int, padded: int, row: Any, head: Any, *, simulated: bool
+    threads: Warpgroup, operands: Any, group: int, kv_heads: int, row: Any, head: Any, one: Layout
 ) -> Row:
-    """Requests everything that a CTA reads besides cached keys and values."""
-    kv_heads = operands.keys.shape[1]
-    heads = group * kv_heads
+    """Requests everything that a CTA reads besides cached keys and values.
+
+    Args:
+        threads: the threads of the CTA.
+        operands: references to the `AttentionInputs`, with heads as a dimension.
+        group: number of query heads for a key head.
+        kv_heads: number of key heads.
+        row: index of the row.
+        head: index of the key head.
+        one: how half of the dimensions of the key and of the value shall lie in registers.
+    """
+    heads, head_dim = group * kv_heads, operands.qkv.shape[2]
+    halves, eight = halves_of(head_dim), heads_layout(head_dim)
 
     def load(ref, place, layout):
-        return plgpu.load(ref.at[place], layout=layout, optimized=False)
+        return threads.load(ref.at[place], layout)
 
     def projection(columns, layout):
         return [
@@ -137,13 +156,13 @@ def load_row(
                 load(operands.qkv, (row, columns, dims), layout),
                 None if operands.bias is None else load(operands.bias, (columns, dims), layout),
             )
-            for dims in HALVES
+            for dims in halves
         ]
 
     def rotation(row, norm, layout):
         scales = None
         if norm is not None:
-            scales = tuple(load(norm, (dims,), layout) for dims in HALVES)
+            scales = tuple(load(norm, (dims,), layout) for dims in halves)
         cosines, sines = (load(x, (row,), layout) for x in (operands.cosines, operands.sines))
         return Rotation(cosines, sines, scales)
 
@@ -152,14 +171,15 @@ def load_row(
     count = partials.shape[0]
     vectors = [load(partials, (pl.ds(i, 32), row), _LANES) for i in range(0, count - 31, 32)]
     others = [partials[i, row] for i in range(count // 32 * 32, count)]
-    key = projection(heads + head, _HEAD)
-    value = projection(heads + kv_heads + head, _HEAD)
-    starts = range(0, padded, QUERIES)
-    queries = [projection(pl.ds(head * group + i, QUERIES), _HEADS) for i in starts]
-    key_rotation = rotation(row, operands.k_norm, _HEAD)
+    key = projection(heads + head, one)
+    value = projection(heads + kv_heads + head, one)
+    starts = range(0, padded_group(group), QUERIES)
+    queries = [projection(pl.ds(head * group + i, QUERIES), eight) for i in starts]
+    key_rotation = rotation(row, operands.k_norm, one)
     # Opaque, or the compiler would take both loads for one, which has one layout.
+    distinct = one != eight.reduce(0) and not threads.simulated
     query_rotation = jax.tree.map(
         lambda x: lax.broadcast_in_dim(x, (QUERIES, x.shape[0]), (1,)),
-        rotation(row if simulated else opaque(row), operands.q_norm, _HEADS.reduce(0)),
+        rotation(opaque(row) if distinct else row, operands.q_norm, eight.reduce(0)),
     )
     return Row(length, vectors, others, queries, key, value, query_rotation, key_rotation)
