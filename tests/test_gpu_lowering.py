@@ -1,0 +1,103 @@
+"""The kernels lowered for a Hopper GPU, as JAX does it before it compiles them; neither is needed.
+
+The interpreter accepts programs that Mosaic GPU does not lower: for example a slice at a constant.
+`-m aot` compiles many more, with the group aot.
+"""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from h200 import array, tiles
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from pallas_kernels import matvec
+from pallas_kernels.decode import attention, norms
+from pallas_kernels.fp4_matmul import lora_shrink, sm90, tiling
+
+N, K, RANK = 512, 512, 32
+FLOAT32 = jnp.float32
+
+
+def lower(function, *args):
+    """Lowers a function of abstract arguments for the GPU of `h200`."""
+    device = AbstractDevice("NVIDIA H200", 132, "gpu")
+    mesh = AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        # That of a backend that JAX will remove is attributed to JAX's own modules.
+        warnings.simplefilter("error", DeprecationWarning)
+        text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("m", [1, 64])
+@pytest.mark.parametrize("adapter", ["none", "product", "xa_partials", "inside"])
+def test_fp4_product(adapter, m):
+    """A slice may end after its array: a tile has more rows than there are tokens."""
+    b = array(N, 2 * RANK)  # padded
+    extra = {
+        "none": {},
+        "product": {"xa": array(m, 2 * RANK), "b": b},
+        "xa_partials": {
+            "xa_partials": array(K // 128, m, RANK, dtype=FLOAT32),
+            "b": b,
+        },
+        "inside": {"a": array(RANK, K), "b": b},
+    }[adapter]
+    config = tiling.choose(m, N, K, rank=2 * RANK)
+
+    def product(x, weight, extra):
+        return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
+
+    lower(product, array(m, K), tiles(N, K), extra)
+
+
+def inputs(m=2, kv_heads=2, group=7, head_dim=128, positions=128):
+    """The arguments of attention."""
+    outputs = kv_heads * (group + 2) * head_dim
+    cache = array(m, kv_heads, positions, head_dim)
+    angle = array(m, head_dim // 2, dtype=FLOAT32)
+    lengths = array(m, dtype=jnp.int32)
+    return attention.AttentionInputs(
+        array(m, outputs),
+        array(28, m, dtype=FLOAT32),
+        angle,
+        angle,
+        lengths,
+        array(outputs),
+        None,
+        None,
+        cache,
+        cache,
+    )
+
+
+PARTS = attention.AttentionParts(
+    array(2, 3, 2, 128, dtype=FLOAT32), *[array(2, 3, 2, dtype=FLOAT32)] * 2
+)
+KERNELS = {
+    "matvec": (matvec.matvec, (array(1, K), array(N, K))),
+    "shrink": (lora_shrink.shrink, (array(3, K), array(RANK, K))),
+    "add_rmsnorm": (
+        norms.add_rmsnorm,
+        (array(3, K), array(3, K), array(K, dtype=FLOAT32), array(RANK, K)),
+    ),
+    "swiglu": (
+        functools.partial(norms.swiglu, eps=1e-6),
+        (array(3, 2 * K), array(4, 3, dtype=FLOAT32), array(RANK, K)),
+    ),
+    "attend": (functools.partial(attention.attend, eps=1e-6, num_sms=132), (inputs(),)),
+    "attend_whole": (functools.partial(attention.attend_whole, eps=1e-6, num_sms=2), (inputs(),)),
+    "merge_parts": (
+        functools.partial(attention.merge_parts, dtype=jnp.bfloat16),
+        (PARTS, array(RANK, 256)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_of_a_decode_step(kernel):
+    function, args = KERNELS[kernel]
+    lower(function, *args)
