@@ -278,7 +278,7 @@ def _attend(
     for tiles in (keys, values):
         tiles.request_first(lambda tile: tile == last)
 
-    shared.attended.T[...] = _transposed(_attend_to_tiles(keys, values, shared))
+    threads.store(shared.attended.T, _transposed(_attend_to_tiles(keys, values, shared)))
     plgpu.commit_smem()
     for i in range(group):
         plgpu.copy_smem_to_gmem(shared.attended.at[i], attended.at[row, head * group + i])
