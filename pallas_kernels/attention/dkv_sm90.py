@@ -265,8 +265,8 @@ class _KeyTile:
         @pl.when(self.blocks.slot >= 0)
         def store_part():
             place = self.blocks.slot, self.head, pl.ds(warpgroup * ROWS, ROWS)
-            self.dk_parts.at[place][...] = dk
-            self.dv_parts.at[place][...] = dv
+            for parts, total in ((self.dk_parts, dk), (self.dv_parts, dv)):
+                plgpu.store(parts.at[place], total, optimized=False)
 
 
 def _add_parts(dk, dv, dk_parts, dv_parts, sums, interpret):
@@ -288,7 +288,7 @@ def _add_parts(dk, dv, dk_parts, dv_parts, sums, interpret):
                 start = tiles.filled((ROWS, head_dim), 0.0, tiles.TILE)
                 total = lax.fori_loop(0, parts, add_part, start)
                 place = target.at[pl.ds(tile * BLOCK + half * ROWS, ROWS), head]
-                place[...] = total.astype(jnp.bfloat16)
+                plgpu.store(place, total.astype(jnp.bfloat16), optimized=False)
 
     dk, dv = jax.new_ref(dk), jax.new_ref(dv)
     plgpu.kernel(
