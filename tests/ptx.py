@@ -288,6 +288,12 @@ class _Block:
 
     def arithmetic(self, parts, operands, mask, function):
         kind = parts[-1]
+        if parts[-2:] == ["f32", "bf16"]:  # All operands but the last are bfloat16.
+            *narrow, last = operands[1:]
+            numbers = [_from_bfloat16(self.get(x, "u16")) for x in narrow] + [self.get(last, "f32")]
+            exact = function(*(x.astype(np.float64) for x in numbers))
+            self.put(operands[0], exact.astype(np.float32), mask)
+            return
         if kind in ("bf16x2", "bf16"):
             sources = [self.get(x, "u32") for x in operands[1:]]
             halves = []
