@@ -280,6 +280,10 @@ class _Block:
         else:
             self.put(operands[0], ~self.get(operands[1], parts[-1].replace("b", "u")), mask)
 
+    def op_bfe(self, parts, operands, mask):
+        value, start, count = (self.get(x, "u32") for x in operands[1:])
+        self.put(operands[0], value >> start & (np.uint32(1) << count) - np.uint32(1), mask)
+
     def op_neg(self, parts, operands, mask):
         self.put(operands[0], -self.get(operands[1], parts[-1]), mask)
 
