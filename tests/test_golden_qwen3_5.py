@@ -83,7 +83,7 @@ def test_decode_token_by_token(dtype):
 
 
 def packed_group(junk_lengths=((5, (3, 1)), (1, (70,)))):
-    """Returns a buffer that holds the group between two others, and who predicts what.
+    """Returns a buffer that holds the group between two others, and what it predicts.
 
     Returns:
         Token ids, positions, segments; index of each position that predicts, the predicted token,
@@ -117,7 +117,8 @@ def packed_group(junk_lengths=((5, (3, 1)), (1, (70,)))):
     padding = 7
     ids += [-1] * padding
     arrays = (np.array(x + [0] * padding, np.int32) for x in (tokens, positions))
-    return (*arrays, segments(np.array(ids, np.int32))), tuple(map(np.array, (index, targets, columns)))
+    predicted = tuple(map(np.array, (index, targets, columns)))
+    return (*arrays, segments(np.array(ids, np.int32))), predicted
 
 
 @pytest.mark.parametrize("recompute", [(), transformer.PRODUCTS])

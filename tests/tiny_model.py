@@ -7,7 +7,7 @@ from tiny_checkpoints import VOCAB, model_config
 
 from qerl_jax.policy.lora import (
     ALL_PROJECTIONS,
-    PACKED,
+    RECURRENT,
     Lora,
     fused_of,
     projection_shapes,
@@ -32,7 +32,7 @@ def tiny_policy(model_type="qwen3", *, quantized=False, seed=0, **changes):
             rng.standard_normal(shapes[name], np.float32) / shapes[name][1] ** 0.5
             for name in members
         ]
-        if quantized and fused in PACKED:
+        if quantized and fused not in RECURRENT:
             return jax.tree.map(jnp.asarray, quantize_nvfp4(weights))
         return jnp.asarray(np.concatenate(weights))
 
@@ -53,7 +53,9 @@ def tiny_policy(model_type="qwen3", *, quantized=False, seed=0, **changes):
     def recurrent_arrays():
         shapes = config.recurrent
         return {
-            "conv": jnp.asarray(rng.standard_normal((shapes.channels, 1, shapes.window)), jnp.float32),
+            "conv": jnp.asarray(
+                rng.standard_normal((shapes.channels, 1, shapes.window)), jnp.float32
+            ),
             "a_log": jnp.asarray(rng.uniform(-3, 1, shapes.value_heads), jnp.float32),
             "dt_bias": jnp.asarray(rng.standard_normal(shapes.value_heads), jnp.float32),
             "gated_norm": norm(shapes.value_dim),

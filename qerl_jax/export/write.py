@@ -40,7 +40,7 @@ from qerl_jax.export.scores import (
     make_probe,
     open_held_out_set,
 )
-from qerl_jax.policy.lora import FUSED
+from qerl_jax.policy.lora import ALL_FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.system import json_file
@@ -418,7 +418,7 @@ def _base_files(base: LoadedModel) -> dict[str, bytes]:
     dense = [
         names.layer_module(number, member)
         for number, layer in enumerate(base.params["layers"])
-        for fused, members in FUSED.items()
+        for fused, members in ALL_FUSED.items()
         for member in members
         if fused in layer and not isinstance(layer[fused], QuantTensor)
     ]

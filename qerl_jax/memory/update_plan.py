@@ -11,7 +11,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig, RecurrentConfig
-from qerl_jax.policy.lora import FUSED, fused_counts, projection_shapes
+from qerl_jax.policy.lora import ALL_FUSED, fused_counts, projection_shapes
 from qerl_jax.policy.recurrent import CHUNK
 from qerl_jax.policy.transformer import ALIASES, PRODUCTS
 from qerl_jax.rl.logprobs import logits_chunk
@@ -160,7 +160,7 @@ def _relative_time(model: ModelConfig, again: tuple[str, ...]) -> float:
     sizes: dict[str, int] = {}
     for fused, count in fused_counts(model).items():
         product = ALIASES.get(fused, fused)
-        size = sum(shapes[name][0] * shapes[name][1] for name in FUSED[fused])
+        size = sum(shapes[name][0] * shapes[name][1] for name in ALL_FUSED[fused])
         sizes[product] = sizes.get(product, 0) + count * size
     return 1 + sum(sizes.get(name, 0) for name in again) / (2 * sum(sizes.values()))
 

@@ -7,8 +7,8 @@ from typing import Any
 from qerl_jax.errors import UserError
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_5")
-# Qwen3.5's files say 'qwen3_5' where a vision tower and an MTP head are beside the text model, whose
-# own config is then the section `text_config`, and 'qwen3_5_text' where there is the text alone.
+# Qwen3.5's files say 'qwen3_5' where a vision tower and an MTP head are beside the text model,
+# whose own config is then in `text_config`, and 'qwen3_5_text' where there is the text model alone.
 _TEXT_TYPES = {"qwen3_5_text": "qwen3_5"}
 _ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
@@ -95,8 +95,8 @@ class RecurrentConfig:
     def row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of what a row keeps of its tokens in a layer, in float32.
 
-        They are those of the state, [N, Dk, Dv], and of the window of the convolution's last inputs,
-        [channels, W - 1].
+        They are those of the state, [N, Dk, Dv], and of the window, [channels, W - 1], which holds
+        the last inputs of the convolution.
         """
         state = (self.value_heads, self.key_dim, self.value_dim)
         return state, (self.channels, self.window - 1)
@@ -290,8 +290,6 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position,
         "attention_dropout": 0.0,
     }
-    if config.recurrent is not None:
-        return _hybrid_fields(hf, config, config.recurrent)
     if config.rope_scaling is not None:
         hf["rope_scaling"] = {
             "rope_type": "llama3",
@@ -300,6 +298,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
             "high_freq_factor": config.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": config.rope_scaling.original_max_position,
         }
+    if config.recurrent is not None:
+        return _hybrid_fields(hf, config, config.recurrent)
     match config.model_type:
         case "llama":
             hf |= {"attention_bias": False, "mlp_bias": False}
@@ -369,6 +369,7 @@ def _hybrid_fields(
     kinds = ["full_attention"] * config.num_layers
     for number in config.recurrent_layers:
         kinds[number] = "linear_attention"
+    scaling = hf["rope_scaling"] or {}
     hf = {key: value for key, value in hf.items() if key not in ("rope_theta", "rope_scaling")}
     return hf | {
         "model_type": "qwen3_5_text",
@@ -384,7 +385,8 @@ def _hybrid_fields(
             "rope_type": "default",
             "rope_theta": config.rope_theta,
             "partial_rotary_factor": fraction,
-        },
+        }
+        | scaling,
     }
 
 
@@ -443,7 +445,7 @@ def _rope(hf: dict[str, Any], model_type: str) -> tuple[float, RopeScaling | Non
         return theta, None
     if model_type == "qwen3_5" and kind == "mrope":
         return theta, None  # of a text the three positions of a token are one
-    if kind != "llama3" or model_type == "qwen3_5":
+    if kind != "llama3":
         raise UserError(
             f"config.json: rope type {kind!r:.50} is not supported; supported: 'default', 'llama3'"
         )

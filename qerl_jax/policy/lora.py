@@ -14,24 +14,23 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.quant import QuantTensor, dequantize
 
-# The projections that a layer stores stacked in one weight, by the name of that weight. The first
-# four are those of a layer with attention; a recurrent layer has the last four.
+# The projections that a layer stores stacked in one weight, by the name of that weight.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "o_proj": ("o_proj",),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
+}
+# Those that a recurrent layer has in place of the first two. A format of 4 bits leaves them in 16,
+# as llm-compressor does.
+RECURRENT = {
     "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     "out_proj": ("out_proj",),
 }
+ALL_FUSED = FUSED | RECURRENT
 _OF_ATTENTION = ("qkv_proj", "o_proj")
-# llm-compressor leaves them in 16 bits: their errors add up in the state.
-OF_RECURRENCE = ("in_proj", "out_proj")
-# The weights that a format of 4 bits packs.
-PACKED = tuple(name for name in FUSED if name not in OF_RECURRENCE)
-ALL_PROJECTIONS = tuple(name for members in FUSED.values() for name in members)
-# Those of a model in which every layer is attention.
-PROJECTIONS = tuple(name for fused in PACKED for name in FUSED[fused])
+PROJECTIONS = tuple(name for members in FUSED.values() for name in members)
+ALL_PROJECTIONS = tuple(name for members in ALL_FUSED.values() for name in members)
 LARGEST_ALPHA = 1e6
 
 
@@ -109,45 +108,54 @@ def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def fused_of(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
-    """Returns the part of `FUSED` that a layer has, by the number of the layer."""
-    others = _OF_ATTENTION if layer in config.recurrent_layers else OF_RECURRENCE
-    return {fused: members for fused, members in FUSED.items() if fused not in others}
+    """Returns the part of `ALL_FUSED` that a layer has, by the number of the layer."""
+    others = _OF_ATTENTION if layer in config.recurrent_layers else RECURRENT
+    return {fused: members for fused, members in ALL_FUSED.items() if fused not in others}
 
 
 def fused_counts(config: ModelConfig) -> dict[str, int]:
-    """Returns how many layers have each weight of `FUSED`; those that none has are left out."""
+    """Returns how many layers have each weight of `ALL_FUSED`, at least one."""
     counts = {
         fused: (
             config.attention_layers
             if fused in _OF_ATTENTION
             else len(config.recurrent_layers)
-            if fused in OF_RECURRENCE
+            if fused in RECURRENT
             else config.num_layers
         )
-        for fused in FUSED
+        for fused in ALL_FUSED
     }
     return {fused: count for fused, count in counts.items() if count}
+
+
+def check_targets(config: ModelConfig, targets: Collection[str]) -> None:
+    """Checks that the layers of a model have the projections that an adapter is for.
+
+    Raises:
+        UserError: no layer has one of the targets.
+    """
+    shapes = projection_shapes(config)
+    if missing := set(targets) - shapes.keys():
+        raise UserError(
+            f"lora.targets: a {config.model_type} has no {', '.join(sorted(missing))}: choose from "
+            f"{', '.join(shapes)}"
+        )
 
 
 def targets_of(config: ModelConfig, layer: int, targets: Collection[str]) -> list[str]:
     """Returns which of the targets a layer has, in the order of `ALL_PROJECTIONS`.
 
     Raises:
-        UserError: no layer of the model has one of the targets, and it is named.
+        UserError: no layer of the model has one of the targets.
     """
-    shapes = projection_shapes(config)
-    if missing := set(targets) - shapes.keys():
-        raise UserError(
-            f"lora.targets: {', '.join(sorted(missing))}: a {config.model_type} of this config has "
-            f"none; choose from {', '.join(shapes)}"
-        )
+    check_targets(config, targets)
     members = [name for names in fused_of(config, layer).values() for name in names]
     return [name for name in ALL_PROJECTIONS if name in members and name in targets]
 
 
 def member_bounds(fused: str, config: ModelConfig) -> list[int]:
-    """The rows of a fused weight, of `FUSED`, at which its second and later members begin."""
-    rows = [projection_shapes(config)[member][0] for member in FUSED[fused]]
+    """The rows of a fused weight, of `ALL_FUSED`, at which its second and later members begin."""
+    rows = [projection_shapes(config)[member][0] for member in ALL_FUSED[fused]]
     return list(itertools.accumulate(rows))[:-1]
 
 
@@ -214,7 +222,7 @@ def fuse(
                 scale=lora.scale,
                 dtype=dtype,
             )
-            for fused, members in FUSED.items()
+            for fused, members in ALL_FUSED.items()
             if any(name in adapters for name in members)
         }
         for adapters in lora.layers
@@ -255,7 +263,7 @@ def merge_layer(
     """
     shapes = projection_shapes(config)
     merged, updates = dict(layer), {}
-    for fused, members in FUSED.items():
+    for fused, members in ALL_FUSED.items():
         if fused not in layer:
             continue
         update = jnp.concatenate(

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (https://arxiv.org/abs/2412.06464): a layer with a state instead of keys and values.
+"""Gated DeltaNet (https://arxiv.org/abs/2412.06464): a state instead of keys and values.
 
 A head has a state S [Dk, Dv], which a token with query q, key k and value v changes by
 
@@ -23,6 +23,7 @@ Letters besides those of the design page: n chunks, C tokens of a chunk, Kh key 
 of each, Dk and Dv widths of a key and of a value.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -48,21 +49,19 @@ class Gates(NamedTuple):
     rate: jax.Array
 
 
-def gates(b: jax.Array, a: jax.Array, layer: dict) -> Gates:
-    """Returns the gates of tokens from their projections, both [B, T, N].
+def gates(ba: jax.Array, layer: dict) -> Gates:
+    """Returns the gates of tokens from their projections.
 
     Args:
-        b: results of in_proj_b.
-        a: results of in_proj_a.
+        ba: [B, T, 2 N] results of in_proj_b and of in_proj_a.
         layer: the layer, with a_log and dt_bias [N].
     """
+    b, a = jnp.split(ba, 2, axis=-1)
     step = jax.nn.softplus(a.astype(jnp.float32) + layer["dt_bias"])
     return Gates(-jnp.exp(layer["a_log"]) * step, jax.nn.sigmoid(b.astype(jnp.float32)))
 
 
-def split_heads(
-    x: jax.Array, shapes: RecurrentConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def split_heads(x: jax.Array, shapes: RecurrentConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries and keys [..., Kh, Dk] of length 1 and values [..., Kh, R, Dv], in float32.
 
     Args:
@@ -197,30 +196,39 @@ def _chunks(x: jax.Array) -> jax.Array:
     return jnp.pad(x, padding).reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
 
 
-class _Visibility(NamedTuple):
-    """Which tokens of a chunk see each other, and which states in front of it they see.
-
-    Of rows only the first field is there: a token sees all tokens before it.
+class _Borders(NamedTuple):
+    """How the segments of a packed buffer lie in a chunk.
 
     Attributes:
-        seen: bool [n, C, C], whether a token sees another one of its chunk, itself included.
         starts: float32 [n, 2, C], 1 where a token sees the state of the last token before the
             chunk, and where it sees that of the prompt of this last token alone.
         prompt: bool [n, C], whether a token is of the prompt that the chunk's last token sees.
         goes_on: float32 [n], 1 where the group of the last token began before the chunk.
     """
 
+    starts: jax.Array
+    prompt: jax.Array
+    goes_on: jax.Array
+
+
+class _Visibility(NamedTuple):
+    """Which tokens of a chunk see each other, and which states in front of it they see.
+
+    Attributes:
+        seen: bool [n, C, C], whether a token sees another one of its chunk, itself included.
+        borders: the borders of segments; None for rows, in which a token sees all before it.
+    """
+
     seen: jax.Array
-    starts: jax.Array | None = None
-    prompt: jax.Array | None = None
-    goes_on: jax.Array | None = None
+    borders: _Borders | None
 
 
 def _visibility(segments: Segments | None, length: int) -> _Visibility:
+    """Returns which tokens see each other, in rows or in a packed buffer of `length` tokens."""
     count = -(-length // CHUNK)
     causal = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
     if segments is None:
-        return _Visibility(jnp.broadcast_to(causal, (count, CHUNK, CHUNK)))
+        return _Visibility(jnp.broadcast_to(causal, (count, CHUNK, CHUNK)), None)
     ids = jnp.pad(segments.ids, (0, count * CHUNK - length), constant_values=PADDING)
     ids = ids.reshape(count, CHUNK)
     before = jnp.concatenate([jnp.full(1, _BEFORE, jnp.int32), ids[:-1, -1]])[:, None]
@@ -228,12 +236,12 @@ def _visibility(segments: Segments | None, length: int) -> _Visibility:
     in_group = group == before >> PART_BITS
     shares = (group[:, :, None] == group[:, None]) & is_prompt[:, None]
     starts = jnp.stack([ids == before, in_group & (ids != before)], axis=1)
-    return _Visibility(
-        seen=((ids[:, :, None] == ids[:, None]) | shares) & causal,
+    borders = _Borders(
         starts=starts.astype(jnp.float32),
         prompt=(group == group[:, -1:]) & is_prompt,
         goes_on=in_group[:, -1].astype(jnp.float32),
     )
+    return _Visibility(((ids[:, :, None] == ids[:, None]) | shares) & causal, borders)
 
 
 class _Part(NamedTuple):
@@ -248,7 +256,7 @@ class _Part(NamedTuple):
         reads: [.., C, Dk] queries with the decay since the state.
         drops: [.., C, Dk] what a state takes from the values that are written.
         writes: [.., C, Dk] keys with the decay until the end of the state.
-        keeps: for each new state, the factors [..] of the old states in it.
+        keeps: factors [..] of the old states in each new state.
     """
 
     scores: jax.Array
@@ -267,7 +275,7 @@ def _prepare(chunk: tuple[jax.Array, ...], visibility: _Visibility) -> _Part:
     Args:
         chunk: queries and keys [B, C, Kh, Dk], values [B, C, Kh, R, Dv], decays and rates
             [B, C, Kh, R].
-        visibility: who sees whom in this chunk.
+        visibility: which tokens of this chunk see each other.
     """
     q, k = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in chunk[:2])
     v, decay, rate = (jnp.moveaxis(x, 1, 3) for x in chunk[2:])
@@ -278,15 +286,15 @@ def _prepare(chunk: tuple[jax.Array, ...], visibility: _Visibility) -> _Part:
     since, last = jnp.exp(sums)[..., None], jnp.exp(sums[..., -1])
     reads, drops = [since * q], [rate[..., None] * since * k]
     writes, keeps = [between[..., -1, :, None] * k], [[last]]
-    if visibility.starts is not None:
-        starts = visibility.starts[..., None]
+    if (borders := visibility.borders) is not None:
+        starts = borders.starts[..., None]
         reads, drops = ([start * x[0] for start in starts] for x in (reads, drops))
         # The state of the prompt ends with the last token of the prompt.
-        total = jnp.sum(jnp.where(visibility.prompt, decay, 0.0), axis=-1)
-        after = jnp.where(visibility.prompt, total[..., None] - sums, -jnp.inf)
+        total = jnp.sum(jnp.where(borders.prompt, decay, 0.0), axis=-1)
+        after = jnp.where(borders.prompt, total[..., None] - sums, -jnp.inf)
         writes.append(jnp.exp(after)[..., None] * k)
-        first = [last * start for start in visibility.starts[:, -1]]
-        keeps = [first, [jnp.zeros_like(last), jnp.exp(total) * visibility.goes_on]]
+        first = [last * start for start in borders.starts[:, -1]]
+        keeps = [first, [jnp.zeros_like(last), jnp.exp(total) * borders.goes_on]]
     products = jnp.einsum("bkxid,bkxjd->bkxij", k, k)
     solved = jax.lax.linalg.triangular_solve(
         rate[..., None] * products * between,
@@ -308,10 +316,8 @@ def _advance(states: list[jax.Array], part: _Part) -> tuple[list[jax.Array], jax
     """Takes the states [B, Kh, R, Dk, Dv] through a chunk; returns its outputs, too."""
 
     def through(rows: list[jax.Array]) -> jax.Array:
-        return sum(
-            jnp.einsum("...id,...dv->...iv", x, state)
-            for x, state in zip(rows, states, strict=True)
-        )
+        products = map(functools.partial(jnp.einsum, "...id,...dv->...iv"), rows, states)
+        return functools.reduce(jnp.add, products)
 
     written = part.values - through(part.drops)
     out = through(part.reads) + jnp.einsum("...ij,...jv->...iv", part.scores, written)
@@ -338,8 +344,8 @@ def _earlier_tokens(x: jax.Array, ids: jax.Array, width: int) -> list[jax.Array]
         width: W, number of positions that a convolution sees.
 
     Returns:
-        W arrays [T, channels]: the tokens at the distances W - 1, ..., 1, 0; zeros where there is
-        none.
+        W arrays [T, channels]: the tokens at the distances W - 1, ..., 1, 0; zeros where a token
+        sees fewer.
     """
     length, tail = len(ids), width - 1
     count = -(-length // CHUNK)
@@ -354,8 +360,7 @@ def _earlier_tokens(x: jax.Array, ids: jax.Array, width: int) -> list[jax.Array]
     position = jnp.arange(len(ids), dtype=jnp.int32)
     block_start = position[::CHUNK, None]
     near = block_start - tail + jnp.arange(tail + CHUNK)
-    # The tokens at the end of the prompt in front of a block, -1 where there are none, or where
-    # they lie directly in front of it.
+    # The places of the last tokens of the prompt that ended before a block; -1 for no token.
     before = block_start[:, 0] - 1
     far = end[before][:, None] - tail + jnp.arange(tail)
     is_over = (before >= 0) & (end[before] <= before) & (end[before] > first[before])
@@ -365,9 +370,7 @@ def _earlier_tokens(x: jax.Array, ids: jax.Array, width: int) -> list[jax.Array]
     readers = jnp.argmax(key[:, None] == key, axis=1)
     reads = (far >= 0) & (readers == jnp.arange(count))[:, None]
     nowhere = len(ids) + jnp.arange(far.size).reshape(far.shape)
-    tails = x.at[jnp.where(reads, far, nowhere)].get(
-        mode="fill", fill_value=0, unique_indices=True
-    )
+    tails = x.at[jnp.where(reads, far, nowhere)].get(mode="fill", fill_value=0, unique_indices=True)
     chosen = (readers[:, None] == jnp.arange(count)).astype(x.dtype)
     tails = _select(chosen, tails.reshape(count, -1)).reshape(tails.shape)
     blocks = x.reshape(count, CHUNK, -1)

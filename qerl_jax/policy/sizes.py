@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator
 
 from pallas_kernels import fp4_matmul
+from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import FUSED, PACKED, fused_counts, projection_shapes
+from qerl_jax.policy.lora import ALL_FUSED, FUSED, check_targets, fused_counts, projection_shapes
 
 
 def weight_bytes(config: ModelConfig, *, format: str, itemsize: int) -> int:
@@ -20,7 +21,7 @@ def weight_bytes(config: ModelConfig, *, format: str, itemsize: int) -> int:
     """
     dense, norms = _unpacked_numbers(config)
     projections = sum(
-        count * _projection_bytes(*shape, format if fused in PACKED else "bf16", itemsize)
+        count * _projection_bytes(*shape, format if fused in FUSED else "bf16", itemsize)
         for fused, shape, count in _projections(config)
     )
     return itemsize * dense + 4 * norms + projections
@@ -33,7 +34,7 @@ def packed_bytes(config: ModelConfig, format: str) -> int:
     return sum(
         count * _projection_bytes(*shape, format, 0)
         for fused, shape, count in _projections(config)
-        if fused in PACKED
+        if fused in FUSED
     )
 
 
@@ -45,7 +46,7 @@ def dense_layers_bytes(config: ModelConfig, itemsize: int) -> int:
 def packed_numbers(config: ModelConfig) -> int:
     """Returns how many weights a format of 4 bits packs."""
     sizes = _projections(config)
-    return sum(count * math.prod(shape) for fused, shape, count in sizes if fused in PACKED)
+    return sum(count * math.prod(shape) for fused, shape, count in sizes if fused in FUSED)
 
 
 def head_copy_bytes(config: ModelConfig, head_format: str) -> int:
@@ -65,7 +66,18 @@ def trained_numbers(
         parameters: as in `trainable.trained_params`.
         rank: rank of the adapter.
         targets: projections with an adapter.
+
+    Raises:
+        UserError: the model does not have a target, or norms are to be trained whose scales its
+            checkpoints store minus 1.
     """
+    if parameters == "lora+norms" and config.centered_norms:
+        raise UserError(
+            f"train.parameters='lora+norms': the norms of a {config.model_type} are stored minus "
+            "1, which adapter folders do not have; pass train.parameters=lora or full"
+        )
+    if parameters != "full":
+        check_targets(config, targets)
     sizes = list(_projections(config))
     if parameters == "full":
         projections = sum(count * math.prod(shape) for _, shape, count in sizes)
@@ -74,7 +86,7 @@ def trained_numbers(
     adapter = rank * sum(
         counts[fused] * sum(shapes[name])
         for fused in counts
-        for name in FUSED[fused]
+        for name in ALL_FUSED[fused]
         if name in targets
     )
     norms = 2 * config.embed_dim if parameters == "lora+norms" else 0
@@ -88,7 +100,7 @@ def fused_adapter_bytes(
     shapes = projection_shapes(config)
     numbers = 0
     for fused, count in fused_counts(config).items():
-        members = FUSED[fused]
+        members = ALL_FUSED[fused]
         ranks = rank * sum(name in targets for name in members)
         if ranks:
             rows = sum(shapes[name][0] for name in members)
@@ -101,8 +113,8 @@ def _projections(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int], in
     """Yields the name, the shape and the number of layers of each fused weight."""
     shapes = projection_shapes(config)
     for fused, count in fused_counts(config).items():
-        rows = sum(shapes[name][0] for name in FUSED[fused])
-        yield fused, (rows, shapes[FUSED[fused][0]][1]), count
+        rows = sum(shapes[name][0] for name in ALL_FUSED[fused])
+        yield fused, (rows, shapes[ALL_FUSED[fused][0]][1]), count
 
 
 def _projection_bytes(rows: int, columns: int, format: str, itemsize: int) -> int:
@@ -114,8 +126,10 @@ def _projection_bytes(rows: int, columns: int, format: str, itemsize: int) -> in
 
 
 def _unpacked_numbers(config: ModelConfig) -> tuple[int, int]:
-    """Returns how many numbers embedding, head, biases and convolutions have, and how many those in
-    float32, which are the norms and the gates of recurrent layers.
+    """Returns how many numbers besides the projections are in the policy's dtype, and in float32.
+
+    The first are embedding, head, biases and convolutions, the others norms and gates of recurrent
+    layers.
     """
     tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.embed_dim
     biases = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim

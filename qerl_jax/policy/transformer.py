@@ -475,7 +475,7 @@ def _project_in(layer, adapters, x, config, project=_project):
     parts = project(layer, adapters, "in_proj", h, config)
     ends = shapes.channels, shapes.channels + shapes.values
     mixed, z, ba = jnp.split(parts, ends, axis=-1)
-    return mixed, z, recurrent.gates(*jnp.split(ba, 2, axis=-1), layer)
+    return mixed, z, recurrent.gates(ba, layer)
 
 
 def _recur(layer, adapters, x, visible, config, project=_project):

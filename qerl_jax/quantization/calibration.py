@@ -20,7 +20,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
 from qerl_jax.policy.attention import rotary_angles
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import FUSED, PACKED, member_bounds, projection_shapes
+from qerl_jax.policy.lora import FUSED, member_bounds, projection_shapes
 from qerl_jax.policy.quant import QuantTensor, check_inputs, dequantize, quantize_on_device
 from qerl_jax.quantization.gptq import SAME_PROGRAM, block_scales, gptq, pack_codes
 from qerl_jax.quantization.rounding import PackedLayer
@@ -73,7 +73,7 @@ def calibrated_layers(
     """
     config = checkpoint.config
     shapes = projection_shapes(config)
-    for member in (FUSED[fused][0] for fused in PACKED):
+    for member, *_ in FUSED.values():
         check_inputs(shapes[member], "nvfp4")
     rows = _batch_rows(len(tokens))
     tokens = tokens[: len(tokens) // rows * rows]
@@ -91,7 +91,7 @@ def calibrated_layers(
             programs_of[is_recurrent] = _programs(layer, x, options, config)
         programs = programs_of[is_recurrent]
         arrays, errors, rounded_errors = dict(dense), {}, {}
-        for fused in (fused for fused in PACKED if fused in layer):
+        for fused in (fused for fused in FUSED if fused in layer):
             members = FUSED[fused]
             hessian = programs["moments", fused](layer, x)
             try:
@@ -145,7 +145,7 @@ def _programs(
         table[name] = Operation.of_shapes(f"calibration {name}", function, static, *arguments)
         return table[name]
 
-    for fused in (fused for fused in PACKED if fused in arrays):
+    for fused in (fused for fused in FUSED if fused in arrays):
         weight = arrays[fused]
         moments = {"name": fused, "config": config}
         hessian = add(("moments", fused), _moments, moments, arrays, rows).eval_shape()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.lora import FUSED, PACKED, member_bounds
+from qerl_jax.policy.lora import FUSED, member_bounds
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
@@ -76,7 +76,7 @@ def pack_layer(checkpoint: Checkpoint, layer: int, dense: dict) -> PackedLayer:
         UserError: a weight cannot be quantized.
     """
     arrays, errors = dict(dense), {}
-    for fused in (fused for fused in PACKED if fused in dense):
+    for fused in (fused for fused in FUSED if fused in dense):
         members = FUSED[fused]
         weight = np.asarray(dense[fused], _BFLOAT16)
         bounds = member_bounds(fused, checkpoint.config)

@@ -138,10 +138,7 @@ def operations(
     )
     for name, array in _compactions(model).items():
         add(
-            name,
-            itertools.pairwise(shapes.batch_sizes),
-            functions.gather_rows,
-            {},
+            *(name, itertools.pairwise(shapes.batch_sizes), functions.gather_rows, {}),
             lambda rows, fewer, array=array: (array(state(rows)), _int32(fewer)),
             *(shapes.cache_positions, dtype, model),
             of_any_policy=True,

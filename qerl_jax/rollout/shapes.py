@@ -237,7 +237,7 @@ def logits_bytes(model_config: ModelConfig) -> int:
 
 
 def row_bytes(model_config: ModelConfig, *, positions: int, dtype: jnp.dtype) -> int:
-    """Returns the bytes of a row that decodes: what it keeps of its tokens, copies of its logits."""
+    """Returns the bytes of a row that decodes: what it keeps of its tokens, and of its logits."""
     kept = positions * position_bytes(model_config, dtype) + state_bytes(model_config)
     return kept + logits_bytes(model_config)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig, from_hf_config
-from qerl_jax.policy.lora import FUSED, PACKED
+from qerl_jax.policy.lora import FUSED
 from qerl_jax.system import json_file
 from qerl_jax.weights import gguf, names, packed, safetensors, tokenizer
 from qerl_jax.weights.model_source import locate
@@ -201,9 +201,7 @@ def _check_packed(checkpoint: Checkpoint) -> None:
     """Checks that every fused group of layer projections is packed as a whole or not at all."""
     modules = set(checkpoint.packed)
     for layer in range(checkpoint.config.num_layers):
-        for fused, members in FUSED.items():
-            if fused not in PACKED:
-                continue
+        for members in FUSED.values():
             group = {names.layer_module(layer, member) for member in members}
             if modules & group and not group <= modules:
                 raise UserError(

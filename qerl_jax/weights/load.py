@@ -23,7 +23,7 @@ import numpy as np
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import FUSED, PACKED
+from qerl_jax.policy.lora import ALL_FUSED, FUSED
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
 from qerl_jax.system.live_line import progress_line, waiting
 from qerl_jax.system.threads import available_cores, run_within
@@ -247,7 +247,7 @@ def read_params(
 def _parts(checkpoint: Checkpoint, layer: int, dtype: np.dtype) -> Iterator[_Part]:
     """Yields the parts of a layer: each large array alone, and all small ones together."""
     arrays = names.stored_tensors(checkpoint.config, layer)
-    large = [name for name in arrays if name in (*FUSED, "embed_tokens", "lm_head")]
+    large = [name for name in arrays if name in (*ALL_FUSED, "embed_tokens", "lm_head")]
     small = {name: arrays[name] for name in arrays if name not in large}
     for part in (small, *({name: arrays[name]} for name in large)):
         stored_bytes = dense_bytes = 0
@@ -276,7 +276,7 @@ def _read_part(
     modules = [tensor.removesuffix(".weight") for tensor in tensors]
     if modules[0] in checkpoint.packed:
         weight = _read_packed(checkpoint, modules, stream)
-    elif name in PACKED and format != "bf16" and not checkpoint.packed:
+    elif name in FUSED and format != "bf16" and not checkpoint.packed:
         bits = [send(tensor, DTYPES["bfloat16"], np.uint16) for tensor in tensors]
         with stream.meter.busy("quantize"), _name_in_errors(checkpoint, part.layer, name):
             weight = jax.block_until_ready(quantize_bits(bits, format=format))
@@ -347,7 +347,7 @@ def _check_inputs(checkpoint: Checkpoint, format: str) -> None:
     """Checks before anything is read that a format can hold the projections."""
     for layer in range(checkpoint.config.num_layers):
         arrays = names.stored_tensors(checkpoint.config, layer)
-        for name in (name for name in PACKED if name in arrays):
+        for name in (name for name in FUSED if name in arrays):
             with _name_in_errors(checkpoint, layer, name):
                 check_inputs(checkpoint.shapes[arrays[name][0]], format)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from qerl_jax.policy.aqn import LAYER_NORMS
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import FUSED, OF_RECURRENCE, fused_of, projection_shapes
+from qerl_jax.policy.lora import RECURRENT, fused_of, projection_shapes
 
 EMBED = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -22,7 +22,7 @@ RECURRENT_TENSORS = {
 # Arrays that the parameter tree, and an export, have in float32 beside the norms.
 _WIDE = ("a_log", "dt_bias")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", *HEAD_NORMS)
-_RECURRENT = tuple(name for fused in OF_RECURRENCE for name in FUSED[fused])
+_RECURRENT = tuple(name for members in RECURRENT.values() for name in members)
 # Where the text model lies in a checkpoint that also has a vision tower.
 _NESTED_ROOT = "model.language_model."
 _NOT_TEXT = ("model.visual.", "mtp.")
@@ -32,7 +32,9 @@ def layer_module(layer: int, module: str) -> str:
     """Returns the path of a layer's projection or norm, as 'model.layers.0.self_attn.q_proj'."""
     if module in LAYER_NORMS:
         return f"model.layers.{layer}.{module}"
-    block = "self_attn" if module in _ATTENTION else "linear_attn" if module in _RECURRENT else "mlp"
+    block = (
+        "self_attn" if module in _ATTENTION else "linear_attn" if module in _RECURRENT else "mlp"
+    )
     return f"model.layers.{layer}.{block}.{module}"
 
 
