@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData, ProfileEvent, ProfileOptions
 
-PARTS = ("linears", "lora", "attention", "norms", "mlp", "head", "sampling", "other")
+PARTS = ("linears", "lora", "attention", "recurrence", "norms", "mlp", "head", "sampling", "other")
 
 _FP4 = "fp4_"  # prefix of the names of the Hopper kernel's programs
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?\bop_name=\"([^\"]*)\"", re.MULTILINE)
