@@ -137,7 +137,7 @@ def test_slots_and_compaction_keep_states_with_their_rows():
     key, prompts = jax.random.key(5), tiny_rollout.PROMPTS
     together = sampler(compact="once").rollout(key, policy()[1], prompts)
     assert len(set(together.lengths.tolist())) > 5
-    made = sampler(prompt_width=9, max_rows=6, prefill_prompts=1)
+    made = sampler(prompt_width=9, max_rows=6, prefill_prompts=1, compact="once")
     made = made.compiled(key, policy()[1], num_prompts=3)  # no program is missing
     rollout = made.rollout(key, policy()[1], prompts)
     np.testing.assert_array_equal(rollout.tokens, together.tokens)
@@ -377,6 +377,7 @@ class KilledError(BaseException):
     """Ends a run as abruptly as this process can survive."""
 
 
+@pytest.mark.slow  # 30 s
 def test_a_run_learns_and_resumes_bit_for_bit(tmp_path):
     """A tiny run learns, and ends with the same bytes if it is killed in its fifth step."""
     tiny = tiny_run.write_tiny(
