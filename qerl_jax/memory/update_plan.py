@@ -246,10 +246,10 @@ def _kept_width(model: ModelConfig, widths: dict[str, int], recompute: tuple[str
 def _recurrence_width(shapes: RecurrentConfig) -> int:
     """Numbers of a token in the arrays of the chunks of a recurrent layer, and in their gradients.
 
-    They are what the scan reads, outputs, and the two states in front of each chunk.
+    They are what the scan reads and returns, and the two states in front of each chunk.
     """
-    per_head = 3 * CHUNK + 6 * shapes.key_dim + 3 * shapes.value_dim
-    return shapes.value_heads * (per_head + 2 * shapes.key_dim * shapes.value_dim // CHUNK)
+    heads = 2 * CHUNK + 3 * shapes.value_dim + 2 * shapes.key_dim * shapes.value_dim // CHUNK
+    return shapes.value_heads * heads + 2 * shapes.key_heads * shapes.key_dim + shapes.channels
 
 
 def _round_up(number: int, multiple: int) -> int:

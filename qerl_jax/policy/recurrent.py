@@ -185,7 +185,9 @@ def delta_rule(
     chunks = tuple(_chunks(x) for x in (q, k, v, decay, rate))
     parts = jax.vmap(_prepare, in_axes=(1, 0))(chunks, _visibility(segments, length))
     zeros = jnp.zeros((batch, *heads, k.shape[-1], v.shape[-1]), jnp.float32)
-    states, out = jax.lax.scan(_advance, [zeros] * len(parts.reads), parts)
+    # The backward pass keeps the states in front of the chunks, and computes the rest again.
+    advance = jax.checkpoint(_advance, prevent_cse=False)
+    states, out = jax.lax.scan(advance, [zeros] * len(parts.sees), parts)
     out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *v.shape[2:])[:, :length]
     return out, states[0].reshape(batch, -1, *zeros.shape[3:])
 
@@ -245,24 +247,30 @@ def _visibility(segments: Segments | None, length: int) -> _Visibility:
 
 
 class _Part(NamedTuple):
-    """A chunk as the scan over chunks reads it, [n, B, Kh, R, ...] in float32.
+    """A chunk as the scan over chunks reads it, in float32, with B, Kh and R after n.
 
     Of rows there is one state, of a packed buffer two: the running one and that of its prompt. The
     lists have an entry for each.
 
     Attributes:
+        queries: [.., C, Dk], of which R is 1.
+        keys: [.., C, Dk], of which R is 1.
+        values: [.., C, Dv], times the rate.
+        rates: [.., C].
+        inverse: [.., C, C] inverse of the triangular system.
         scores: [.., C, C] products of queries with the keys that they see, and the decay between.
-        values: [.., C, Dv] values that would be written onto states of zeros.
-        reads: [.., C, Dk] queries with the decay since the state.
-        drops: [.., C, Dk] what a state takes from the values that are written.
-        writes: [.., C, Dk] keys with the decay until the end of the state.
+        sees: [.., C] decay since a state, or 0 for a token that does not see it.
+        writes: [.., C] decay until the end of a state, or 0 for a token that is not in it.
         keeps: factors [..] of the old states in each new state.
     """
 
-    scores: jax.Array
+    queries: jax.Array
+    keys: jax.Array
     values: jax.Array
-    reads: list[jax.Array]
-    drops: list[jax.Array]
+    rates: jax.Array
+    inverse: jax.Array
+    scores: jax.Array
+    sees: list[jax.Array]
     writes: list[jax.Array]
     keeps: list[list[jax.Array]]
 
@@ -283,49 +291,65 @@ def _prepare(chunk: tuple[jax.Array, ...], visibility: _Visibility) -> _Part:
     # In full precision, because the exponential of the sums follows.
     sums = jnp.einsum("ij,bkrj->bkri", seen.astype(jnp.float32), decay, precision="highest")
     between = jnp.exp(jnp.where(seen, sums[..., :, None] - sums[..., None, :], -jnp.inf))
-    since, last = jnp.exp(sums)[..., None], jnp.exp(sums[..., -1])
-    reads, drops = [since * q], [rate[..., None] * since * k]
-    writes, keeps = [between[..., -1, :, None] * k], [[last]]
+    since, last = jnp.exp(sums), jnp.exp(sums[..., -1])
+    sees, writes, keeps = [since], [between[..., -1, :]], [[last]]
     if (borders := visibility.borders) is not None:
-        starts = borders.starts[..., None]
-        reads, drops = ([start * x[0] for start in starts] for x in (reads, drops))
+        sees = [start * since for start in borders.starts]
         # The state of the prompt ends with the last token of the prompt.
         total = jnp.sum(jnp.where(borders.prompt, decay, 0.0), axis=-1)
         after = jnp.where(borders.prompt, total[..., None] - sums, -jnp.inf)
-        writes.append(jnp.exp(after)[..., None] * k)
+        writes.append(jnp.exp(after))
         first = [last * start for start in borders.starts[:, -1]]
         keeps = [first, [jnp.zeros_like(last), jnp.exp(total) * borders.goes_on]]
-    products = jnp.einsum("bkxid,bkxjd->bkxij", k, k)
-    solved = jax.lax.linalg.triangular_solve(
-        rate[..., None] * products * between,
-        jnp.concatenate([rate[..., None] * v, *drops], axis=-1),
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
+    products, scores = (jnp.einsum("bkxid,bkxjd->bkxij", x, k) * between for x in (k, q))
+    inverse = _inverse(rate[..., None] * products)
+    return _Part(q, k, rate[..., None] * v, rate, inverse, scores, sees, writes, keeps)
+
+
+@jax.custom_vjp
+def _inverse(matrix: jax.Array) -> jax.Array:
+    """Returns the inverses of lower triangular matrices [.., C, C] whose diagonal is 1.
+
+    What the arguments hold on the diagonal and above it is not read.
+    """
+    identity = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
+    return jax.lax.linalg.triangular_solve(
+        matrix, identity, left_side=True, lower=True, unit_diagonal=True
     )
-    values, *drops = jnp.split(solved, _bounds(v.shape[-1], k.shape[-1], len(drops)), axis=-1)
-    scores = jnp.einsum("bkxid,bkxjd->bkxij", q, k) * between
-    return _Part(scores, values, reads, drops, writes, keeps)
 
 
-def _bounds(first: int, width: int, count: int) -> list[int]:
-    return [first + width * number for number in range(count)]
+def _inverse_fwd(matrix):
+    inverse = _inverse(matrix)
+    return inverse, inverse
+
+
+def _inverse_bwd(inverse, gradient):
+    half = jnp.einsum("...ji,...jk->...ik", inverse, gradient)
+    return (jnp.tril(-jnp.einsum("...ij,...kj->...ik", half, inverse), -1),)
+
+
+_inverse.defvjp(_inverse_fwd, _inverse_bwd)
 
 
 def _advance(states: list[jax.Array], part: _Part) -> tuple[list[jax.Array], jax.Array]:
     """Takes the states [B, Kh, R, Dk, Dv] through a chunk; returns its outputs, too."""
 
-    def through(rows: list[jax.Array]) -> jax.Array:
-        products = map(functools.partial(jnp.einsum, "...id,...dv->...iv"), rows, states)
-        return functools.reduce(jnp.add, products)
+    def read(rows: jax.Array) -> jax.Array:
+        parts = [
+            seen[..., None] * jnp.einsum("bkxid,bkrdv->bkriv", rows, state)
+            for seen, state in zip(part.sees, states, strict=True)
+        ]
+        return functools.reduce(jnp.add, parts)
 
-    written = part.values - through(part.drops)
-    out = through(part.reads) + jnp.einsum("...ij,...jv->...iv", part.scores, written)
+    missing = part.values - part.rates[..., None] * read(part.keys)
+    written = jnp.einsum("...ij,...jv->...iv", part.inverse, missing)
+    out = read(part.queries) + jnp.einsum("...ij,...jv->...iv", part.scores, written)
     new = []
-    for keys, factors in zip(part.writes, part.keeps, strict=True):
-        state = jnp.einsum("...id,...iv->...dv", keys, written)
-        kept = zip(factors, states, strict=True)
-        new.append(state + sum(factor[..., None, None] * old for factor, old in kept))
+    for factors, kept in zip(part.writes, part.keeps, strict=True):
+        state = jnp.einsum("bkxid,bkriv->bkrdv", part.keys, factors[..., None] * written)
+        for factor, old in zip(kept, states, strict=True):
+            state = state + factor[..., None, None] * old
+        new.append(state)
     return new, jnp.moveaxis(out, 3, 1)
 
 
