@@ -7,6 +7,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny_checkpoints
@@ -27,11 +28,13 @@ from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.trainable import Trainable
+from qerl_jax.quantization.calibration import CalibrationOptions, calibrated_layers
 from qerl_jax.rollout import shapes
 from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.training.loop import train
 from qerl_jax.weights import names, peft
+from qerl_jax.weights.checkpoint import open_checkpoint
 from qerl_jax.weights.load import load
 from qerl_jax.weights.safetensors import read_file, read_folder
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
@@ -350,6 +353,32 @@ def test_merging_into_four_bits_leaves_recurrent_projections_in_16():
     assert set(retention) == set(TARGETS)
     assert isinstance(layers[0]["gate_up_proj"], QuantTensor)
     assert layers[0]["in_proj"].dtype == jnp.bfloat16
+
+
+def test_calibration_packs_attention_and_mlp(tmp_path):
+    """GPTQ runs through both kinds of layers, and what it leaves is that of the source."""
+    config = tiny_checkpoints.model_config("qwen3_5", num_layers=2, recurrent_layers=(0,))
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: (rng.standard_normal(shape) / (shape[1] if len(shape) == 2 else 4) ** 0.5).astype(
+            ml_dtypes.bfloat16
+        )
+        for name, shape in names.expected_shapes(config).items()
+    }
+    checkpoint = open_checkpoint(str(tiny_checkpoints.write_folder(tmp_path, config, tensors)))
+    tokens = random_tokens(4, 24)
+    options = CalibrationOptions(reports_errors=True)
+    dense = load(str(tmp_path), format="bf16").params["layers"]
+    for number, layer in enumerate(calibrated_layers(checkpoint, tokens, options)):
+        packed = {name for name, array in layer.arrays.items() if isinstance(array, QuantTensor)}
+        assert packed == set(lora.FUSED) & set(lora.fused_of(config, number))
+        for name in layer.arrays.keys() - packed:
+            np.testing.assert_array_equal(
+                np.asarray(layer.arrays[name], np.float32),
+                np.asarray(dense[number][name], np.float32),
+            )
+        for name, error in layer.errors.items():
+            assert error < layer.rounded_errors[name]
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -294,8 +294,16 @@ def _layer_tensors(
         stored = _stored(layer[norm], norm, model_config)
         yield f"{names.layer_module(number, norm)}.weight", _dense(stored, of_norms)
     for array, tensor in names.RECURRENT_TENSORS.items() if is_recurrent else ():
-        kind = np.dtype(np.float32) if names.is_wide(array) else dtype
-        yield f"model.layers.{number}.linear_attn.{tensor}", _dense(layer[array], kind)
+        name = f"model.layers.{number}.linear_attn.{tensor}"
+        # Gates that a file stored in float32 stay so, which transformers and vLLM read as well.
+        keeps = not names.is_wide(array) or _fits(layer[array], dtype)
+        yield name, _dense(layer[array], dtype if keeps else np.dtype(np.float32))
+
+
+def _fits(value: Any, dtype: np.dtype) -> bool:
+    """Whether a dtype holds the values of a float32 array as they are."""
+    values = np.asarray(jax.device_get(value))
+    return np.array_equal(values.astype(dtype).astype(values.dtype), values)
 
 
 def _stored(value: Any, array: str, model_config: ModelConfig) -> Any:
