@@ -60,7 +60,8 @@ def split(kernels: Iterable[tuple[str, float]], parts: Mapping[str, str]) -> dic
     for name, milliseconds in kernels:
         default = "linears" if _FP4 in name else "other"
         times[part_of_kernel.get(_as_kernel(name), default)] += milliseconds
-    return times
+    # Most models have no recurrent layer.
+    return {part: time for part, time in times.items() if time or part != "recurrence"}
 
 
 def _as_kernel(name: str) -> str:
