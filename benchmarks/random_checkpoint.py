@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.policy.config import ModelConfig, to_hf_config
-from qerl_jax.policy.lora import PROJECTIONS
+from qerl_jax.policy.lora import RECURRENT, fused_of
 from qerl_jax.system.staging import staged_folder
 from qerl_jax.weights import names
 from qerl_jax.weights.safetensors import INDEX_FILE
@@ -43,12 +43,15 @@ def write_random(
     modules = [
         names.layer_module(layer, projection)
         for layer in range(model_config.num_layers)
-        for projection in PROJECTIONS
+        for fused, members in fused_of(model_config, layer).items()
+        if fused not in RECURRENT
+        for projection in members
     ]
     shapes = names.expected_shapes(model_config, packed=modules if packed else ())
     hf = to_hf_config(model_config) | {"torch_dtype": "bfloat16"}
     if packed:
-        hf["quantization_config"] = QUANTIZATION_CONFIG
+        ignored = [*QUANTIZATION_CONFIG["ignore"], *names.dense_modules(model_config)]
+        hf["quantization_config"] = QUANTIZATION_CONFIG | {"ignore": ignored}
     pools, weight_map = _pools(), {}
     size = sum(_bytes(name, shape) for name, shape in shapes.items())
     shards = list(_shards(shapes, shard_bytes))

@@ -162,14 +162,14 @@ def rollout_table(result: dict) -> str:
 def parts_table(result: dict) -> str:
     """Milliseconds of a decode step by part of the model."""
     rows = rows_of(result, "parts", STEPS)
-    names = [name for name in (*PARTS, "gaps") if any(row["parts"][name] for row in rows)]
+    names = [name for name in (*PARTS, "gaps") if any(row["parts"].get(name) for row in rows)]
     lines = [
         [
             row["model"],
             numbers_of(row),
             str(row["batch"]),
             f"{row['ms_per_step']:.2f}",
-            *(f"{row['parts'][name]:.2f}" for name in names),
+            *(f"{row['parts'].get(name, 0.0):.2f}" for name in names),
             f"{row['parts']['kernels_per_layer']:.0f}",
             row["commit"][:8],
         ]

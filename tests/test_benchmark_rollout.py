@@ -294,7 +294,7 @@ def test_the_parts_of_a_chunk(monkeypatch):
     chunk = step_parts.Chunk(subject("bf16"), 2, 18, CONFIG)
     program = chunk.lower(jax.eval_shape(chunk.empty_state)).compile()
     found = parts.parts_of(program.as_text())
-    assert set(found.values()) == set(parts.PARTS)
+    assert set(found.values()) == set(parts.PARTS) - {"recurrence"}
 
     def kernels(run):
         drawn = jax.device_get(run())

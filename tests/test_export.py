@@ -50,7 +50,7 @@ def assert_same(params, others):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "qwen3_5"])
 def test_a_checkpoint_of_llm_compressor_is_exported_unchanged(name, dtype, tmp_path):
     source = GOLDEN / f"nvfp4_{name}"
     folder = export_model(load(str(source), format="nvfp4", dtype=dtype), tmp_path / "out")
@@ -78,7 +78,7 @@ def test_fused_projections_keep_their_own_global_scales(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "mistral", "qwen3_5"])
 def test_a_bf16_checkpoint_is_exported_unchanged(model_type, tied, tmp_path):
     config = model_config(model_type, tie_embeddings=tied)
     tensors = random_tensors(config)

@@ -1,5 +1,6 @@
 """The rows of the config's fields: each explains a field, and modules implement its choices."""
 
+import itertools
 import math
 import re
 
@@ -20,7 +21,7 @@ from qerl_jax.config.models import MODELS
 from qerl_jax.data import mixture
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy import aqn, kl_control
-from qerl_jax.policy.lora import PROJECTIONS
+from qerl_jax.policy.lora import ALL_PROJECTIONS, PROJECTIONS
 from qerl_jax.policy.trainable import PARAMETERS
 from qerl_jax.rewards import from_config
 from qerl_jax.rl.advantages import ADVANTAGES, SCALES
@@ -62,7 +63,7 @@ def optimizer(schedule):
 IMPLEMENTED = {
     "model.format": FORMATS,
     "model.dtype": tuple(DTYPES),
-    "lora.targets": PROJECTIONS,
+    "lora.targets": ALL_PROJECTIONS,
     "rollout.temperature_schedule": choices_in_error(
         lambda: temperature_schedule("x", start=1.0, end=1.0, total_steps=2)
     ),
@@ -129,6 +130,8 @@ def test_a_row_has_a_meaning_and_its_default_is_allowed():
         if row.choices:
             if isinstance(value, ModelDefault):
                 value = tuple(map(value.value, MODELS))
+                if isinstance(value[0], tuple):
+                    value = tuple(itertools.chain(*value))
             items = value if isinstance(value, tuple) else (value,)
             assert set(items) <= set(row.choices), row.name
 
@@ -168,13 +171,17 @@ def test_defaults_that_depend_on_the_model_or_on_a_field(experiment):
         row.name for row in ROWS.values() if isinstance(row.default, ModelDefault | LinkedDefault)
     }
     assert special == {
-        *("model.source", "model.calibration"),
+        *("model.source", "model.calibration", "lora.targets"),
         *("data.chat_template_args", "eval.max_new_tokens"),
     }
     assert {ROWS["model.source"].default.value(model) for model in MODELS}
     config = experiment.get_config("qwen3-8b")
     assert config.model.source == "Qwen/Qwen3-8B"
     assert config.data.chat_template_args.to_dict() == {"enable_thinking": True}
+    assert config.lora.targets == PROJECTIONS
+    hybrid = experiment.get_config("qwen3.5-4b")
+    assert hybrid.lora.targets == (*PROJECTIONS, "in_proj_qkv", "in_proj_z", "out_proj")
+    assert hybrid.data.chat_template_args.to_dict() == {"enable_thinking": True}
     config.rollout.max_new_tokens = 7
     assert config.eval.max_new_tokens == 7
 

@@ -29,6 +29,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
         ("qwen3", {"rslora": True}),
         ("mistral", {}),
         ("llama3", {"targets": ("q_proj", "v_proj", "down_proj")}),
+        ("qwen3_5", {"targets": lora_lib.ALL_PROJECTIONS}),
     ],
 )
 def test_peft_computes_the_same_logits(base, options, tmp_path):
@@ -36,7 +37,7 @@ def test_peft_computes_the_same_logits(base, options, tmp_path):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
 
-    folder = GOLDEN / f"logits_{base}"
+    folder = GOLDEN / (base if base == "qwen3_5" else f"logits_{base}")
     model = load(str(folder), format="bf16", dtype="float32")
     lora_config = lora_lib.LoraConfig(rank=4, alpha=8, **options)
     lora = lora_lib.init(jax.random.key(0), model.config, lora_config)

@@ -43,6 +43,17 @@ def model_config(model_type="llama", **changes):
         "qk_norm": model_type == "qwen3",
         "max_position": 128,
     }
+    if model_type == "qwen3_5":
+        # As in Qwen3.5 the last layer of a group is attention; a key head has two value heads.
+        fields |= {
+            "num_layers": 3,
+            "qk_norm": True,
+            "recurrent": config_lib.RecurrentConfig(2, 4, 8, 12, 4),
+            "recurrent_layers": (0, 1),
+            "rotary_dim": 4,
+            "gated_attention": True,
+            "centered_norms": True,
+        }
     return config_lib.ModelConfig(**(fields | changes))
 
 

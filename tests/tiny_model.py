@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 from tiny_checkpoints import VOCAB, model_config
 
-from qerl_jax.policy.lora import FUSED, PROJECTIONS, Lora, projection_shapes
+from qerl_jax.policy.lora import (
+    ALL_PROJECTIONS,
+    RECURRENT,
+    Lora,
+    fused_of,
+    projection_shapes,
+    targets_of,
+)
 from qerl_jax.policy.quant import quantize_nvfp4
 
 KINDS = ("qwen2", "qwen3", "llama")
@@ -20,19 +27,22 @@ def tiny_policy(model_type="qwen3", *, quantized=False, seed=0, **changes):
     def norm(size):
         return jnp.asarray(1.0 + 0.2 * rng.standard_normal(size), jnp.float32)
 
-    def projection(members):
+    def projection(fused, members):
         weights = [
             rng.standard_normal(shapes[name], np.float32) / shapes[name][1] ** 0.5
             for name in members
         ]
-        if quantized:
+        if quantized and fused not in RECURRENT:
             return jax.tree.map(jnp.asarray, quantize_nvfp4(weights))
         return jnp.asarray(np.concatenate(weights))
 
-    def layer():
-        weights = {fused: projection(members) for fused, members in FUSED.items()}
+    def layer(number):
+        groups = fused_of(config, number)
+        weights = {fused: projection(fused, members) for fused, members in groups.items()}
         weights["input_layernorm"] = norm(config.embed_dim)
         weights["post_attention_layernorm"] = norm(config.embed_dim)
+        if number in config.recurrent_layers:
+            return weights | recurrent_arrays()
         if config.qk_norm:
             weights |= {"q_norm": norm(config.head_dim), "k_norm": norm(config.head_dim)}
         if config.attention_bias:
@@ -40,29 +50,41 @@ def tiny_policy(model_type="qwen3", *, quantized=False, seed=0, **changes):
             weights["qkv_bias"] = jnp.asarray(0.3 * rng.standard_normal(outputs), jnp.float32)
         return weights
 
+    def recurrent_arrays():
+        shapes = config.recurrent
+        return {
+            "conv": jnp.asarray(
+                rng.standard_normal((shapes.channels, 1, shapes.window)), jnp.float32
+            ),
+            "a_log": jnp.asarray(rng.uniform(-3, 1, shapes.value_heads), jnp.float32),
+            "dt_bias": jnp.asarray(rng.standard_normal(shapes.value_heads), jnp.float32),
+            "gated_norm": norm(shapes.value_dim),
+        }
+
     table = (config.vocab_size, config.embed_dim)
     params = {
         "embed_tokens": jnp.asarray(rng.standard_normal(table, np.float32)),
         "norm": norm(config.embed_dim),
-        "layers": [layer() for _ in range(config.num_layers)],
+        "layers": [layer(number) for number in range(config.num_layers)],
     }
     if not config.tie_embeddings:
         params["lm_head"] = jnp.asarray(rng.standard_normal(table, np.float32) / 4)
     return config, params
 
 
-def random_lora(config, *, rank=4, scale=0.5, targets=PROJECTIONS, seed=1):
-    """Returns adapters with random numbers in both factors."""
+def random_lora(config, *, rank=4, scale=0.5, targets=None, seed=1):
+    """Returns adapters with random numbers in both factors, by default of all projections."""
     rng = np.random.default_rng(seed)
     shapes = projection_shapes(config)
+    targets = [name for name in ALL_PROJECTIONS if name in shapes] if targets is None else targets
 
     def factor(*shape):
         return jnp.asarray(rng.standard_normal(shape, np.float32) / shape[1] ** 0.5)
 
     layers = [
         {name: {"a": factor(rank, shapes[name][1]), "b": factor(shapes[name][0], rank)}
-         for name in targets}
-        for _ in range(config.num_layers)
+         for name in targets_of(config, layer, targets)}
+        for layer in range(config.num_layers)
     ]  # fmt: skip
     return Lora(layers=layers, scale=scale)
 

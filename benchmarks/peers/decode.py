@@ -72,27 +72,19 @@ def engine_fraction(model: str, format: str, *, rows: int, tokens: int) -> float
         rows: rows of a batch.
         tokens: tokens of a row.
     """
+    import numpy as np
     import torch  # pyrefly: ignore[missing-import]
 
     from qerl_jax.policy.architectures import ARCHITECTURES
-    from qerl_jax.policy.lora import projection_shapes
+    from qerl_jax.policy.sizes import packed_numbers, weight_bytes
+    from qerl_jax.rollout.shapes import position_bytes, state_bytes
 
     model_config = ARCHITECTURES[model]
-    linears = model_config.num_layers * sum(
-        n * k for n, k in projection_shapes(model_config).values()
-    )
-    tables = (
-        model_config.vocab_size * model_config.embed_dim * (1 if model_config.tie_embeddings else 2)
-    )
-    weights = linears * (2 if format == "bf16" else 0.6) + 2 * tables
-    caches = (
-        4
-        * rows
-        * tokens
-        * model_config.num_layers
-        * model_config.num_kv_heads
-        * model_config.head_dim
-    )
+    weights = weight_bytes(model_config, format="bf16", itemsize=2)
+    if format != "bf16":
+        weights -= 1.4 * packed_numbers(model_config)
+    caches = rows * (tokens * position_bytes(model_config, np.dtype(np.uint16)))
+    caches += rows * state_bytes(model_config)
     if not torch.cuda.is_available():
         return 0.5
     total = torch.cuda.get_device_properties(0).total_memory
@@ -157,12 +149,13 @@ def write_adapter(folder: pathlib.Path, model: str, rank: int) -> pathlib.Path:
     from safetensors.torch import save_file
 
     from qerl_jax.policy.architectures import ARCHITECTURES
-    from qerl_jax.policy.lora import projection_shapes
+    from qerl_jax.policy.lora import projection_shapes, targets_of
     from qerl_jax.weights.names import layer_module
 
     model_config, tensors = ARCHITECTURES[model], {}
     for layer in range(model_config.num_layers):
-        for name, (n, k) in projection_shapes(model_config).items():
+        for name in targets_of(model_config, layer, common.TARGETS):
+            n, k = projection_shapes(model_config)[name]
             module = f"base_model.model.{layer_module(layer, name)}"
             for part, shape in (("A", (rank, k)), ("B", (n, rank))):
                 value = 0.01 * torch.randn(shape, dtype=torch.bfloat16)

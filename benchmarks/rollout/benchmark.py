@@ -63,7 +63,7 @@ from qerl_jax.compile.aot import compile_operations
 from qerl_jax.compile.operation import Executables, commit
 from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import memory_errors
-from qerl_jax.policy.lora import FUSED, projection_shapes
+from qerl_jax.policy.lora import ALL_FUSED, projection_shapes
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.sharding import replicate_like, shard_config
 from qerl_jax.rollout import decode, shapes
@@ -315,7 +315,7 @@ def padding_waste(lengths: Sequence[int], plan: shapes.RolloutShapes, cost: Stat
 
 
 def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str = "") -> float:
-    """The fewest bytes that a device reads in a decode step: projections, head, keys and values.
+    """The fewest bytes that a device moves in a decode step: weights, keys, values and states.
 
     Args:
         subject: the policy.
@@ -337,11 +337,14 @@ def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str 
 
     head = params.get("lm_head", params["embed_tokens"])
     moved = weight_bytes(head, model_config.vocab_size, model_config.embed_dim)
-    for layer, (fused, members) in itertools.product(params["layers"], FUSED.items()):
+    for layer, (fused, members) in itertools.product(params["layers"], ALL_FUSED.items()):
+        if fused not in layer:
+            continue
         outputs = sum(shapes_of[name][0] for name in members)
         moved += weight_bytes(layer[fused], outputs, shapes_of[members[0]][1])
     position = shapes.position_bytes(model_config, shapes.cache_dtype(kv_cache_dtype, dtype))
-    return moved + rows * tokens * position
+    # A step reads and writes the states of recurrent layers.
+    return moved + rows * (tokens * position + 2 * shapes.state_bytes(model_config))
 
 
 def _roofline_share(subject, batch, ms_per_step, steps, options) -> float | None:

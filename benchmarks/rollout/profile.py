@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData, ProfileEvent, ProfileOptions
 
-PARTS = ("linears", "lora", "attention", "norms", "mlp", "head", "sampling", "other")
+PARTS = ("linears", "lora", "attention", "recurrence", "norms", "mlp", "head", "sampling", "other")
 
 _FP4 = "fp4_"  # prefix of the names of the Hopper kernel's programs
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?\bop_name=\"([^\"]*)\"", re.MULTILINE)
@@ -60,7 +60,8 @@ def split(kernels: Iterable[tuple[str, float]], parts: Mapping[str, str]) -> dic
     for name, milliseconds in kernels:
         default = "linears" if _FP4 in name else "other"
         times[part_of_kernel.get(_as_kernel(name), default)] += milliseconds
-    return times
+    # Most models have no recurrent layer.
+    return {part: time for part, time in times.items() if time or part != "recurrence"}
 
 
 def _as_kernel(name: str) -> str:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import FUSED, Lora, projection_shapes
+from qerl_jax.policy.lora import RECURRENT, Lora, fused_of, projection_shapes
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.sharding import shard_params
 
@@ -49,7 +49,8 @@ def random_params(
     params = shard_params(params, model_config, mesh=mesh)
     params["layers"] = []
     for number in range(model_config.num_layers):
-        layer = _random_layer(jax.random.fold_in(key, 3 + number), model_config, format, dtype)
+        own_key, first = jax.random.fold_in(key, 3 + number), _first_like(model_config, number)
+        layer = _random_layer(own_key, model_config, first, format, dtype)
         params["layers"].append(shard_params(layer, model_config, mesh=mesh))
     return params
 
@@ -57,13 +58,24 @@ def random_params(
 def random_lora(key: jax.Array, model_config: ModelConfig, *, rank: int) -> Lora:
     """An adapter of all projections with both factors random; B is small."""
     keys = jax.random.split(key, model_config.num_layers)
-    return Lora(layers=[_random_adapters(key, model_config, rank) for key in keys], scale=1.0)
+    firsts = [_first_like(model_config, layer) for layer in range(model_config.num_layers)]
+    pairs = zip(keys, firsts, strict=True)
+    return Lora([_random_adapters(key, model_config, n, rank) for key, n in pairs], scale=1.0)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_adapters(key: jax.Array, model_config: ModelConfig, rank: int) -> dict:
-    adapters = {}
-    for index, (name, (n, k)) in enumerate(projection_shapes(model_config).items()):
+def _first_like(model_config: ModelConfig, layer: int) -> int:
+    """Returns the first layer of a layer's kind, so that all of a kind share their programs."""
+    is_recurrent = layer in model_config.recurrent_layers
+    layers = range(model_config.num_layers)
+    return next(n for n in layers if (n in model_config.recurrent_layers) == is_recurrent)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _random_adapters(key: jax.Array, model_config: ModelConfig, layer: int, rank: int) -> dict:
+    adapters, shapes = {}, projection_shapes(model_config)
+    names = [name for members in fused_of(model_config, layer).values() for name in members]
+    for index, name in enumerate(names):
+        n, k = shapes[name]
         a, b = jax.random.split(jax.random.fold_in(key, index))
         bound = 1 / math.sqrt(k)
         adapters[name] = {
@@ -73,22 +85,35 @@ def _random_adapters(key: jax.Array, model_config: ModelConfig, rank: int) -> di
     return adapters
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _random_layer(key: jax.Array, model_config: ModelConfig, format: str, dtype: jnp.dtype) -> dict:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _random_layer(
+    key: jax.Array, model_config: ModelConfig, number: int, format: str, dtype: jnp.dtype
+) -> dict:
     keys = iter(jax.random.split(key, 16))
     shapes = projection_shapes(model_config)
     norms = {
         "input_layernorm": model_config.embed_dim,
         "post_attention_layernorm": model_config.embed_dim,
     }
-    if model_config.qk_norm:
+    is_recurrent = number in model_config.recurrent_layers
+    if model_config.qk_norm and not is_recurrent:
         norms |= {"q_norm": model_config.head_dim, "k_norm": model_config.head_dim}
     layer: dict = {name: _norm_scale(next(keys), size) for name, size in norms.items()}
-    for fused, members in FUSED.items():
-        rows = sum(shapes[name][0] for name in members)
-        layer[fused] = _projection(next(keys), rows, shapes[members[0]][1], format, dtype)
+    for fused, members in fused_of(model_config, number).items():
+        rows, own_format = sum(shapes[name][0] for name in members), format
+        if fused in RECURRENT:
+            own_format = "bf16"
+        layer[fused] = _projection(next(keys), rows, shapes[members[0]][1], own_format, dtype)
         if fused == "qkv_proj" and model_config.attention_bias:
             layer["qkv_bias"] = normal(next(keys), (rows,), dtype)
+    if is_recurrent and (recurrent := model_config.recurrent) is not None:
+        heads = (recurrent.value_heads,)
+        window = (recurrent.channels, 1, recurrent.window)
+        layer["conv"] = normal(next(keys), window, dtype, 0.5)
+        # A state keeps between about half and almost all of itself at a token.
+        layer["a_log"] = jax.random.uniform(next(keys), heads, minval=-5.0, maxval=-0.5)
+        layer["dt_bias"] = normal(next(keys), heads, jnp.float32, 1.0)
+        layer["gated_norm"] = _norm_scale(next(keys), recurrent.value_dim)
     return layer
 
 

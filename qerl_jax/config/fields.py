@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.models import SOURCES, TEMPLATE_ARGS, calibration_of
+from qerl_jax.config.models import SOURCES, TEMPLATE_ARGS, calibration_of, lora_targets
 from qerl_jax.system.import_path import names_function
 
 GENERATED = "reasoning_gym:"  # what the source of generated problems begins with
@@ -237,9 +237,16 @@ FIELDS: tuple[Section | Field, ...] = (
     ),
     Field(
         "lora.targets",
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        "Projections that have an adapter.",
-        choices=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        ModelDefault(
+            "('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'), with "
+            "'in_proj_qkv', 'in_proj_z', 'out_proj' after them of Qwen3.5 and Qwen3.6",
+            lora_targets,
+        ),
+        "Projections that have an adapter. Those from in_proj_qkv on are of recurrent layers.",
+        choices=(
+            *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+            *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+        ),
         read_if=_ADAPTER,
     ),
     Field("lora.init", "", "folder of a PEFT adapter to start from", read_if=_ADAPTER),
@@ -363,12 +370,12 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "data.chat_template_args",
         ModelDefault(
-            "{'enable_thinking': True} of Qwen3, {} of others",
+            "{'enable_thinking': True} of Qwen3, Qwen3.5 and Qwen3.6, {} of others",
             lambda model: TEMPLATE_ARGS.get(model.partition("-")[0], {}),
         ),
-        "Further variables of the chat template. That of Qwen3 has enable_thinking, which the "
-        "presets set: True trains the thinking mode, in which the model writes its <think> part "
-        "itself.",
+        "Further variables of the chat template. That of Qwen3 and later has enable_thinking, "
+        "which the presets set: True trains the thinking mode, in which the model writes its "
+        "<think> part itself.",
     ),
     Field("data.max_prompt_tokens", 320, "A longer prompt is an error."),
     #

@@ -20,6 +20,12 @@ SOURCES = {
     "qwen3-8b": "Qwen/Qwen3-8B",
     "qwen3-14b": "Qwen/Qwen3-14B",
     "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen3.5-0.8b": "Qwen/Qwen3.5-0.8B",
+    "qwen3.5-2b": "Qwen/Qwen3.5-2B",
+    "qwen3.5-4b": "Qwen/Qwen3.5-4B",
+    "qwen3.5-9b": "Qwen/Qwen3.5-9B",
+    "qwen3.5-27b": "Qwen/Qwen3.5-27B",
+    "qwen3.6-27b": "Qwen/Qwen3.6-27B",
     "llama3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
 }
@@ -27,7 +33,18 @@ SOURCES = {
 MODELS = tuple(SOURCES)
 
 # Family -> variables of its chat template.
-TEMPLATE_ARGS = {"qwen3": {"enable_thinking": True}}
+TEMPLATE_ARGS = {family: {"enable_thinking": True} for family in ("qwen3", "qwen3.5", "qwen3.6")}
+
+_ATTENTION_AND_MLP = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Without in_proj_b and in_proj_a: they have one output for each head, about as many as an adapter
+# has ranks, and decide how fast states decay.
+_OF_RECURRENCE = ("in_proj_qkv", "in_proj_z", "out_proj")
+
+
+def lora_targets(model: str) -> tuple[str, ...]:
+    """Returns the projections that have an adapter by default."""
+    is_hybrid = model.startswith(("qwen3.5-", "qwen3.6-"))
+    return (*_ATTENTION_AND_MLP, *(_OF_RECURRENCE if is_hybrid else ()))
 
 
 def calibration_of(model: str) -> str:

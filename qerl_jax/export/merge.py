@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.policy.aqn import LAYER_NORMS
-from qerl_jax.policy.lora import FUSED, Lora, member_bounds, merge_layer
+from qerl_jax.policy.lora import ALL_FUSED, RECURRENT, Lora, member_bounds, merge_layer
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize
 from qerl_jax.weights.load import LoadedModel
 
@@ -64,7 +64,7 @@ def merged_layers(
         model: model whose weights the adapter is merged into, dense or packed.
         lora: LoRA to merge; None if the weights themselves were trained.
         packed: whether the weights are rounded to NVFP4, as llm-compressor would round the merged
-            bfloat16 weights, instead of to bfloat16.
+            bfloat16 weights, instead of to bfloat16. Those of `lora.RECURRENT` never are.
         retention: dictionary by projection, to which the measures of the kept update are added; a
             projection without an update is left out.
 
@@ -78,10 +78,13 @@ def merged_layers(
     merge = jax.jit(functools.partial(merge_layer, config=model.config, scale=scale))
     for number, layer in enumerate(model.params["layers"]):
         merged, updates = merge(layer, {} if lora is None else lora.layers[number])
-        for fused, members in FUSED.items():
+        for fused, members in ALL_FUSED.items():
+            if fused not in layer:
+                continue
+            packs = packed and fused not in RECURRENT
             bounds = member_bounds(fused, model.config)
-            before = _round(layer[fused], bounds, packed=packed)
-            after = _round(merged[fused], bounds, packed=packed)
+            before = _round(layer[fused], bounds, packed=packs)
+            after = _round(merged[fused], bounds, packed=packs)
             sums = np.asarray(_row_sums(before, after, updates[fused]), np.float64)
             for member, rows in zip(members, np.split(sums, bounds, axis=1), strict=True):
                 if rows[1].any():

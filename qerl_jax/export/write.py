@@ -40,7 +40,7 @@ from qerl_jax.export.scores import (
     make_probe,
     open_held_out_set,
 )
-from qerl_jax.policy.lora import FUSED
+from qerl_jax.policy.lora import ALL_FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.system import json_file
@@ -50,7 +50,7 @@ from qerl_jax.system.safe_files import check_folder, check_inside
 from qerl_jax.system.staging import check_free, scratch_of, staged_folder
 from qerl_jax.weights import names, peft
 from qerl_jax.weights.load import LoadedModel, load
-from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint
+from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint, is_nested
 
 FORMATS = ("peft", "merged", "nvfp4")
 ONTO = ("trained", "bf16")
@@ -289,7 +289,11 @@ def _export_adapter(
                 checkpoint_tensors(policy.model.params, base.config, norms=card.norms),
                 files=base_files,
             )
-        peft.fill_peft_adapter(staged, trainable, policy.lora_config, base_model=base_model)
+        # A base that is written here is the text model alone.
+        nested = base_out is None and is_nested(base.path)
+        peft.fill_peft_adapter(
+            staged, trainable, policy.lora_config, base_model=base_model, nested=nested
+        )
         for name, content in files.items():
             (staged / name).write_bytes(content)
     return card
@@ -414,8 +418,8 @@ def _base_files(base: LoadedModel) -> dict[str, bytes]:
     dense = [
         names.layer_module(number, member)
         for number, layer in enumerate(base.params["layers"])
-        for fused, members in FUSED.items()
+        for fused, members in ALL_FUSED.items()
         for member in members
-        if not isinstance(layer[fused], QuantTensor)
+        if fused in layer and not isinstance(layer[fused], QuantTensor)
     ]
     return companion_files(base, packed=packed, ignore=dense if packed else (), trained=True)

@@ -119,15 +119,16 @@ def format_plan(plan: RunPlan, config: ConfigDict) -> str:
         config: the resolved config.
     """
     rollout, update = plan.rollout, plan.update
+    states = f" and a state of {rollout.state / 1e6:.1f} MB" if rollout.state else ""
     again = ", ".join(update.recompute) or "none"
     rows = [
         ("weights", plan.weights, config.model.format),
         ("adapter and optimizer", plan.training, f"train.parameters={config.train.parameters}"),
         (
-            "keys and values",
+            "keys, values, states" if states else "keys and values",
             rollout.cache,
             f"{rollout.rows} of {rollout.all_rows} rows decode together, {rollout.positions} "
-            "positions each",
+            f"positions each{states}",
         ),
         (
             "rest of a rollout",

@@ -22,10 +22,11 @@ from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.shapes import (
     cache_dtype,
     fit_rows,
+    logits_bytes,
     position_bytes,
     prefill_bytes,
-    row_bytes,
     row_positions,
+    state_bytes,
 )
 
 # Part of the pool that a plan fills: the pool needs its free memory in one piece.
@@ -63,13 +64,14 @@ class RolloutPlan:
     Attributes:
         policy_copy: trained parameters in the dtype of the policy.
         dense_copy: dense copy of packed weights.
-        cache: keys and values of the rows that decode together.
+        cache: keys and values of the rows that decode together, and their recurrent states.
         temporary: prompts in a prefill, or the logits of the rows.
         rows: number of rows that decode together, 0 if not one fits.
         all_rows: number of all rows.
         prefill_prompts: number of prompts in one prefill.
         positions: cache positions of a row.
         dequantize: 'once' or 'step', as in `EngineConfig`.
+        state: bytes of the recurrent states of a row; they are a part of `cache`.
     """
 
     policy_copy: int
@@ -81,6 +83,7 @@ class RolloutPlan:
     prefill_prompts: int
     positions: int
     dequantize: str
+    state: int = 0
 
     @property
     def bytes(self) -> int:
@@ -259,17 +262,18 @@ def _plan_rollout(
         free=None if free is None else max(0, free - policy_copy - dense_copy),
     )
     prefilled = prefill_bytes(model, num_prompts=prefill, width=width, dtype=dtype, compute=compute)
-    logits = row_bytes(model, positions=0, dtype=dtype)
+    state = state_bytes(model)
     return RolloutPlan(
         policy_copy=policy_copy,
         dense_copy=dense_copy,
-        cache=max(1, rows) * positions * position_bytes(model, dtype),
-        temporary=max(prefilled, max(1, rows) * logits),
+        cache=max(1, rows) * (positions * position_bytes(model, dtype) + state),
+        temporary=max(prefilled, max(1, rows) * logits_bytes(model)),
         rows=rows,
         all_rows=num_prompts * longest.group_size,
         prefill_prompts=prefill,
         positions=positions,
         dequantize=dequantize,
+        state=state,
     )
 
 

@@ -10,9 +10,10 @@ import dataclasses
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import FUSED, projection_shapes
-from qerl_jax.policy.transformer import PRODUCTS
+from qerl_jax.policy.config import ModelConfig, RecurrentConfig
+from qerl_jax.policy.lora import ALL_FUSED, fused_counts, projection_shapes
+from qerl_jax.policy.recurrent import CHUNK
+from qerl_jax.policy.transformer import ALIASES, PRODUCTS
 from qerl_jax.rl.logprobs import logits_chunk
 from qerl_jax.rl.packing import layout
 
@@ -30,6 +31,7 @@ RECOMPUTATIONS: tuple[tuple[str, ...], ...] = (
 _LARGEST_BUFFER = 12288  # tokens; a larger buffer is no faster
 _TOKENS_OF_A_CALL = 400  # what a call costs besides its tokens: dequantized weights, the launch
 _MULTIPLE = 128  # tokens of a tile of the attention kernel
+_RECURRENCE_COPIES = 2  # of what the chunks of a recurrent layer hold: values and gradients
 _CPU_BUFFER = 512  # tokens; on a CPU the mask of the attention is dense
 _CPU_MULTIPLE = 8
 
@@ -155,10 +157,11 @@ def _relative_time(model: ModelConfig, again: tuple[str, ...]) -> float:
     first one again makes three of two.
     """
     shapes = projection_shapes(model)
-    sizes = {
-        fused: sum(shapes[name][0] * shapes[name][1] for name in members)
-        for fused, members in FUSED.items()
-    }
+    sizes: dict[str, int] = {}
+    for fused, count in fused_counts(model).items():
+        product = ALIASES.get(fused, fused)
+        size = sum(shapes[name][0] * shapes[name][1] for name in ALL_FUSED[fused])
+        sizes[product] = sizes.get(product, 0) + count * size
     return 1 + sum(sizes.get(name, 0) for name in again) / (2 * sum(sizes.values()))
 
 
@@ -198,14 +201,22 @@ def update_memory(
     heads = model.num_heads * model.head_dim
     kv_heads = model.num_kv_heads * model.head_dim
     widths = {
-        "qkv_proj": heads + 2 * kv_heads,
+        "qkv_proj": (2 if model.gated_attention else 1) * heads + 2 * kv_heads,
         "attention": heads + 4 * model.num_heads // itemsize,  # and the log-sum-exp in float32
         "o_proj": model.embed_dim,
         "gate_up_proj": 2 * model.mlp_dim,
     }
-    kept_width = model.embed_dim + sum(
-        size for name, size in widths.items() if name not in recompute
-    )
+    kept_width = model.attention_layers * _kept_width(model, widths, recompute)
+    recurrence = 0
+    if (recurrent := model.recurrent) is not None:
+        of_recurrence = widths | {
+            "qkv_proj": recurrent.channels + recurrent.values + 2 * recurrent.value_heads,
+            "attention": recurrent.values,
+        }
+        count = len(model.recurrent_layers)
+        kept_width += count * _kept_width(model, of_recurrence, recompute)
+        recurrence = _RECURRENCE_COPIES * 4 * tokens * _recurrence_width(recurrent)
+        widths = {name: max(size, of_recurrence[name]) for name, size in widths.items()}
     # One layer while its backward pass runs: its adapter; its states, and where weights are cut
     # two that are summed over devices; the products that it computes again; the gradients of gate
     # and up; and the larger of the dequantized weights of gate and up and of what the gradient of
@@ -219,12 +230,26 @@ def update_memory(
     logits = min(logits_chunk(model.vocab_size), tokens) * model.vocab_size
     head = itemsize * 4 * tokens * model.embed_dim
     return MemoryPlan(
-        activations=itemsize * tokens * model.num_layers * kept_width,
+        activations=itemsize * tokens * kept_width,
         head=head + (4 + itemsize) * logits,
-        layer=itemsize * layer + adapter // model.num_layers,
+        layer=max(itemsize * layer, recurrence) + adapter // model.num_layers,
         buffer_tokens=tokens,
         recompute=recompute,
     )
+
+
+def _kept_width(model: ModelConfig, widths: dict[str, int], recompute: tuple[str, ...]) -> int:
+    """Numbers of a token that a layer keeps: its input, and products by their widths."""
+    return model.embed_dim + sum(size for name, size in widths.items() if name not in recompute)
+
+
+def _recurrence_width(shapes: RecurrentConfig) -> int:
+    """Numbers of a token in the arrays of the chunks of a recurrent layer, and in their gradients.
+
+    They are what the scan reads and returns, and the two states in front of each chunk.
+    """
+    heads = 2 * CHUNK + 3 * shapes.value_dim + 2 * shapes.key_dim * shapes.value_dim // CHUNK
+    return shapes.value_heads * heads + 2 * shapes.key_heads * shapes.key_dim + shapes.channels
 
 
 def _round_up(number: int, multiple: int) -> int:

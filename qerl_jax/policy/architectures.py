@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from qerl_jax.policy.config import ModelConfig, RopeScaling
+from qerl_jax.policy.config import ModelConfig, RecurrentConfig, RopeScaling
 
 
 def _qwen2(vocab: int, embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
@@ -38,6 +38,28 @@ def _qwen3(embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> Mode
     )
 
 
+def _qwen3_5(
+    embed: int, mlp: int, layers: int, heads: int, kv_heads: int, value_heads: int
+) -> ModelConfig:
+    """Returns an architecture of Qwen3.5; up to 4B its embedding is also the output head."""
+    return dataclasses.replace(
+        _qwen3(embed, mlp, layers, heads, kv_heads),
+        model_type="qwen3_5",
+        vocab_size=248320,
+        head_dim=256,
+        rope_theta=1e7,
+        max_position=262144,
+        recurrent=RecurrentConfig(
+            key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, window=4
+        ),
+        recurrent_layers=tuple(layer for layer in range(layers) if (layer + 1) % 4),
+        rotary_dim=64,
+        gated_attention=True,
+        centered_norms=True,
+    )
+
+
+_QWEN_27B = _qwen3_5(5120, 17408, 64, 24, 4, 48)
 _LLAMA_8B = ModelConfig(
     model_type="llama",
     vocab_size=128256,
@@ -89,6 +111,12 @@ ARCHITECTURES = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8),
+    "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, 8, 2, 16),
+    "qwen3.5-2b": _qwen3_5(2048, 6144, 24, 8, 2, 16),
+    "qwen3.5-4b": _qwen3_5(2560, 9216, 32, 16, 4, 32),
+    "qwen3.5-9b": _qwen3_5(4096, 12288, 32, 16, 4, 32),
+    "qwen3.5-27b": _QWEN_27B,
+    "qwen3.6-27b": _QWEN_27B,
     "mistral-7b": dataclasses.replace(
         _LLAMA_8B,
         model_type="mistral",

@@ -15,11 +15,13 @@ from qerl_jax.policy.config import ModelConfig
 class KVCache:
     """Keys and values of the tokens so far, left-aligned.
 
-    They may be stored in another dtype than the dtype of the computation, see `decode.to_cache`.
+    They may be stored in another dtype than the dtype of the computation, see `decode.to_cache`. A
+    recurrent layer has a state in place of keys and a window in place of values, whose size does
+    not depend on S; see `recurrent`.
 
     Attributes:
-        keys: [B, K, S, H] keys of every layer, after the rotation.
-        values: [B, K, S, H] values of every layer.
+        keys: [B, K, S, H] keys of every layer, after the rotation; or the state, float32.
+        values: [B, K, S, H] values of every layer; or the window.
         lengths: int32 [B], number of filled cache positions of each row.
     """
 
@@ -35,9 +37,10 @@ def rotary_frequencies(config: ModelConfig) -> np.ndarray:
         config: the architecture.
 
     Returns:
-        float32 [H/2].
+        float32 [H/2], or of the rotated dimensions only.
     """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    rotated = config.rotary_dim or config.head_dim
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / rotated
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling is None:
@@ -61,8 +64,14 @@ def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array,
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates x [B, T, N, H] in the planes (i, i + H/2), the convention of Hugging Face."""
+    """Rotates x [B, T, N, H] in the planes (i, i + H/2), the convention of Hugging Face.
+
+    Angles of fewer planes rotate the first dimensions alone.
+    """
     cos, sin = angles
+    if (rotated_dim := 2 * cos.shape[-1]) < x.shape[-1]:
+        turned = rotate(x[..., :rotated_dim], angles)
+        return jnp.concatenate([turned, x[..., rotated_dim:]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

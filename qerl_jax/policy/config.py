@@ -6,13 +6,18 @@ from typing import Any
 
 from qerl_jax.errors import UserError
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
+MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_5")
+# Qwen3.5's files say 'qwen3_5' where a vision tower and an MTP head are beside the text model,
+# whose own config is then in `text_config`, and 'qwen3_5_text' where there is the text model alone.
+_TEXT_TYPES = {"qwen3_5_text": "qwen3_5"}
 _ARCHITECTURES = {
+    "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+_HEAD_DIMS = {"qwen3": 128, "qwen3_5": 256}  # where a file does not state them
 _LARGEST_NUMBER = 1e30
 
 
@@ -46,11 +51,63 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """The architecture of a Qwen2, Qwen3, Llama or Mistral decoder.
+class RecurrentConfig:
+    """The shapes of a Gated DeltaNet layer (https://arxiv.org/abs/2412.06464).
 
     Attributes:
-        model_type: 'qwen2', 'qwen3', 'llama' or 'mistral'.
+        key_heads: number of heads of the queries and of the keys.
+        value_heads: number of heads of the values, a multiple of key_heads; each has a state.
+        key_dim: width of a head of the queries and of the keys.
+        value_dim: width of a head of the values.
+        window: number of positions that the convolution sees.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise UserError(
+                    f"model config: {field.name} of the recurrent layers is "
+                    f"{getattr(self, field.name)}, must be positive"
+                )
+        if self.value_heads % self.key_heads:
+            raise UserError(
+                f"model config: {self.value_heads} value heads of the recurrent layers are not a "
+                f"multiple of {self.key_heads} key heads"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Number of values of a token in all heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of what a row keeps of its tokens in a layer, in float32.
+
+        They are those of the state, [N, Dk, Dv], and of the window, [channels, W - 1], which holds
+        the last inputs of the convolution.
+        """
+        state = (self.value_heads, self.key_dim, self.value_dim)
+        return state, (self.channels, self.window - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The architecture of a Qwen2, Qwen3, Qwen3.5, Llama or Mistral decoder.
+
+    Attributes:
+        model_type: 'qwen2', 'qwen3', 'qwen3_5', 'llama' or 'mistral'.
         vocab_size: number V of rows in the embedding.
         embed_dim: width D of the residual stream.
         mlp_dim: width F of the MLP.
@@ -68,6 +125,13 @@ class ModelConfig:
         shards: number of devices that the weights are cut into. Where it is more than 1, heads, kv
             heads, mlp_dim (padded to whole tiles of the kernels) and vocab_size are those of one
             device, see `tensor_parallel.shard_of`.
+        recurrent: shapes of the recurrent layers, or None where every layer is attention.
+        recurrent_layers: numbers of the layers that are recurrent.
+        rotary_dim: number of dimensions of a head that are rotated, the first ones; 0 is all.
+        gated_attention: whether q_proj also has a gate of each head, which follows the queries of
+            the head and whose sigmoid multiplies the head's output.
+        centered_norms: whether checkpoints store the scales of norms minus 1. The parameter tree
+            has the scales that multiply.
     """
 
     model_type: str
@@ -86,6 +150,16 @@ class ModelConfig:
     qk_norm: bool
     max_position: int
     shards: int = 1
+    recurrent: RecurrentConfig | None = None
+    recurrent_layers: tuple[int, ...] = ()
+    rotary_dim: int = 0
+    gated_attention: bool = False
+    centered_norms: bool = False
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers that have keys and values."""
+        return self.num_layers - len(self.recurrent_layers)
 
     def __post_init__(self):
         for field in ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "max_position"):
@@ -100,6 +174,11 @@ class ModelConfig:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise UserError(f"model config: head_dim is {self.head_dim}, must be even and positive")
+        if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise UserError(
+                f"model config: {self.rotary_dim} rotated dimensions of a head: must be an even "
+                f"number of at most {self.head_dim}"
+            )
         if not 0 < self.rope_theta < math.inf or not 0 <= self.norm_eps < math.inf:
             raise UserError(
                 f"model config: rope_theta is {self.rope_theta}, norm_eps is {self.norm_eps}; both "
@@ -118,16 +197,19 @@ def from_hf_config(hf: dict[str, Any]) -> ModelConfig:
         UserError: a key is missing or malformed, or the model needs something that is not
             supported; the message names it.
     """
+    hf = text_section(hf)
     model_type = hf.get("model_type")
+    model_type = _TEXT_TYPES.get(model_type, model_type) if isinstance(model_type, str) else None
     if model_type not in MODEL_TYPES:
         raise UserError(
-            f"config.json: model_type {model_type!r:.50} is not supported; "
+            f"config.json: model_type {hf.get('model_type')!r:.50} is not supported; "
             f"supported: {', '.join(MODEL_TYPES)}"
         )
     _reject_unsupported(hf, model_type)
     num_heads = _integer(hf, "num_attention_heads")
     embed_dim = _integer(hf, "hidden_size")
-    rope_theta, rope_scaling = _rope(hf)
+    rope_theta, rope_scaling = _rope(hf, model_type)
+    hybrid = _hybrid(hf) if model_type == "qwen3_5" else {}
     return ModelConfig(
         model_type=model_type,
         vocab_size=_integer(hf, "vocab_size"),
@@ -137,16 +219,55 @@ def from_hf_config(hf: dict[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=_integer(hf, "num_key_value_heads", default=num_heads),
         head_dim=_integer(
-            hf, "head_dim", default=128 if model_type == "qwen3" else embed_dim // max(num_heads, 1)
+            hf, "head_dim", default=_HEAD_DIMS.get(model_type, embed_dim // max(num_heads, 1))
         ),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         norm_eps=_number(hf, "rms_norm_eps", default=1e-6),
         tie_embeddings=_flag(hf, "tie_word_embeddings"),
         attention_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type in ("qwen3", "qwen3_5"),
         max_position=_integer(hf, "max_position_embeddings"),
+        **hybrid,
     )
+
+
+def text_section(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of a config.json that describes the text model.
+
+    It is the whole file, but for a model with a vision tower, whose section `text_config` it is.
+
+    Args:
+        hf: the parsed config.json.
+
+    Raises:
+        UserError: the section is no object.
+    """
+    if hf.get("model_type") != "qwen3_5" or "text_config" not in hf:
+        return hf
+    text = hf["text_config"]
+    if not isinstance(text, dict):
+        raise UserError(f"config.json: text_config is {text!r:.50}, must be an object")
+    tied = hf.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    return text | {"tie_word_embeddings": tied}
+
+
+def text_config_json(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of the text model alone, of a model that may have a vision tower.
+
+    Args:
+        hf: the parsed config.json.
+    """
+    text = text_section(hf)
+    if text is hf:
+        return hf
+    text |= {"architectures": [_ARCHITECTURES["qwen3_5"]], "model_type": "qwen3_5_text"}
+    rope = text.get("rope_parameters") or {}
+    text["rope_parameters"] = {k: v for k, v in rope.items() if not k.startswith("mrope")}
+    if text["rope_parameters"].get("rope_type") == "mrope":
+        text["rope_parameters"]["rope_type"] = "default"
+    quantization = {key: hf[key] for key in ("quantization_config",) if key in hf}
+    return {k: v for k, v in text.items() if not k.startswith("mtp_")} | quantization
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -177,6 +298,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
             "high_freq_factor": config.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": config.rope_scaling.original_max_position,
         }
+    if config.recurrent is not None:
+        return _hybrid_fields(hf, config, config.recurrent)
     match config.model_type:
         case "llama":
             hf |= {"attention_bias": False, "mlp_bias": False}
@@ -189,6 +312,84 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     return hf
 
 
+def _hybrid(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` that only a model with recurrent layers has."""
+    layers = _integer(hf, "num_hidden_layers")
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        interval = _integer(hf, "full_attention_interval", default=4)
+        if interval < 1:
+            raise UserError(f"config.json: full_attention_interval is {interval}, must be positive")
+        recurrent = [i for i in range(layers) if (i + 1) % interval]
+    else:
+        known = ("linear_attention", "full_attention")
+        if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(known):
+            raise UserError(
+                f"config.json: layer_types is {kinds!r:.100}, must name one of "
+                f"{', '.join(known)} for each of the {layers} layers"
+            )
+        recurrent = [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
+    for key, expected in (("attn_output_gate", True), ("output_gate_type", "swish")):
+        if hf.get(key, expected) != expected:
+            raise UserError(
+                f"config.json: {key}={hf[key]!r:.50} is not supported; supported: {expected!r}"
+            )
+    head_dim = _integer(hf, "head_dim", default=_HEAD_DIMS["qwen3_5"])
+    return {
+        "recurrent": RecurrentConfig(
+            key_heads=_integer(hf, "linear_num_key_heads", default=16),
+            value_heads=_integer(hf, "linear_num_value_heads", default=32),
+            key_dim=_integer(hf, "linear_key_head_dim", default=128),
+            value_dim=_integer(hf, "linear_value_head_dim", default=128),
+            window=_integer(hf, "linear_conv_kernel_dim", default=4),
+        ),
+        "recurrent_layers": tuple(recurrent),
+        "rotary_dim": int(head_dim * _rotated_fraction(hf)),
+        "gated_attention": True,
+        "centered_norms": True,
+    }
+
+
+def _rotated_fraction(hf: dict[str, Any]) -> float:
+    rope = hf.get("rope_parameters") or {}
+    for section in (rope if isinstance(rope, dict) else {}, hf):
+        if section.get("partial_rotary_factor") is not None:
+            return _number(section, "partial_rotary_factor")
+    return 0.25
+
+
+def _hybrid_fields(
+    hf: dict[str, Any], config: ModelConfig, recurrent: RecurrentConfig
+) -> dict[str, Any]:
+    """Adds what the config.json of a model with recurrent layers has, as transformers 5 writes it.
+
+    transformers 4 and vLLM before 0.20 do not know the text model alone.
+    """
+    fraction = (config.rotary_dim or config.head_dim) / config.head_dim
+    kinds = ["full_attention"] * config.num_layers
+    for number in config.recurrent_layers:
+        kinds[number] = "linear_attention"
+    scaling = hf["rope_scaling"] or {}
+    hf = {key: value for key, value in hf.items() if key not in ("rope_theta", "rope_scaling")}
+    return hf | {
+        "model_type": "qwen3_5_text",
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "layer_types": kinds,
+        "linear_conv_kernel_dim": recurrent.window,
+        "linear_key_head_dim": recurrent.key_dim,
+        "linear_num_key_heads": recurrent.key_heads,
+        "linear_num_value_heads": recurrent.value_heads,
+        "linear_value_head_dim": recurrent.value_dim,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope_theta,
+            "partial_rotary_factor": fraction,
+        }
+        | scaling,
+    }
+
+
 def _reject_unsupported(hf: dict[str, Any], model_type: str) -> None:
     if hf.get("hidden_act", "silu") != "silu":
         raise UserError(
@@ -198,6 +399,8 @@ def _reject_unsupported(hf: dict[str, Any], model_type: str) -> None:
         # Qwen2 has biases on q, k and v whatever its config says; no other bias is supported.
         if _flag(hf, flag) and not (model_type == "qwen2" and flag == "attention_bias"):
             raise UserError(f"config.json: {flag}=true is not supported for {model_type}")
+    if model_type == "qwen3_5":
+        return  # `_hybrid` reads partial rotation and kinds of layers; there is no window
     rotated = hf.get("partial_rotary_factor", 1.0)
     if rotated != 1.0:
         raise UserError(f"config.json: partial_rotary_factor={rotated!r:.50} is not supported")
@@ -227,7 +430,7 @@ def _uses_sliding_window(hf: dict[str, Any], model_type: str) -> bool:
     return _flag(hf, "use_sliding_window") and first < _integer(hf, "num_hidden_layers")
 
 
-def _rope(hf: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope(hf: dict[str, Any], model_type: str) -> tuple[float, RopeScaling | None]:
     # transformers prefers rope_scaling where a file has both.
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -235,12 +438,13 @@ def _rope(hf: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     theta = rope["rope_theta"] if "rope_theta" in rope else hf.get("rope_theta", 10000.0)
     theta = _number({"rope_theta": theta}, "rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(
-        isinstance(value, dict) for value in rope.values()
-    ):
+    whole = model_type == "qwen3_5" or rope.get("partial_rotary_factor", 1.0) == 1.0
+    if not whole or any(isinstance(value, dict) for value in rope.values()):
         raise UserError(f"config.json: rope parameters {rope!r:.200} are not supported")
     if kind == "default":
         return theta, None
+    if model_type == "qwen3_5" and kind == "mrope":
+        return theta, None  # of a text the three positions of a token are one
     if kind != "llama3":
         raise UserError(
             f"config.json: rope type {kind!r:.50} is not supported; supported: 'default', 'llama3'"

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,16 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
+# Those that a recurrent layer has in place of the first two. A format of 4 bits leaves them in 16,
+# as llm-compressor does.
+RECURRENT = {
+    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "out_proj": ("out_proj",),
+}
+ALL_FUSED = FUSED | RECURRENT
+_OF_ATTENTION = ("qkv_proj", "o_proj")
 PROJECTIONS = tuple(name for members in FUSED.values() for name in members)
+ALL_PROJECTIONS = tuple(name for members in ALL_FUSED.values() for name in members)
 LARGEST_ALPHA = 1e6
 
 
@@ -41,12 +51,12 @@ class LoraConfig:
     targets: tuple[str, ...] = PROJECTIONS
 
     def __post_init__(self):
-        unknown = set(self.targets) - set(PROJECTIONS)
+        unknown = set(self.targets) - set(ALL_PROJECTIONS)
         repeated = len(set(self.targets)) < len(self.targets)
         if self.rank < 1 or unknown or repeated or not self.targets:
             raise UserError(
                 f"lora.rank={self.rank}, lora.targets={self.targets}: the rank must be at least 1, "
-                f"the targets some of {PROJECTIONS}, each at most once"
+                f"the targets some of {ALL_PROJECTIONS}, each at most once"
             )
         if not abs(self.alpha) <= LARGEST_ALPHA:
             raise UserError(
@@ -74,11 +84,11 @@ class Lora:
 
 
 def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Returns the shape (outputs, inputs) of each of the seven projections of a layer."""
+    """Returns the shape (outputs, inputs) of each projection that layers of the model have."""
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
-    return {
-        "q_proj": (heads, config.embed_dim),
+    shapes = {
+        "q_proj": (2 * heads if config.gated_attention else heads, config.embed_dim),
         "k_proj": (kv_heads, config.embed_dim),
         "v_proj": (kv_heads, config.embed_dim),
         "o_proj": (config.embed_dim, heads),
@@ -86,11 +96,66 @@ def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         "up_proj": (config.mlp_dim, config.embed_dim),
         "down_proj": (config.embed_dim, config.mlp_dim),
     }
+    if (recurrent := config.recurrent) is not None:
+        shapes |= {
+            "in_proj_qkv": (recurrent.channels, config.embed_dim),
+            "in_proj_z": (recurrent.values, config.embed_dim),
+            "in_proj_b": (recurrent.value_heads, config.embed_dim),
+            "in_proj_a": (recurrent.value_heads, config.embed_dim),
+            "out_proj": (config.embed_dim, recurrent.values),
+        }
+    return shapes
+
+
+def fused_of(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
+    """Returns the part of `ALL_FUSED` that a layer has, by the number of the layer."""
+    others = _OF_ATTENTION if layer in config.recurrent_layers else RECURRENT
+    return {fused: members for fused, members in ALL_FUSED.items() if fused not in others}
+
+
+def fused_counts(config: ModelConfig) -> dict[str, int]:
+    """Returns how many layers have each weight of `ALL_FUSED`, at least one."""
+    counts = {
+        fused: (
+            config.attention_layers
+            if fused in _OF_ATTENTION
+            else len(config.recurrent_layers)
+            if fused in RECURRENT
+            else config.num_layers
+        )
+        for fused in ALL_FUSED
+    }
+    return {fused: count for fused, count in counts.items() if count}
+
+
+def check_targets(config: ModelConfig, targets: Collection[str]) -> None:
+    """Checks that the layers of a model have the projections that an adapter is for.
+
+    Raises:
+        UserError: no layer has one of the targets.
+    """
+    shapes = projection_shapes(config)
+    if missing := set(targets) - shapes.keys():
+        raise UserError(
+            f"lora.targets: a {config.model_type} has no {', '.join(sorted(missing))}: choose from "
+            f"{', '.join(shapes)}"
+        )
+
+
+def targets_of(config: ModelConfig, layer: int, targets: Collection[str]) -> list[str]:
+    """Returns which of the targets a layer has, in the order of `ALL_PROJECTIONS`.
+
+    Raises:
+        UserError: no layer of the model has one of the targets.
+    """
+    check_targets(config, targets)
+    members = [name for names in fused_of(config, layer).values() for name in names]
+    return [name for name in ALL_PROJECTIONS if name in members and name in targets]
 
 
 def member_bounds(fused: str, config: ModelConfig) -> list[int]:
-    """The rows of a fused weight, of `FUSED`, at which its second and later members begin."""
-    rows = [projection_shapes(config)[member][0] for member in FUSED[fused]]
+    """The rows of a fused weight, of `ALL_FUSED`, at which its second and later members begin."""
+    rows = [projection_shapes(config)[member][0] for member in ALL_FUSED[fused]]
     return list(itertools.accumulate(rows))[:-1]
 
 
@@ -107,9 +172,8 @@ def init(key: jax.Array, config: ModelConfig, lora_config: LoraConfig) -> Lora:
     for layer in range(config.num_layers):
         layer_key = jax.random.fold_in(key, layer)
         adapters = {}
-        for index, name in enumerate(PROJECTIONS):
-            if name not in lora_config.targets:
-                continue
+        for name in targets_of(config, layer, lora_config.targets):
+            index = ALL_PROJECTIONS.index(name)
             outputs, inputs = shapes[name]
             bound = 1.0 / math.sqrt(inputs)
             adapters[name] = {
@@ -141,7 +205,7 @@ def fuse(
         dtype: dtype of the result.
 
     Returns:
-        One dict per layer, from 'qkv_proj', 'o_proj', 'gate_up_proj', 'down_proj' to the pair
+        One dict per layer, from the names of its fused weights, as 'qkv_proj', to the pair
         (A, B); projections without an adapter are absent. Where the FP4 kernel runs, B is padded
         with columns of zeros to the multiple of 64 that the kernel reads. Where the weights of a
         device are padded (see `tensor_parallel`), so are A and B.
@@ -158,7 +222,7 @@ def fuse(
                 scale=lora.scale,
                 dtype=dtype,
             )
-            for fused, members in FUSED.items()
+            for fused, members in ALL_FUSED.items()
             if any(name in adapters for name in members)
         }
         for adapters in lora.layers
@@ -199,7 +263,9 @@ def merge_layer(
     """
     shapes = projection_shapes(config)
     merged, updates = dict(layer), {}
-    for fused, members in FUSED.items():
+    for fused, members in ALL_FUSED.items():
+        if fused not in layer:
+            continue
         update = jnp.concatenate(
             [
                 scale * jnp.dot(adapters[name]["b"], adapters[name]["a"], precision="highest")

@@ -1,10 +1,12 @@
 """Bytes of a policy and of what trains it, by arithmetic: nothing is loaded or made."""
 
 import math
+from collections.abc import Iterator
 
 from pallas_kernels import fp4_matmul
+from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import FUSED, projection_shapes
+from qerl_jax.policy.lora import ALL_FUSED, FUSED, check_targets, fused_counts, projection_shapes
 
 
 def weight_bytes(config: ModelConfig, *, format: str, itemsize: int) -> int:
@@ -19,24 +21,32 @@ def weight_bytes(config: ModelConfig, *, format: str, itemsize: int) -> int:
     """
     dense, norms = _unpacked_numbers(config)
     projections = sum(
-        _projection_bytes(rows, columns, format, itemsize)
-        for rows, columns in projection_shapes(config).values()
+        count * _projection_bytes(*shape, format if fused in FUSED else "bf16", itemsize)
+        for fused, shape, count in _projections(config)
     )
-    return itemsize * dense + 4 * norms + config.num_layers * projections
+    return itemsize * dense + 4 * norms + projections
 
 
 def packed_bytes(config: ModelConfig, format: str) -> int:
-    """Returns the bytes of the projections of all layers, 0 if they are not packed."""
+    """Returns the bytes of the projections of all layers that are packed, 0 if none is."""
     if format == "bf16":
         return 0
-    shapes = projection_shapes(config).values()
-    return config.num_layers * sum(_projection_bytes(*shape, format, 0) for shape in shapes)
+    return sum(
+        count * _projection_bytes(*shape, format, 0)
+        for fused, shape, count in _projections(config)
+        if fused in FUSED
+    )
 
 
 def dense_layers_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Returns the bytes of all projections once they are dequantized."""
-    shapes = projection_shapes(config).values()
-    return itemsize * config.num_layers * sum(map(math.prod, shapes))
+    """Returns the bytes of all projections that are packed, once they are dequantized."""
+    return itemsize * packed_numbers(config)
+
+
+def packed_numbers(config: ModelConfig) -> int:
+    """Returns how many weights a format of 4 bits packs."""
+    sizes = _projections(config)
+    return sum(count * math.prod(shape) for fused, shape, count in sizes if fused in FUSED)
 
 
 def head_copy_bytes(config: ModelConfig, head_format: str) -> int:
@@ -56,14 +66,31 @@ def trained_numbers(
         parameters: as in `trainable.trained_params`.
         rank: rank of the adapter.
         targets: projections with an adapter.
+
+    Raises:
+        UserError: the model does not have a target, or norms are to be trained whose scales its
+            checkpoints store minus 1.
     """
-    shapes = projection_shapes(config)
+    if parameters == "lora+norms" and config.centered_norms:
+        raise UserError(
+            f"train.parameters='lora+norms': the norms of a {config.model_type} are stored minus "
+            "1, which adapter folders do not have; pass train.parameters=lora or full"
+        )
+    if parameters != "full":
+        check_targets(config, targets)
+    sizes = list(_projections(config))
     if parameters == "full":
-        projections = sum(map(math.prod, shapes.values()))
-        return sum(_unpacked_numbers(config)) + config.num_layers * projections
-    adapter = rank * sum(sum(shapes[name]) for name in targets)
+        projections = sum(count * math.prod(shape) for _, shape, count in sizes)
+        return sum(_unpacked_numbers(config)) + projections
+    shapes, counts = projection_shapes(config), fused_counts(config)
+    adapter = rank * sum(
+        counts[fused] * sum(shapes[name])
+        for fused in counts
+        for name in ALL_FUSED[fused]
+        if name in targets
+    )
     norms = 2 * config.embed_dim if parameters == "lora+norms" else 0
-    return config.num_layers * (adapter + norms)
+    return adapter + config.num_layers * norms
 
 
 def fused_adapter_bytes(
@@ -72,12 +99,22 @@ def fused_adapter_bytes(
     """Returns the bytes of the adapter as `lora.fuse` stacks it for the Hopper kernel."""
     shapes = projection_shapes(config)
     numbers = 0
-    for members in FUSED.values():
+    for fused, count in fused_counts(config).items():
+        members = ALL_FUSED[fused]
         ranks = rank * sum(name in targets for name in members)
         if ranks:
             rows = sum(shapes[name][0] for name in members)
-            numbers += ranks * shapes[members[0]][1] + fp4_matmul.padded_rank(ranks) * rows
-    return itemsize * config.num_layers * numbers
+            of_layer = ranks * shapes[members[0]][1] + fp4_matmul.padded_rank(ranks) * rows
+            numbers += count * of_layer
+    return itemsize * numbers
+
+
+def _projections(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int], int]]:
+    """Yields the name, the shape and the number of layers of each fused weight."""
+    shapes = projection_shapes(config)
+    for fused, count in fused_counts(config).items():
+        rows = sum(shapes[name][0] for name in ALL_FUSED[fused])
+        yield fused, (rows, shapes[ALL_FUSED[fused][0]][1]), count
 
 
 def _projection_bytes(rows: int, columns: int, format: str, itemsize: int) -> int:
@@ -89,12 +126,19 @@ def _projection_bytes(rows: int, columns: int, format: str, itemsize: int) -> in
 
 
 def _unpacked_numbers(config: ModelConfig) -> tuple[int, int]:
-    """Returns how many numbers embedding, head and biases have, and how many the norms have."""
+    """Returns how many numbers besides the projections are in the policy's dtype, and in float32.
+
+    The first are embedding, head, biases and convolutions, the others norms and gates of recurrent
+    layers.
+    """
     tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.embed_dim
     biases = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    norms = 2 * config.embed_dim + (2 * config.head_dim if config.qk_norm else 0)
-    layers = config.num_layers
-    return (
-        tables + (layers * biases if config.attention_bias else 0),
-        layers * norms + config.embed_dim,
-    )
+    layers, attention = config.num_layers, config.attention_layers
+    wide = (2 * layers + 1) * config.embed_dim
+    wide += 2 * attention * config.head_dim if config.qk_norm else 0
+    dense = tables + (layers * biases if config.attention_bias else 0)
+    if (recurrent := config.recurrent) is not None:
+        count = len(config.recurrent_layers)
+        dense += count * recurrent.channels * recurrent.window
+        wide += count * (2 * recurrent.value_heads + recurrent.value_dim)
+    return dense, wide

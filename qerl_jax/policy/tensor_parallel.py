@@ -53,6 +53,11 @@ def shard_of(config: ModelConfig, shards: int, *, format: str = "bf16") -> Model
     """
     if shards == 1:
         return config
+    if config.recurrent is not None:
+        raise UserError(
+            f"mesh.tensor={shards}: the recurrent layers of a {config.model_type} are not cut "
+            "between devices; pass mesh.tensor=1 and the number of devices as mesh.data"
+        )
     fields = {
         "num_heads": "query heads",
         "num_kv_heads": "kv heads",

@@ -1,4 +1,4 @@
-"""The policy: Qwen2, Qwen3 and Llama as pure functions of a parameter tree.
+"""The policy: Qwen2, Qwen3, Qwen3.5 and Llama as pure functions of a parameter tree.
 
 Parameters are plain dicts and lists (D embed, F mlp, N query heads, K kv heads, H head dim):
 
@@ -6,8 +6,15 @@ Parameters are plain dicts and lists (D embed, F mlp, N query heads, K kv heads,
     layers: a list of
         input_layernorm [D], post_attention_layernorm [D]    float32
         qkv_proj [(N + 2 K) H, D], qkv_bias                  bias: Qwen2
-        q_norm [H], k_norm [H]                               float32, Qwen3
+        q_norm [H], k_norm [H]                               float32, Qwen3 and Qwen3.5
         o_proj [D, N H], gate_up_proj [2 F, D], down_proj [D, F]
+
+    Qwen3.5's qkv_proj has 2 N + 2 K heads: each query is followed by its gate. Its recurrent layers
+    (see `recurrent`) have in place of the projections of attention
+
+        in_proj [channels + values + 2 heads, D], out_proj [D, values]
+        conv [channels, 1, window]
+        a_log [heads], dt_bias [heads], gated_norm [Dv]      float32
 
 The projections and `lm_head` are dense arrays or `QuantTensor`s. The dtype of `embed_tokens` is the
 dtype of the computation; norms, rotations and logits are float32.
@@ -26,6 +33,7 @@ from pallas_kernels import decode, device, fp4_matmul
 from pallas_kernels.attention import Segments, attend_packed
 from pallas_kernels.decode import to_cache
 from qerl_jax.policy import lora as lora_lib
+from qerl_jax.policy import recurrent
 from qerl_jax.policy.attention import (
     KVCache,
     attend,
@@ -46,8 +54,10 @@ from qerl_jax.policy.tensor_parallel import (
     whole_vocabulary,
 )
 
-# The products of a layer whose results the backward pass reads, in the order of a layer.
+# The products of a layer whose results the backward pass reads, in the order of a layer. In a
+# recurrent layer in_proj, the delta rule and out_proj have the first three names.
 PRODUCTS = ("qkv_proj", "attention", "o_proj", "gate_up_proj")
+ALIASES = {"in_proj": "qkv_proj", "out_proj": "o_proj"}
 
 
 def forward(
@@ -203,11 +213,14 @@ def prefill(
     x, (keys, values) = _run_layers(params, lora, tokens, lengths, config=config)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     padding = ((0, 0), (0, 0), (0, cache_positions - tokens.shape[1]), (0, 0))
-    cache = KVCache(
-        keys=[jnp.pad(k.swapaxes(1, 2), padding) for k in keys],
-        values=[jnp.pad(v.swapaxes(1, 2), padding) for v in values],
-        lengths=lengths,
-    )
+
+    def padded(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [
+            array if number in config.recurrent_layers else jnp.pad(array.swapaxes(1, 2), padding)
+            for number, array in enumerate(arrays)
+        ]
+
+    cache = KVCache(keys=padded(keys), values=padded(values), lengths=lengths)
     last = logits(params, _rms_norm(last, params["norm"], config.norm_eps))
     return whole_vocabulary(last, config), cache
 
@@ -235,7 +248,8 @@ def decode_step(
     """
     angles = rotary_angles(cache.lengths[:, None], config)
     x = embed(params["embed_tokens"], tokens, config)
-    if decode.supports_layer(x.dtype, cache.keys[0]):
+    # The fused kernels know neither a state nor a gate.
+    if config.recurrent is None and decode.supports_layer(x.dtype, cache.keys[0]):
         x, keys, values = _fused_layers(params, lora_layers, x, cache, angles, config=config)
         # A head for a few rows is slow in some libraries, and never faster than for 16.
         x = jnp.pad(x, ((0, max(0, 16 - len(tokens))), (0, 0)))
@@ -270,8 +284,8 @@ def layer_with_inputs(
         config: the architecture.
 
     Returns:
-        The layer's output [B, T, D], and the inputs [B, T, K] of 'qkv_proj', 'o_proj',
-        'gate_up_proj' and 'down_proj'.
+        The layer's output [B, T, D], and the inputs [B, T, K] of its projections, which for a layer
+        with attention are 'qkv_proj', 'o_proj', 'gate_up_proj' and 'down_proj'.
     """
     inputs = {}
 
@@ -279,9 +293,12 @@ def layer_with_inputs(
         inputs[name] = x
         return _project(layer, adapters, name, x, config)
 
-    q, k, v = _project_qkv(layer, {}, x, angles, config, project)
-    attended = attend(q, k, v, lengths)
-    return _finish_layer(layer, {}, x, attended, config, project), inputs
+    if "in_proj" in layer:
+        mixed, *_ = _recur(layer, {}, x, lengths, config, project)
+    else:
+        q, k, v, gate = _project_qkv(layer, {}, x, angles, config, project)
+        mixed = _gated(attend(q, k, v, lengths), gate)
+    return _finish_layer(layer, {}, x, mixed, config, project), inputs
 
 
 def packed_weights(params: dict) -> list[QuantTensor | jax.Array]:
@@ -356,28 +373,35 @@ def _run_layers(params, lora, tokens, lengths, *, config):
 def _layer(layer, adapters, x, visible, angles, *, config):
     """One block over whole rows, or over one packed buffer; also returns its keys and values.
 
-    `visible` are the lengths of the rows, or the segments of the buffer.
+    `visible` are the lengths of the rows, or the segments of the buffer. A recurrent layer returns
+    the state and the window after each row.
     """
-    q, k, v = _project_qkv(layer, adapters, x, angles, config)
+    if "in_proj" in layer:
+        mixed, state, window = _recur(layer, adapters, x, visible, config)
+        return _finish_layer(layer, adapters, x, mixed, config), state, window
+    q, k, v, gate = _project_qkv(layer, adapters, x, angles, config)
     with jax.named_scope("attention"):
         if isinstance(visible, Segments):
             attended = attend_packed(q[0], k[0], v[0], visible)[None]
         else:
             attended = attend(q, k, v, visible)
-    return _finish_layer(layer, adapters, x, attended, config), k, v
+    return _finish_layer(layer, adapters, x, _gated(attended, gate), config), k, v
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _decode_layer(layer, adapters, keys, values, x, lengths, angles, *, config):
     """One block over one new token per row; returns the output and the extended cache."""
-    q, k, v = _project_qkv(layer, adapters, x, angles, config)
+    if "in_proj" in layer:
+        mixed, keys, values = _recur_step(layer, adapters, x, keys, values, config)
+        return _finish_layer(layer, adapters, x, mixed, config), keys, values
+    q, k, v, gate = _project_qkv(layer, adapters, x, angles, config)
     with jax.named_scope("attention"):
         rows, heads = jnp.ogrid[: keys.shape[0], : keys.shape[1]]
         position = rows, heads, lengths[:, None]
         keys = keys.at[position].set(to_cache(k[:, 0], keys.dtype), unique_indices=True)
         values = values.at[position].set(to_cache(v[:, 0], values.dtype), unique_indices=True)
         attended = attend_to_cache(q, keys.astype(q.dtype), values.astype(q.dtype), lengths + 1)
-    return _finish_layer(layer, adapters, x, attended, config), keys, values
+    return _finish_layer(layer, adapters, x, _gated(attended, gate), config), keys, values
 
 
 def _fused_layers(params, lora_layers, x, cache, angles, *, config):
@@ -417,7 +441,8 @@ def _project(layer, adapters, name, x, config):
     bias = layer.get("qkv_bias") if name == "qkv_proj" else None
     y = linear(x, layer[name], adapter=adapters.get(name), bias=bias)
     # What the backward pass keeps is the sum, so that it does not add it up again.
-    return checkpoint_name(leave_shards(y, config) if name in BY_COLUMNS else y, name)
+    y = leave_shards(y, config) if name in BY_COLUMNS else y
+    return checkpoint_name(y, ALIASES.get(name, name))
 
 
 def _project_qkv(layer, adapters, x, angles, config, project=_project):
@@ -425,17 +450,79 @@ def _project_qkv(layer, adapters, x, angles, config, project=_project):
     h = _rms_norm(enter_shards(x, config), layer["input_layernorm"], config.norm_eps)
     qkv = project(layer, adapters, "qkv_proj", h, config)
     qkv = qkv.reshape(batch, length, -1, config.head_dim)
-    q, k, v = jnp.split(qkv, (config.num_heads, config.num_heads + config.num_kv_heads), axis=2)
+    heads = config.num_heads * (2 if config.gated_attention else 1)
+    q, k, v = jnp.split(qkv, (heads, heads + config.num_kv_heads), axis=2)
+    gate = None
+    if config.gated_attention:
+        q, gate = q[:, :, ::2], q[:, :, 1::2]
     if config.qk_norm:
         q = _rms_norm(q, layer["q_norm"], config.norm_eps)
         k = _rms_norm(k, layer["k_norm"], config.norm_eps)
-    return rotate(q, angles), rotate(k, angles), v
+    return rotate(q, angles), rotate(k, angles), v, gate
 
 
-def _finish_layer(layer, adapters, x, attended, config, project=_project):
+def _gated(attended, gate):
+    """Returns what attention returns, times the sigmoid of the gates [B, T, N, H] if there are."""
+    if gate is None:
+        return attended
+    return (attended * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(gate.dtype)
+
+
+def _project_in(layer, adapters, x, config, project=_project):
+    """Returns the inputs of the convolution, the output gate and the gates of a recurrent layer."""
+    shapes = config.recurrent
+    h = _rms_norm(x, layer["input_layernorm"], config.norm_eps)
+    parts = project(layer, adapters, "in_proj", h, config)
+    ends = shapes.channels, shapes.channels + shapes.values
+    mixed, z, ba = jnp.split(parts, ends, axis=-1)
+    return mixed, z, recurrent.gates(ba, layer)
+
+
+def _recur(layer, adapters, x, visible, config, project=_project):
+    """Returns [B, T, values] of a recurrent layer over rows or a packed buffer, state and window.
+
+    `visible` are lengths or segments; of a buffer the state and the window mean nothing.
+    """
+    shapes = config.recurrent
+    segments = visible if isinstance(visible, Segments) else None
+    mixed, z, gates = _project_in(layer, adapters, x, config, project)
+    with jax.named_scope("recurrence"):
+        if segments is None:
+            # Tokens after a row's end leave its state as it is.
+            is_token = (jnp.arange(x.shape[1]) < visible[:, None])[..., None]
+            gates = jax.tree.map(lambda gate: jnp.where(is_token, gate, 0.0), gates)
+        inputs = recurrent.split_heads(recurrent.convolve(mixed, layer["conv"], segments), shapes)
+        out, state = recurrent.delta_rule(*inputs, gates, segments)
+        out = checkpoint_name(out.astype(x.dtype), "attention")
+        lengths = jnp.full(1, x.shape[1]) if segments is not None else visible
+        window = recurrent.last_window(mixed, lengths, shapes.window).astype(jnp.float32)
+    return _gated_norm(out, z, layer["gated_norm"], config.norm_eps), state, window
+
+
+def _recur_step(layer, adapters, x, state, window, config):
+    """Does what `_recur` does for one new token of each row [B, 1, D]."""
+    mixed, z, gates = _project_in(layer, adapters, x, config)
+    with jax.named_scope("recurrence"):
+        mixed, window = recurrent.convolve_step(mixed[:, 0], window, layer["conv"])
+        gates = jax.tree.map(lambda gate: gate[:, 0], gates)
+        inputs = recurrent.split_heads(mixed, config.recurrent)
+        out, state = recurrent.delta_step(*inputs, gates, state)
+    out = out.astype(x.dtype)[:, None]
+    return _gated_norm(out, z, layer["gated_norm"], config.norm_eps), state, window
+
+
+def _gated_norm(x, gate, scale, eps):
+    """Normalizes each head of x [B, T, Kh, R, Dv] and multiplies it by SiLU of the gate."""
+    out = _rms_norm(x, scale, eps).astype(jnp.float32).reshape(gate.shape)
+    return (out * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
+
+
+def _finish_layer(layer, adapters, x, mixed, config, project=_project):
+    """Adds what mixes tokens, [B, T, ...] of attention or recurrence, and the MLP, to x."""
     batch, length, _ = x.shape
-    attended = attended.reshape(batch, length, -1)
-    x = x + project(layer, adapters, "o_proj", attended, config)
+    mixed = mixed.reshape(batch, length, -1)
+    name = "out_proj" if "in_proj" in layer else "o_proj"
+    x = x + project(layer, adapters, name, mixed, config)
     h = _rms_norm(enter_shards(x, config), layer["post_attention_layernorm"], config.norm_eps)
     gate, up = jnp.split(project(layer, adapters, "gate_up_proj", h, config), 2, axis=-1)
     with jax.named_scope("mlp"):

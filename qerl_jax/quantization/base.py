@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +15,8 @@ from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.policy.sharding import make_mesh, shard, shard_params
-from qerl_jax.policy.sizes import weight_bytes
+from qerl_jax.policy.sizes import packed_numbers, weight_bytes
 from qerl_jax.quantization import cache
 from qerl_jax.quantization.cache import Entry
 from qerl_jax.quantization.calibration import CalibrationOptions, calibrated_layers
@@ -54,8 +52,7 @@ def calibration_cost(model: ModelConfig) -> tuple[int, int]:
     Args:
         model: the architecture.
     """
-    weights = model.num_layers * sum(map(math.prod, projection_shapes(model).values()))
-    seconds = _SECONDS + _SECONDS_PER_WEIGHT * weights
+    seconds = _SECONDS + _SECONDS_PER_WEIGHT * packed_numbers(model)
     return round(seconds), weight_bytes(model, format="nvfp4", itemsize=2)
 
 

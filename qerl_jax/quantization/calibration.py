@@ -72,8 +72,9 @@ def calibrated_layers(
             moments of a projection's inputs are not.
     """
     config = checkpoint.config
-    for shape in projection_shapes(config).values():
-        check_inputs(shape, "nvfp4")
+    shapes = projection_shapes(config)
+    for member, *_ in FUSED.values():
+        check_inputs(shapes[member], "nvfp4")
     rows = _batch_rows(len(tokens))
     tokens = tokens[: len(tokens) // rows * rows]
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -81,12 +82,17 @@ def calibrated_layers(
     x = jnp.asarray(embedding[tokens], dtype).reshape(-1, rows, tokens.shape[1], config.embed_dim)
     del embedding
     read = functools.partial(read_layer, checkpoint, dtype=DTYPES["bfloat16"])
-    programs = None
+    # Programs by whether the layer is recurrent.
+    programs_of: dict[bool, Programs] = {}
     for number, dense in enumerate(each_layer(read, config.num_layers, label="calibrating")):
         layer = {name: _on_device(name, array, dtype) for name, array in dense.items()}
-        programs = programs or _programs(layer, x, options, config)
+        is_recurrent = number in config.recurrent_layers
+        if is_recurrent not in programs_of:
+            programs_of[is_recurrent] = _programs(layer, x, options, config)
+        programs = programs_of[is_recurrent]
         arrays, errors, rounded_errors = dict(dense), {}, {}
-        for fused, members in FUSED.items():
+        for fused in (fused for fused in FUSED if fused in layer):
+            members = FUSED[fused]
             hessian = programs["moments", fused](layer, x)
             try:
                 packed = _quantize(layer[fused], hessian, options, programs, fused)
@@ -118,7 +124,7 @@ def _batch_rows(windows: int) -> int:
 
 
 def _on_device(name: str, array: np.ndarray, dtype: jnp.dtype) -> jax.Array:
-    return jnp.asarray(array) if name.endswith("norm") else jnp.asarray(array, dtype)
+    return jnp.asarray(array) if names.is_wide(name) else jnp.asarray(array, dtype)
 
 
 def _programs(
@@ -127,7 +133,7 @@ def _programs(
     """Returns the programs of a layer; on a GPU all are compiled now, several at a time.
 
     Args:
-        layer: any layer, as all have the same shapes.
+        layer: any layer of its kind, as all have the same shapes.
         x: inputs of the layer.
         options: what GPTQ does.
         config: the architecture.
@@ -139,7 +145,7 @@ def _programs(
         table[name] = Operation.of_shapes(f"calibration {name}", function, static, *arguments)
         return table[name]
 
-    for fused in FUSED:
+    for fused in (fused for fused in FUSED if fused in arrays):
         weight = arrays[fused]
         moments = {"name": fused, "config": config}
         hessian = add(("moments", fused), _moments, moments, arrays, rows).eval_shape()

@@ -76,7 +76,8 @@ def pack_layer(checkpoint: Checkpoint, layer: int, dense: dict) -> PackedLayer:
         UserError: a weight cannot be quantized.
     """
     arrays, errors = dict(dense), {}
-    for fused, members in FUSED.items():
+    for fused in (fused for fused in FUSED if fused in dense):
+        members = FUSED[fused]
         weight = np.asarray(dense[fused], _BFLOAT16)
         bounds = member_bounds(fused, checkpoint.config)
         try:
@@ -133,8 +134,9 @@ def fill_packed(
 
     params = {
         "embed_tokens": checkpoint.read(names.EMBED, _BFLOAT16),
-        "norm": checkpoint.read(names.NORM, _BFLOAT16),
+        "norm": checkpoint.read(names.NORM, np.dtype(np.float32)),
     }
+    params["norm"] += np.float32(names.centered_at(checkpoint.config, "norm"))
     if not checkpoint.config.tie_embeddings:
         params["lm_head"] = checkpoint.read(names.HEAD, _BFLOAT16)
     for name, array in params.items():

@@ -72,8 +72,9 @@ class DecodeState:
     only, and its values are undefined.
 
     Attributes:
-        keys: keys [R, K, S, H] of every layer, of the prompt and of all tokens but the last.
-        values: values [R, K, T, H] of every layer.
+        keys: keys [R, K, S, H] of every layer, of the prompt and of all tokens but the last. As in
+            `KVCache`, a recurrent layer has a state in their place, float32 [R, N, Dk, Dv].
+        values: values [R, K, T, H] of every layer; or a window, float32 [R, channels, W - 1].
         lengths: int32 [B], number of filled cache positions.
         rows: int32 [B], identity of the row in each slot, which its samples depend on.
         counts: int32 [B], number of tokens sampled.
@@ -96,7 +97,8 @@ class Prefilled:
 
     Attributes:
         logits: float32 [P, V] after the last token of each prompt.
-        cache: keys and values [P, K, T, H] of every layer.
+        cache: keys and values [P, K, T, H] of every layer, or the state and the window after each
+            prompt.
     """
 
     logits: jax.Array
@@ -146,16 +148,22 @@ def empty_state(
             are cut. They are committed to it, as the results of the programs are: committed and
             uncommitted arrays would compile to two programs.
     """
-    shape = (
-        slots,
-        model_config.shards * model_config.num_kv_heads,
-        cache_positions,
-        model_config.head_dim,
-    )
-    layers, cache = range(model_config.num_layers), head_sharding(sharding)
+    heads = model_config.shards * model_config.num_kv_heads
+    shape = (slots, heads, cache_positions, model_config.head_dim)
+    cache = head_sharding(sharding)
+
+    def empty(of_recurrence: tuple[int, ...]) -> list[jax.Array]:
+        return [
+            jnp.zeros((slots, *of_recurrence), jnp.float32, device=cache)
+            if layer in model_config.recurrent_layers
+            else jnp.zeros(shape, dtype, device=cache)
+            for layer in range(model_config.num_layers)
+        ]
+
+    state, window = model_config.recurrent.row_shapes if model_config.recurrent else ((), ())
     return DecodeState(
-        keys=[jnp.zeros(shape, dtype, device=cache) for _ in layers],
-        values=[jnp.zeros(shape, dtype, device=cache) for _ in layers],
+        keys=empty(state),
+        values=empty(window),
         lengths=jnp.zeros(slots, jnp.int32, device=sharding),
         rows=jnp.zeros(slots, jnp.int32, device=sharding),
         counts=jnp.zeros(slots, jnp.int32, device=sharding),
@@ -192,11 +200,14 @@ def prefill(
     logits, cache = transformer.prefill(
         params, lora, tokens, lengths, config=model_config, cache_positions=width
     )
-    stored_cache = KVCache(
-        keys=[to_cache(k, dtype) for k in cache.keys],
-        values=[to_cache(v, dtype) for v in cache.values],
-        lengths=lengths,
-    )
+
+    def stored(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [
+            array if layer in model_config.recurrent_layers else to_cache(array, dtype)
+            for layer, array in enumerate(arrays)
+        ]
+
+    stored_cache = KVCache(keys=stored(cache.keys), values=stored(cache.values), lengths=lengths)
     return Prefilled(logits=logits, cache=stored_cache)
 
 

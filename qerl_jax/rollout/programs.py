@@ -14,6 +14,7 @@ state of the slots in place.
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -135,15 +136,35 @@ def operations(
         ),
         *cache,
     )
-    add(
-        "compact",
-        itertools.pairwise(shapes.batch_sizes),
-        functions.gather_rows,
-        {},
-        lambda rows, fewer: (state(rows).keys[0], _int32(fewer)),
-        *(shapes.cache_positions, dtype, model),
-        of_any_policy=True,
-    )
+    for name, array in _compactions(model).items():
+        add(
+            *(name, itertools.pairwise(shapes.batch_sizes), functions.gather_rows, {}),
+            lambda rows, fewer, array=array: (array(state(rows)), _int32(fewer)),
+            *(shapes.cache_positions, dtype, model),
+            of_any_policy=True,
+        )
+    return table
+
+
+def compaction(model: ModelConfig, layer: int, *, keys: bool) -> str:
+    """Returns the name of the program that gathers rows of a layer's keys, or of its values."""
+    if layer not in model.recurrent_layers:
+        return "compact"
+    return "compact_states" if keys else "compact_windows"
+
+
+def _compactions(
+    model: ModelConfig,
+) -> dict[str, Callable[[decode.DecodeState], jax.Array]]:
+    """Returns for each such program a function from a state to an array that it gathers."""
+    table: dict[str, Callable[[decode.DecodeState], jax.Array]] = {}
+    for layer in range(model.num_layers):
+        for keys in (True, False):
+            name = compaction(model, layer, keys=keys)
+            table.setdefault(
+                name,
+                lambda state, layer=layer, keys=keys: (state.keys if keys else state.values)[layer],
+            )
     return table
 
 

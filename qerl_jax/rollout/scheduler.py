@@ -11,7 +11,7 @@ from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.completions import Completions
 from qerl_jax.rollout.decode import Samples
-from qerl_jax.rollout.programs import RolloutPrograms
+from qerl_jax.rollout.programs import RolloutPrograms, compaction
 from qerl_jax.rollout.progress import Statistics
 
 _NO_ROW = -1
@@ -50,6 +50,7 @@ class Scheduler:
         self._key, (self._params, self._lora) = key, policy
         self._prompts, self._identities = prompts, identities
         self._shapes, config, self._programs = programs
+        self._model = config.model
         self.completions = completions
         self.in_flight: list[tuple[np.ndarray, Samples]] = []
         shapes = self._shapes
@@ -153,15 +154,25 @@ class Scheduler:
             if count <= size < len(self._rows):
                 active = self.active
                 indices = np.argsort(~active, stable=True)[:size].astype(np.int32)
-                gather = self._programs["compact", len(self._rows), size]
+                sizes = len(self._rows), size
                 self._rows = np.where(active, self._rows, _NO_ROW)[indices]
                 self._slots = self._slots[indices]
-                take = functools.partial(_gather_and_free, gather, indices)
                 self._state = dataclasses.replace(
                     self._state,
-                    keys=[take(keys) for keys in self._state.keys],
-                    values=[take(values) for values in self._state.values],
+                    keys=self._gather(self._state.keys, indices, sizes, keys=True),
+                    values=self._gather(self._state.values, indices, sizes, keys=False),
                 )
+
+    def _gather(
+        self, arrays: list[jax.Array], indices: np.ndarray, sizes: tuple[int, int], *, keys: bool
+    ) -> list[jax.Array]:
+        """Gathers rows of the arrays of all layers, and frees them one after the other."""
+        return [
+            _gather_and_free(
+                self._programs[compaction(self._model, layer, keys=keys), *sizes], indices, array
+            )
+            for layer, array in enumerate(arrays)
+        ]
 
     def decode_chunk(self) -> None:
         """Starts the decoding of a chunk."""

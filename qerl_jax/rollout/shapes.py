@@ -10,6 +10,7 @@ from pallas_kernels import device
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.recurrent import CHUNK
 from qerl_jax.policy.sharding import mesh_of
 from qerl_jax.policy.tensor_parallel import TENSOR
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -166,19 +167,20 @@ def fit_rows(
         UserError: one row does not fit into kv_cache_bytes.
     """
     dtype, rows = cache_dtype(engine.kv_cache_dtype, compute), num_prompts * group_size
-    per_position = position_bytes(model_config, dtype)
+    per_position, state = position_bytes(model_config, dtype), state_bytes(model_config)
+    of_prompt, of_row = width * per_position + state, positions * per_position + state
     prefill = min(num_prompts, engine.prefill_prompts or num_prompts)
     prefill = min(prefill, max(1, _PREFILL_TOKENS // width))
     max_rows = min(rows, engine.max_rows or rows)
     if budget := engine.kv_cache_bytes:
-        prefill = min(prefill, max(1, budget // (_PREFILL_DIVISOR * width * per_position)))
-        if (positions + prefill * width) * per_position > budget:
+        prefill = min(prefill, max(1, budget // (_PREFILL_DIVISOR * of_prompt)))
+        if of_row + prefill * of_prompt > budget:
             prefill = 1
-        fitting = (budget - prefill * width * per_position) // (positions * per_position)
+        fitting = (budget - prefill * of_prompt) // of_row
         if fitting < 1:
             raise UserError(
                 f"kv_cache_bytes={budget}: one row of {positions} positions and its prompt take "
-                f"{(positions + width) * per_position} bytes; raise it or lower max_new_tokens"
+                f"{of_row + of_prompt} bytes; raise it or lower max_new_tokens"
             )
         max_rows = min(max_rows, _round_down(fitting))
     if free is None:
@@ -211,20 +213,33 @@ def cache_dtype(name: str, compute: jnp.dtype) -> jnp.dtype:
 
 
 def position_bytes(model_config: ModelConfig, dtype: jnp.dtype) -> int:
-    """Returns the bytes of keys and values of one token in all layers."""
+    """Returns the bytes of keys and values of one token in all layers with attention."""
     return (
         2
-        * model_config.num_layers
+        * model_config.attention_layers
         * model_config.num_kv_heads
         * model_config.head_dim
         * dtype.itemsize
     )
 
 
+def state_bytes(model_config: ModelConfig) -> int:
+    """Returns the bytes of what a row keeps in its recurrent layers, whatever its length."""
+    if model_config.recurrent is None:
+        return 0
+    numbers = sum(map(math.prod, model_config.recurrent.row_shapes))
+    return 4 * len(model_config.recurrent_layers) * numbers
+
+
+def logits_bytes(model_config: ModelConfig) -> int:
+    """Returns the bytes of the copies of its logits that a row has while it is sampled."""
+    return _LOGITS * 4 * model_config.shards * model_config.vocab_size
+
+
 def row_bytes(model_config: ModelConfig, *, positions: int, dtype: jnp.dtype) -> int:
-    """Returns the bytes of a row that decodes: its keys and values, and copies of its logits."""
-    logits = _LOGITS * 4 * model_config.shards * model_config.vocab_size
-    return positions * position_bytes(model_config, dtype) + logits
+    """Returns the bytes of a row that decodes: what it keeps of its tokens, and of its logits."""
+    kept = positions * position_bytes(model_config, dtype) + state_bytes(model_config)
+    return kept + logits_bytes(model_config)
 
 
 def prefill_bytes(
@@ -242,7 +257,11 @@ def prefill_bytes(
     keys_and_values = position_bytes(model_config, dtype) + position_bytes(model_config, compute)
     layer = compute.itemsize * (3 * model_config.mlp_dim + 4 * model_config.embed_dim)
     logits = 4 * model_config.shards * model_config.vocab_size
-    return num_prompts * (width * (keys_and_values + layer) + logits)
+    if (recurrent := model_config.recurrent) is not None:
+        # What of the chunks of a layer the scan over them reads, and the products before it.
+        numbers = recurrent.values * 2 + recurrent.value_heads * (3 * CHUNK + 4 * recurrent.key_dim)
+        layer += 4 * numbers + compute.itemsize * 2 * recurrent.channels
+    return num_prompts * (width * (keys_and_values + layer) + state_bytes(model_config) + logits)
 
 
 def rows_left(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -35,6 +35,7 @@ class Checkpoint:
         shapes: shape of every tensor by the same names; a GGUF file stores blocks of bytes, whose
             own shape differs.
         packed: names of the modules that are stored in NVFP4.
+        ignored: what the source holds besides the text model, such as 'the vision tower'.
         read: function that returns a dense tensor in memory, called as `read(name, dtype)`.
         chunks: function that yields a dense tensor by rows, called as `chunks(name, dtype, memory)`
             with a function that returns memory of a number of bytes; a chunk may hold it until the
@@ -50,6 +51,7 @@ class Checkpoint:
     packed: frozenset[str]
     read: Callable[[str, np.dtype], np.ndarray]
     chunks: Callable[[str, np.dtype, Callable[[int], np.ndarray]], Iterator[np.ndarray]]
+    ignored: Sequence[str] = ()
 
 
 def open_checkpoint(source: str) -> Checkpoint:
@@ -99,7 +101,9 @@ def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
 def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
     hf, config = _read_config(path)
     layout = packed.layout(path, hf)
-    tensors = safetensors.read_folder(path)
+    tensors, ignored = safetensors.read_folder(path), []
+    if config.recurrent is not None:
+        tensors, ignored = names.text_tensors(tensors)
     if layout == packed.MODELOPT:
         tensors = packed.from_modelopt(path, tensors)
     modules = frozenset() if layout is None else packed.packed_modules(tensors)
@@ -127,6 +131,7 @@ def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
         packed=modules,
         read=lambda name, dtype: np.array(dense(name), dtype),
         chunks=chunks,
+        ignored=ignored,
     )
 
 
@@ -208,7 +213,7 @@ def _check_packed(checkpoint: Checkpoint) -> None:
     if modules:
         raise UserError(
             f"{checkpoint.path}: {_format_names(modules)} is in NVFP4, which is supported only for "
-            "the projections of the layers: quantize the model again without it"
+            "the projections of attention and MLP: quantize the model again without it"
         )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import FUSED
+from qerl_jax.policy.lora import ALL_FUSED, FUSED
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
 from qerl_jax.system.live_line import progress_line, waiting
 from qerl_jax.system.threads import available_cores, run_within
@@ -115,6 +115,8 @@ def load(
         UserError: the source cannot be found or read, is incomplete or is not supported.
     """
     checkpoint, format = _open(source, format, dtype)
+    if checkpoint.ignored:
+        print(f"{checkpoint.path}: {' and '.join(checkpoint.ignored)} left out", flush=True)
     params = read_params(
         checkpoint, format=format, dtype=DTYPES[dtype], on_progress=on_progress, place=place
     )
@@ -245,7 +247,7 @@ def read_params(
 def _parts(checkpoint: Checkpoint, layer: int, dtype: np.dtype) -> Iterator[_Part]:
     """Yields the parts of a layer: each large array alone, and all small ones together."""
     arrays = names.stored_tensors(checkpoint.config, layer)
-    large = [name for name in arrays if name in (*FUSED, "embed_tokens", "lm_head")]
+    large = [name for name in arrays if name in (*ALL_FUSED, "embed_tokens", "lm_head")]
     small = {name: arrays[name] for name in arrays if name not in large}
     for part in (small, *({name: arrays[name]} for name in large)):
         stored_bytes = dense_bytes = 0
@@ -279,20 +281,27 @@ def _read_part(
         with stream.meter.busy("quantize"), _name_in_errors(checkpoint, part.layer, name):
             weight = jax.block_until_ready(quantize_bits(bits, format=format))
     else:
-        return _read_dense(part, dtype, send, stream.meter)
+        return _read_dense(checkpoint.config, part, dtype, send, stream.meter)
     return {name: weight}, {}
 
 
 def _read_dense(
-    part: _Part, dtype: np.dtype, send: Callable[..., list[jax.Array]], meter: Meter
+    config: ModelConfig,
+    part: _Part,
+    dtype: np.dtype,
+    send: Callable[..., list[jax.Array]],
+    meter: Meter,
 ) -> tuple[dict, dict[str, jax.Array]]:
-    """Returns the arrays of a part as they are stored, and which of them are finite."""
+    """Returns the dense arrays of a part, and which of them are finite."""
     chunks = []
     for name, tensors in part.arrays.items():
         kind = _dtype_of(name, dtype)
         chunks.append([chunk for tensor in tensors for chunk in send(tensor, kind, kind)])
     with meter.busy("arrange"):
         arrays, finite = jax.block_until_ready(_stack(chunks))
+        for index, name in enumerate(part.arrays):
+            if center := names.centered_at(config, name):
+                arrays[index] = arrays[index] + center
     return dict(zip(part.arrays, arrays, strict=True)), dict(zip(part.arrays, finite, strict=True))
 
 
@@ -331,14 +340,14 @@ def _stack(chunks: list[list[jax.Array]]) -> tuple[list[jax.Array], list[jax.Arr
 
 def _dtype_of(array: str, dtype: np.dtype) -> np.dtype:
     """The dtype of a dense array of the parameter tree."""
-    return np.dtype(np.float32) if array.endswith("norm") else dtype
+    return np.dtype(np.float32) if names.is_wide(array) else dtype
 
 
 def _check_inputs(checkpoint: Checkpoint, format: str) -> None:
     """Checks before anything is read that a format can hold the projections."""
     for layer in range(checkpoint.config.num_layers):
         arrays = names.stored_tensors(checkpoint.config, layer)
-        for name in FUSED:
+        for name in (name for name in FUSED if name in arrays):
             with _name_in_errors(checkpoint, layer, name):
                 check_inputs(checkpoint.shapes[arrays[name][0]], format)
 
@@ -389,10 +398,14 @@ def read_layer(checkpoint: Checkpoint, layer: int, *, dtype: np.dtype) -> dict:
     Raises:
         UserError: a stored tensor has an unusable dtype.
     """
-    return {
+    arrays = {
         name: np.concatenate([checkpoint.read(t, _dtype_of(name, dtype)) for t in tensors])
         for name, tensors in names.stored_tensors(checkpoint.config, layer).items()
     }
+    for name, array in arrays.items():
+        if center := names.centered_at(checkpoint.config, name):
+            arrays[name] = array + np.float32(center)
+    return arrays
 
 
 def _check_finite(checkpoint: Checkpoint, finite: list[dict[str, jax.Array]]) -> None:

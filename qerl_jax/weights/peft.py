@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from qerl_jax.errors import UserError
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import PROJECTIONS, Lora, LoraConfig, projection_shapes
+from qerl_jax.policy.lora import ALL_PROJECTIONS, Lora, LoraConfig, projection_shapes, targets_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.system import json_file
 from qerl_jax.system.paths import user_path
@@ -70,7 +70,12 @@ def save_peft_adapter(
 
 
 def fill_peft_adapter(
-    folder: pathlib.Path, trainable: Trainable, lora_config: LoraConfig, *, base_model: str
+    folder: pathlib.Path,
+    trainable: Trainable,
+    lora_config: LoraConfig,
+    *,
+    base_model: str,
+    nested: bool = False,
 ) -> None:
     """Writes the files of an adapter into an empty folder.
 
@@ -79,6 +84,8 @@ def fill_peft_adapter(
         trainable: the adapter and, where they are trained too, the norms.
         lora_config: the adapter's options.
         base_model: hub id or path of the base model, written as base_model_name_or_path.
+        nested: whether the text model is a part of the base, as vLLM and PEFT name its layers where
+            the base also has a vision tower.
     """
     assert trainable.lora is not None, "where every parameter is trained there is no adapter"
     tensors = {
@@ -92,6 +99,8 @@ def fill_peft_adapter(
         for norm, value in norms.items()
     }
     tensors = {n: np.asarray(jax.device_get(value), np.float32) for n, value in tensors.items()}
+    if nested:
+        tensors = {names.nested_peft(name): value for name, value in tensors.items()}
     options = _peft_config(lora_config, base_model, norms=bool(trainable.params))
     text = json.dumps(options, indent=2, sort_keys=True)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
@@ -129,7 +138,8 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
         raise UserError(
             f"{folder / CONFIG_FILE}: malformed or not supported: r is {rank!r:.50}, lora_alpha "
             f"{alpha!r:.50}, target_modules {targets!r:.200}, use_rslora {rslora!r:.50}, "
-            f"base_model_name_or_path {base!r:.50}; the targets can be {', '.join(PROJECTIONS)}"
+            f"base_model_name_or_path {base!r:.50}; the targets can be "
+            f"{', '.join(ALL_PROJECTIONS)}"
         )
     projections = tuple(dict.fromkeys(filter(None, map(_projection, targets))))
     lora_config = LoraConfig(rank=rank, alpha=float(alpha), rslora=rslora, targets=projections)
@@ -180,12 +190,13 @@ def load_peft_adapter(
     folder = user_path(folder)
     options = _read_config(folder)
     _check_config(folder, options, lora_config)
-    tensors = safetensors.read_file(folder / WEIGHTS_FILE)
+    stored = safetensors.read_file(folder / WEIGHTS_FILE)
+    tensors = {names.plain_peft(name): tensor for name, tensor in stored.items()}
     shapes = projection_shapes(model_config)
     layers = []
     for layer in range(model_config.num_layers):
         adapters = {}
-        for projection in sorted(lora_config.targets, key=PROJECTIONS.index):
+        for projection in targets_of(model_config, layer, lora_config.targets):
             outputs, inputs = shapes[projection]
             adapters[projection] = {
                 matrix: _take(folder, tensors, names.peft_tensor(layer, projection, matrix), shape)
@@ -285,7 +296,7 @@ def _projection(target: Any) -> str | None:
     are fewer than 20; the stored tensors then show whether every layer has an adapter.
     """
     path = re.sub(r"(^|\.)\d+\.", r"\g<1>0.", str(target), flags=re.ASCII)
-    for projection in PROJECTIONS:
+    for projection in ALL_PROJECTIONS:
         if f".{names.layer_module(0, projection)}".endswith(f".{path}"):
             return projection
     return None

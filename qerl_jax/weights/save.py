@@ -15,8 +15,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.config import ModelConfig, to_hf_config
-from qerl_jax.policy.lora import FUSED, projection_shapes
+from qerl_jax.policy.config import ModelConfig, text_config_json, to_hf_config
+from qerl_jax.policy.lora import fused_of, projection_shapes
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, dequantize
 from qerl_jax.system import json_file
 from qerl_jax.system.safe_files import read_bytes
@@ -160,7 +160,7 @@ def checkpoint_tensors(
     yield names.EMBED, _dense(params["embed_tokens"], weight_dtype)
     for number, layer in enumerate(params["layers"]):
         yield from _layer_tensors(number, layer, model_config, weight_dtype, norm_dtype)
-    yield names.NORM, _dense(params["norm"], norm_dtype)
+    yield names.NORM, _dense(_stored(params["norm"], "norm", model_config), norm_dtype)
     if not model_config.tie_embeddings:
         yield names.HEAD, _dense(params["lm_head"], weight_dtype)
 
@@ -176,13 +176,15 @@ def companion_files(
     """Returns the companions of a checkpoint: config.json, generation_config.json, the tokenizer.
 
     The files of a model folder are copied as they are; only the number format in config.json is
-    adapted, and of a trained policy the sampling. A folder without a tokenizer is exported without
+    adapted, of a trained policy the sampling, and of a model with a vision tower the text model
+    alone is described. A folder without a tokenizer is exported without
     one. For a GGUF file all companions are generated.
 
     Args:
         model: the model that is exported.
         packed: whether the projections are exported in NVFP4.
-        ignore: names of the projections that stay dense, as `names.layer_module` writes them.
+        ignore: names of the projections that stay dense, as `names.layer_module` writes them;
+            those of recurrent layers always do.
         dtype: 'bfloat16' or 'float32', the dtype of every tensor that is not packed.
         trained: whether the policy was trained. Its scores are greedy, with the stop tokens of the
             tokenizer, and the policy is not what the base's repetition penalty makes of it.
@@ -190,6 +192,7 @@ def companion_files(
     Returns:
         Contents by file name.
     """
+    ignore = [*dict.fromkeys([*names.dense_modules(model.config), *ignore])]
     if trained:
         assert model.tokenizer is not None, "a policy has a tokenizer"
         sampling = json.dumps(tokenizer_lib.token_ids(model.tokenizer) | _SAMPLING, indent=2)
@@ -206,13 +209,22 @@ def companion_files(
             )
         }
     content = _read_companion(model.path, "config.json")
-    hf = json_file.parse_object(model.path / "config.json", content)
+    whole = json_file.parse_object(model.path / "config.json", content)
+    hf = text_config_json(whole)
     companions = [name for name in _COMPANIONS if (model.path / name).exists()]
     return {name: _read_companion(model.path, name) for name in companions} | {
         "config.json": content
-        if _matches_format(hf, packed=packed, dtype=dtype)
+        if hf is whole and _matches_format(hf, packed=packed, dtype=dtype)
         else _config_json(hf, packed=packed, ignore=ignore, dtype=dtype)
     }
+
+
+def is_nested(path: pathlib.Path) -> bool:
+    """Whether a model folder, or file, holds a text model beside a vision tower."""
+    if not path.is_dir():
+        return False
+    hf = json_file.read_object(path / "config.json", remedy="pass a model folder")
+    return text_config_json(hf) is not hf
 
 
 def _read_companion(folder: pathlib.Path, name: str) -> bytes:
@@ -258,7 +270,7 @@ def _layer_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     shapes = projection_shapes(model_config)
     layer = jax.device_get(layer)
-    for fused, members in FUSED.items():
+    for fused, members in fused_of(model_config, number).items():
         weight = layer[fused]
         if isinstance(weight, QuantTensor):
             weight = jax.device_get(checkpoint_order(weight))
@@ -276,8 +288,28 @@ def _layer_tensors(
                 yield f"{module}.weight", _dense(weight[rows], dtype)
             if model_config.attention_bias and member in names.BIASED:
                 yield f"{module}.bias", _dense(layer["qkv_bias"][rows], dtype)
-    for norm in names.LAYER_NORMS + (names.HEAD_NORMS if model_config.qk_norm else ()):
-        yield f"{names.layer_module(number, norm)}.weight", _dense(layer[norm], of_norms)
+    is_recurrent = number in model_config.recurrent_layers
+    has_head_norms = model_config.qk_norm and not is_recurrent
+    for norm in names.LAYER_NORMS + (names.HEAD_NORMS if has_head_norms else ()):
+        stored = _stored(layer[norm], norm, model_config)
+        yield f"{names.layer_module(number, norm)}.weight", _dense(stored, of_norms)
+    for array, tensor in names.RECURRENT_TENSORS.items() if is_recurrent else ():
+        name = f"model.layers.{number}.linear_attn.{tensor}"
+        # Gates that a file stored in float32 stay so, which transformers and vLLM read as well.
+        keeps = not names.is_wide(array) or _fits(layer[array], dtype)
+        yield name, _dense(layer[array], dtype if keeps else np.dtype(np.float32))
+
+
+def _fits(value: Any, dtype: np.dtype) -> bool:
+    """Whether a dtype holds the values of a float32 array as they are."""
+    values = np.asarray(jax.device_get(value))
+    return np.array_equal(values.astype(dtype).astype(values.dtype), values)
+
+
+def _stored(value: Any, array: str, model_config: ModelConfig) -> Any:
+    """Returns a norm as checkpoints store it: less 1 where the architecture has it so."""
+    center = np.float32(names.centered_at(model_config, array))
+    return np.asarray(jax.device_get(value), np.float32) - center if center else value
 
 
 def _dense(value: Any, dtype: np.dtype) -> np.ndarray:

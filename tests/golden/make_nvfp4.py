@@ -13,11 +13,14 @@ differ in their largest weight.
 Needs Python 3.11, torch==2.13.0 (CPU), llmcompressor==0.14.0.1 (with compressed-tensors==0.19.0 and
 transformers==5.17.0), safetensors==0.8.0:
 
-    python tests/golden/make_nvfp4.py
+    python tests/golden/make_nvfp4.py [NAME ...]
+
+Without a name it writes all folders.
 """
 
 import json
 import pathlib
+import sys
 import tempfile
 
 import torch
@@ -45,7 +48,20 @@ CONFIGS = {
     "qwen2": COMMON | {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": COMMON | {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
     "llama": COMMON | {"model_type": "llama", "tie_word_embeddings": False},
+    "qwen3_5": COMMON
+    | {
+        "model_type": "qwen3_5_text",
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 8,
+        "tie_word_embeddings": False,
+    },
 }
+# What llm-compressor's examples leave in 16 bits.
+IGNORED = {"qwen3_5": ["re:.*lm_head", "re:.*linear_attn.*"]}
 
 
 def randomize(model, generator):
@@ -53,7 +69,12 @@ def randomize(model, generator):
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            values = 1 + 0.5 * values
+            centered = model.config.model_type == "qwen3_5_text" and "linear_attn" not in name
+            values = 0.5 * values + (0 if centered else 1)
+        elif name.endswith(("A_log", "dt_bias", "conv1d.weight")):
+            values = 0.5 * values
+        elif "linear_attn" in name:
+            values = values / parameter.shape[1] ** 0.5
         elif name.endswith("bias"):
             values = 0.5 * values
         elif "_proj" in name:
@@ -98,6 +119,8 @@ def logits(config, tensors, ids):
 def main():
     torch.set_num_threads(1)
     for seed, (name, options) in enumerate(CONFIGS.items()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         folder = HERE / f"nvfp4_{name}"
         generator = torch.Generator().manual_seed(seed)
         config = AutoConfig.for_model(**options)
@@ -108,9 +131,8 @@ def main():
             source = load_file(f"{scratch}/model.safetensors")
             model = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.bfloat16)
             with torch.enable_grad():
-                recipe = QuantizationModifier(
-                    targets="Linear", scheme="NVFP4A16", ignore=["lm_head"]
-                )
+                ignored = IGNORED.get(name, ["lm_head"])
+                recipe = QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=ignored)
                 oneshot(model=model, recipe=recipe)
             model.save_pretrained(folder, save_compressed=True)
         for path in folder.iterdir():

@@ -1,0 +1,418 @@
+"""Gated DeltaNet (https://arxiv.org/abs/2412.06464): a state instead of keys and values.
+
+A head has a state S [Dk, Dv], which a token with query q, key k and value v changes by
+
+    S <- e^g S;    S <- S + k (beta (v - S^T k))^T;    o = S^T q,
+
+with a decay g <= 0 and a rate beta in (0, 1) that follow from the token. Queries, keys and values
+come from a causal convolution of each channel, and queries and keys have length 1. All of it is
+computed in float32.
+
+A decode step runs these equations. Whole rows and packed buffers run in chunks of `CHUNK` tokens: a
+chunk is one triangular system, and only the states between chunks are sequential. With the sums c
+of g from the start of the chunk, what the tokens of a chunk write, u = beta (v - S^T k), solves
+
+    u_i + sum over j < i of beta_i e^(c_i - c_j) (k_i k_j) u_j = beta_i (v_i - e^c_i S0^T k_i).
+
+In a packed buffer the tokens before a token are those that it sees: its own completion and the
+prompt of its group. So sums and decays run along them, the system has zeros elsewhere, and the
+state S0 in front of the chunk is that of the completion, that of the prompt, or zero. Nothing is
+added up in an order that a GPU chooses.
+
+Letters besides those of the design page: n chunks, C tokens of a chunk, Kh key heads, R value heads
+of each, Dk and Dv widths of a key and of a value.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import PADDING, PART_BITS, Segments
+from qerl_jax.policy.config import RecurrentConfig
+
+CHUNK = 64
+_LENGTH_EPS = 1e-6  # under the root of the length of queries and keys
+_BEFORE = jnp.iinfo(jnp.int32).min  # the segment in front of the first token
+
+
+class Gates(NamedTuple):
+    """What decides how much of the state a token keeps and writes.
+
+    Attributes:
+        decay: float32 [B, T, N] logarithm g of the factor of the state.
+        rate: float32 [B, T, N] part beta of the new value that is written.
+    """
+
+    decay: jax.Array
+    rate: jax.Array
+
+
+def gates(ba: jax.Array, layer: dict) -> Gates:
+    """Returns the gates of tokens from their projections.
+
+    Args:
+        ba: [B, T, 2 N] results of in_proj_b and of in_proj_a.
+        layer: the layer, with a_log and dt_bias [N].
+    """
+    b, a = jnp.split(ba, 2, axis=-1)
+    step = jax.nn.softplus(a.astype(jnp.float32) + layer["dt_bias"])
+    return Gates(-jnp.exp(layer["a_log"]) * step, jax.nn.sigmoid(b.astype(jnp.float32)))
+
+
+def split_heads(x: jax.Array, shapes: RecurrentConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries and keys [..., Kh, Dk] of length 1 and values [..., Kh, R, Dv], in float32.
+
+    Args:
+        x: [..., channels] results of the convolution. Queries are divided by sqrt(Dk), too.
+        shapes: shapes of the layer.
+    """
+    keys = shapes.key_heads * shapes.key_dim
+    q, k, v = jnp.split(x.astype(jnp.float32), (keys, 2 * keys), axis=-1)
+    q, k = (part.reshape(*part.shape[:-1], shapes.key_heads, -1) for part in (q, k))
+    q, k = (
+        part * jax.lax.rsqrt(jnp.sum(jnp.square(part), axis=-1, keepdims=True) + _LENGTH_EPS)
+        for part in (q, k)
+    )
+    ratio = shapes.value_heads // shapes.key_heads
+    v = v.reshape(*v.shape[:-1], shapes.key_heads, ratio, shapes.value_dim)
+    return q * shapes.key_dim**-0.5, k, v
+
+
+def convolve(x: jax.Array, weight: jax.Array, segments: Segments | None = None) -> jax.Array:
+    """Convolves each channel with the tokens that a token sees, and applies SiLU.
+
+    Args:
+        x: [B, T, channels]; of a packed buffer B is 1.
+        weight: [channels, 1, W], the newest token last.
+        segments: segments of a packed buffer; None for rows.
+
+    Returns:
+        [B, T, channels] in x's dtype.
+    """
+    taps = weight.astype(jnp.float32)[:, 0]
+    width = taps.shape[1]
+    if segments is None:
+        earlier = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
+        shifts = (earlier[:, i : i + x.shape[1]] for i in range(width))
+    else:
+        shifts = (part[None] for part in _earlier_tokens(x[0], segments.ids, width))
+    total = sum(part.astype(jnp.float32) * taps[:, i] for i, part in enumerate(shifts))
+    return jax.nn.silu(total).astype(x.dtype)
+
+
+def convolve_step(
+    x: jax.Array, window: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Convolves one token of each row.
+
+    Args:
+        x: [B, channels] new inputs.
+        window: [B, channels, W - 1] earlier inputs, zeros before the first.
+        weight: [channels, 1, W].
+
+    Returns:
+        [B, channels], and the window with the new inputs.
+    """
+    whole = jnp.concatenate([window, x[..., None].astype(window.dtype)], axis=-1)
+    total = jnp.sum(whole.astype(jnp.float32) * weight.astype(jnp.float32)[:, 0], axis=-1)
+    return jax.nn.silu(total).astype(x.dtype), whole[..., 1:]
+
+
+def last_window(x: jax.Array, lengths: jax.Array, width: int) -> jax.Array:
+    """Returns the window [B, channels, W - 1] after rows of inputs.
+
+    Args:
+        x: [B, T, channels] inputs of the convolution.
+        lengths: int32 [B], number of tokens in each row.
+        width: W.
+    """
+    padded = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
+    index = lengths[:, None, None] + jnp.arange(width - 1)[:, None]
+    return jnp.take_along_axis(padded, index, axis=1).swapaxes(1, 2)
+
+
+def delta_step(
+    q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Applies the rule to one token of each row.
+
+    The state is read for the old value and the output at once, and once more to be written.
+
+    Args:
+        q: [B, Kh, Dk] queries.
+        k: [B, Kh, Dk] keys.
+        v: [B, Kh, R, Dv] values.
+        gates: gates [B, N] of the token.
+        state: [B, N, Dk, Dv].
+
+    Returns:
+        Outputs [B, Kh, R, Dv] in float32, and the new state in its dtype.
+    """
+    old = state.astype(jnp.float32).reshape(*v.shape[:3], *state.shape[2:])
+    decay = jnp.exp(gates.decay).reshape(*v.shape[:3], 1)
+    rate = gates.rate.reshape(*v.shape[:3], 1)
+    keys, queries = k[:, :, None, :, None], q[:, :, None, :, None]
+    read = decay * jnp.sum(old * keys, axis=-2)
+    written = rate * (v - read)
+    own = jnp.sum(q * k, axis=-1)[:, :, None, None]
+    out = decay * jnp.sum(old * queries, axis=-2) + own * written
+    new = decay[..., None] * old + keys * written[..., None, :]
+    return out, new.reshape(state.shape).astype(state.dtype)
+
+
+def delta_rule(
+    q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, segments: Segments | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Applies the rule to whole rows or to a packed buffer, from a state of zeros.
+
+    A token whose decay and rate are 0 leaves the state as it is.
+
+    Args:
+        q: [B, T, Kh, Dk] queries in float32.
+        k: [B, T, Kh, Dk] keys.
+        v: [B, T, Kh, R, Dv] values.
+        gates: gates [B, T, N].
+        segments: segments of a packed buffer, of which B is 1; None for rows.
+
+    Returns:
+        Outputs [B, T, Kh, R, Dv] in float32, and the last state [B, N, Dk, Dv] of each row.
+    """
+    batch, length = q.shape[:2]
+    heads = v.shape[2:4]
+    decay, rate = (x.reshape(*x.shape[:2], *heads) for x in gates)
+    chunks = tuple(_chunks(x) for x in (q, k, v, decay, rate))
+    parts = jax.vmap(_prepare, in_axes=(1, 0))(chunks, _visibility(segments, length))
+    zeros = jnp.zeros((batch, *heads, k.shape[-1], v.shape[-1]), jnp.float32)
+    # The backward pass keeps the states in front of the chunks, and computes the rest again.
+    advance = jax.checkpoint(_advance, prevent_cse=False)
+    states, out = jax.lax.scan(advance, [zeros] * len(parts.sees), parts)
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *v.shape[2:])[:, :length]
+    return out, states[0].reshape(batch, -1, *zeros.shape[3:])
+
+
+def _chunks(x: jax.Array) -> jax.Array:
+    """Returns x [B, T, ...] as [B, n, C, ...], with zeros at its end."""
+    padding = [(0, 0), (0, -x.shape[1] % CHUNK), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, padding).reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
+
+
+class _Borders(NamedTuple):
+    """How the segments of a packed buffer lie in a chunk.
+
+    Attributes:
+        starts: float32 [n, 2, C], 1 where a token sees the state of the last token before the
+            chunk, and where it sees that of the prompt of this last token alone.
+        prompt: bool [n, C], whether a token is of the prompt that the chunk's last token sees.
+        goes_on: float32 [n], 1 where the group of the last token began before the chunk.
+    """
+
+    starts: jax.Array
+    prompt: jax.Array
+    goes_on: jax.Array
+
+
+class _Visibility(NamedTuple):
+    """Which tokens of a chunk see each other, and which states in front of it they see.
+
+    Attributes:
+        seen: bool [n, C, C], whether a token sees another one of its chunk, itself included.
+        borders: the borders of segments; None for rows, in which a token sees all before it.
+    """
+
+    seen: jax.Array
+    borders: _Borders | None
+
+
+def _visibility(segments: Segments | None, length: int) -> _Visibility:
+    """Returns which tokens see each other, in rows or in a packed buffer of `length` tokens."""
+    count = -(-length // CHUNK)
+    causal = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+    if segments is None:
+        return _Visibility(jnp.broadcast_to(causal, (count, CHUNK, CHUNK)), None)
+    ids = jnp.pad(segments.ids, (0, count * CHUNK - length), constant_values=PADDING)
+    ids = ids.reshape(count, CHUNK)
+    before = jnp.concatenate([jnp.full(1, _BEFORE, jnp.int32), ids[:-1, -1]])[:, None]
+    group, is_prompt = ids >> PART_BITS, (ids & ((1 << PART_BITS) - 1)) == 0
+    in_group = group == before >> PART_BITS
+    shares = (group[:, :, None] == group[:, None]) & is_prompt[:, None]
+    starts = jnp.stack([ids == before, in_group & (ids != before)], axis=1)
+    borders = _Borders(
+        starts=starts.astype(jnp.float32),
+        prompt=(group == group[:, -1:]) & is_prompt,
+        goes_on=in_group[:, -1].astype(jnp.float32),
+    )
+    return _Visibility(((ids[:, :, None] == ids[:, None]) | shares) & causal, borders)
+
+
+class _Part(NamedTuple):
+    """A chunk as the scan over chunks reads it, in float32, with B, Kh and R after n.
+
+    Of rows there is one state, of a packed buffer two: the running one and that of its prompt. The
+    lists have an entry for each.
+
+    Attributes:
+        queries: [.., C, Dk], of which R is 1.
+        keys: [.., C, Dk], of which R is 1.
+        values: [.., C, Dv], times the rate.
+        rates: [.., C].
+        inverse: [.., C, C] inverse of the triangular system.
+        scores: [.., C, C] products of queries with the keys that they see, and the decay between.
+        sees: [.., C] decay since a state, or 0 for a token that does not see it.
+        writes: [.., C] decay until the end of a state, or 0 for a token that is not in it.
+        keeps: factors [..] of the old states in each new state.
+    """
+
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    rates: jax.Array
+    inverse: jax.Array
+    scores: jax.Array
+    sees: list[jax.Array]
+    writes: list[jax.Array]
+    keeps: list[list[jax.Array]]
+
+
+def _prepare(chunk: tuple[jax.Array, ...], visibility: _Visibility) -> _Part:
+    """Computes of one chunk what does not depend on the states.
+
+    Sums of decays are taken in the chunk alone, so that none is much larger than a difference.
+
+    Args:
+        chunk: queries and keys [B, C, Kh, Dk], values [B, C, Kh, R, Dv], decays and rates
+            [B, C, Kh, R].
+        visibility: which tokens of this chunk see each other.
+    """
+    q, k = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in chunk[:2])
+    v, decay, rate = (jnp.moveaxis(x, 1, 3) for x in chunk[2:])
+    seen = visibility.seen
+    # In full precision, because the exponential of the sums follows.
+    sums = jnp.einsum("ij,bkrj->bkri", seen.astype(jnp.float32), decay, precision="highest")
+    between = jnp.exp(jnp.where(seen, sums[..., :, None] - sums[..., None, :], -jnp.inf))
+    since, last = jnp.exp(sums), jnp.exp(sums[..., -1])
+    sees, writes, keeps = [since], [between[..., -1, :]], [[last]]
+    if (borders := visibility.borders) is not None:
+        sees = [start * since for start in borders.starts]
+        # The state of the prompt ends with the last token of the prompt.
+        total = jnp.sum(jnp.where(borders.prompt, decay, 0.0), axis=-1)
+        after = jnp.where(borders.prompt, total[..., None] - sums, -jnp.inf)
+        writes.append(jnp.exp(after))
+        first = [last * start for start in borders.starts[:, -1]]
+        keeps = [first, [jnp.zeros_like(last), jnp.exp(total) * borders.goes_on]]
+    products, scores = (jnp.einsum("bkxid,bkxjd->bkxij", x, k) * between for x in (k, q))
+    inverse = _inverse(rate[..., None] * products)
+    return _Part(q, k, rate[..., None] * v, rate, inverse, scores, sees, writes, keeps)
+
+
+@jax.custom_vjp
+def _inverse(matrix: jax.Array) -> jax.Array:
+    """Returns the inverses of lower triangular matrices [.., C, C] whose diagonal is 1.
+
+    What the arguments hold on the diagonal and above it is not read.
+    """
+    identity = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
+    return jax.lax.linalg.triangular_solve(
+        matrix, identity, left_side=True, lower=True, unit_diagonal=True
+    )
+
+
+def _inverse_fwd(matrix):
+    inverse = _inverse(matrix)
+    return inverse, inverse
+
+
+def _inverse_bwd(inverse, gradient):
+    half = jnp.einsum("...ji,...jk->...ik", inverse, gradient)
+    return (jnp.tril(-jnp.einsum("...ij,...kj->...ik", half, inverse), -1),)
+
+
+_inverse.defvjp(_inverse_fwd, _inverse_bwd)
+
+
+def _advance(states: list[jax.Array], part: _Part) -> tuple[list[jax.Array], jax.Array]:
+    """Takes the states [B, Kh, R, Dk, Dv] through a chunk; returns its outputs, too."""
+
+    def read(rows: jax.Array) -> jax.Array:
+        parts = [
+            seen[..., None] * jnp.einsum("bkxid,bkrdv->bkriv", rows, state)
+            for seen, state in zip(part.sees, states, strict=True)
+        ]
+        return functools.reduce(jnp.add, parts)
+
+    missing = part.values - part.rates[..., None] * read(part.keys)
+    written = jnp.einsum("...ij,...jv->...iv", part.inverse, missing)
+    out = read(part.queries) + jnp.einsum("...ij,...jv->...iv", part.scores, written)
+    new = []
+    for factors, kept in zip(part.writes, part.keeps, strict=True):
+        state = jnp.einsum("bkxid,bkriv->bkrdv", part.keys, factors[..., None] * written)
+        for factor, old in zip(kept, states, strict=True):
+            state = state + factor[..., None, None] * old
+        new.append(state)
+    return new, jnp.moveaxis(out, 3, 1)
+
+
+def _earlier_tokens(x: jax.Array, ids: jax.Array, width: int) -> list[jax.Array]:
+    """Returns for each token of a packed buffer the `width - 1` tokens that it sees before it.
+
+    A completion's first tokens see the last ones of its prompt. A gather of these would be simple,
+    but its gradient would add up the completions of a group in the order that a GPU chooses. So a
+    block of `CHUNK` tokens takes them by products with zeros and ones from the block, the end of
+    the block before it, and the end of the prompt of the last token before it. These ends are
+    gathered once for each prompt, and given to the blocks by one more product.
+
+    Args:
+        x: [T, channels] inputs.
+        ids: int32 [T] segments.
+        width: W, number of positions that a convolution sees.
+
+    Returns:
+        W arrays [T, channels]: the tokens at the distances W - 1, ..., 1, 0; zeros where a token
+        sees fewer.
+    """
+    length, tail = len(ids), width - 1
+    count = -(-length // CHUNK)
+    ids = jnp.pad(ids, (0, count * CHUNK - length), constant_values=PADDING)
+    x = jnp.pad(x, ((0, count * CHUNK - length), (0, 0)))
+    largest = jnp.iinfo(jnp.int32).max
+    order = jnp.where(ids < 0, largest, ids)
+    prompts = jnp.where(ids < 0, largest, ids >> PART_BITS << PART_BITS)
+    start = jnp.searchsorted(order, order).astype(jnp.int32)
+    first = jnp.searchsorted(order, prompts).astype(jnp.int32)
+    end = jnp.searchsorted(order, prompts, side="right").astype(jnp.int32)
+    position = jnp.arange(len(ids), dtype=jnp.int32)
+    block_start = position[::CHUNK, None]
+    near = block_start - tail + jnp.arange(tail + CHUNK)
+    # The places of the last tokens of the prompt that ended before a block; -1 for no token.
+    before = block_start[:, 0] - 1
+    far = end[before][:, None] - tail + jnp.arange(tail)
+    is_over = (before >= 0) & (end[before] <= before) & (end[before] > first[before])
+    far = jnp.where(is_over[:, None] & (far >= first[before][:, None]), far, -1)
+    # The first of the blocks that need the same tokens gathers them.
+    key = jnp.where(is_over, end[before], -1)
+    readers = jnp.argmax(key[:, None] == key, axis=1)
+    reads = (far >= 0) & (readers == jnp.arange(count))[:, None]
+    nowhere = len(ids) + jnp.arange(far.size).reshape(far.shape)
+    tails = x.at[jnp.where(reads, far, nowhere)].get(mode="fill", fill_value=0, unique_indices=True)
+    chosen = (readers[:, None] == jnp.arange(count)).astype(x.dtype)
+    tails = _select(chosen, tails.reshape(count, -1)).reshape(tails.shape)
+    blocks = x.reshape(count, CHUNK, -1)
+    ends = jnp.pad(blocks[:-1, CHUNK - tail :], ((1, 0), (0, 0), (0, 0)))
+    sources = jnp.concatenate([tails, ends, blocks], axis=1)
+    places = jnp.concatenate([jnp.where(far < near[:, :1], far, -1), near], axis=1)
+    shifts = []
+    for distance in range(tail, 0, -1):
+        inside = position - distance
+        shared = jnp.where(start < end, -1, end - (distance - (position - start)))
+        shared = jnp.where(shared >= first, shared, -1)
+        wanted = jnp.where(inside >= start, inside, shared).reshape(count, CHUNK, 1)
+        selected = ((wanted == places[:, None]) & (wanted >= 0)).astype(x.dtype)
+        shifts.append(_select(selected, sources).reshape(len(ids), -1))
+    return [part[:length] for part in (*shifts, x)]
+
+
+def _select(selected: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns a product with zeros and ones, of which each row has one 1 at most: exact."""
+    precision = "highest" if rows.dtype == jnp.float32 else None
+    return jnp.matmul(selected, rows, precision=precision)
