@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from qerl_jax.compile.aot import compile_operations
 from qerl_jax.compile.operation import Operation, Programs, abstract, commit
@@ -123,7 +124,7 @@ def _batch_rows(windows: int) -> int:
     return max(sizes, key=lambda rows: (windows // rows * rows, rows))
 
 
-def _on_device(name: str, array: np.ndarray, dtype: jnp.dtype) -> jax.Array:
+def _on_device(name: str, array: np.ndarray, dtype: DTypeLike) -> jax.Array:
     return jnp.asarray(array) if names.is_wide(name) else jnp.asarray(array, dtype)
 
 
