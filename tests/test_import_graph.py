@@ -19,7 +19,7 @@ ALIASES = {("experiments.benchmark_rollout", "benchmarks.rollout.__main__")}
 FLOORS = (
     ("errors",),
     ("system",),
-    ("policy", "compile", "rewards", "config"),
+    ("policy", "compile", "rewards", "config", "environments"),
     ("rollout", "rl", "weights", "run"),
     ("data", "memory", "processes", "show"),
     ("quantization",),

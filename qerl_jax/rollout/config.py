@@ -84,6 +84,36 @@ class SamplingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TurnConfig:
+    """The limits of a conversation with an environment, beside that on all sampled tokens.
+
+    Attributes:
+        max_turns: largest number of turns of the policy.
+        turn_tokens: largest number of sampled tokens of a turn; 0 is that of the conversation.
+        reply_tokens: largest number of tokens of what an environment writes after a turn, those of
+            the chat template included.
+        context_tokens: largest number of tokens of a completion, those of the environment included.
+
+    Raises:
+        UserError: a value is out of its range.
+    """
+
+    max_turns: int
+    turn_tokens: int
+    reply_tokens: int
+    context_tokens: int
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            max_turns=(self.max_turns >= 1, "at least 1"),
+            turn_tokens=(self.turn_tokens >= 0, "at least 0"),
+            reply_tokens=(self.reply_tokens >= 1, "at least 1"),
+            context_tokens=(self.context_tokens >= 1, "at least 1"),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """How the engine samples: batches, memory and number formats.
 

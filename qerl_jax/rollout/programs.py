@@ -14,6 +14,7 @@ state of the slots in place.
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -144,7 +145,61 @@ def operations(
         *(shapes.cache_positions, dtype, model),
         of_any_policy=True,
     )
+    if shapes.extend_sizes:
+        _add_extensions(add, shapes, config, key, dense, state, result, on_devices)
     return table
+
+
+def _add_extensions(
+    add: Callable[..., None],
+    shapes: RolloutShapes,
+    config: DecodeConfig,
+    key: Any,
+    dense: Callable[[], dict],
+    state: Callable[[int], decode.DecodeState],
+    result: Callable[[Any], Any],
+    on_devices: Callable[[Any], Any],
+) -> None:
+    """Adds what appends the tokens of environments to rows: take, extend, restore, resume.
+
+    The rows are taken out of the batch, so that the programs with the model depend on their number
+    alone, and not on the size of the batch.
+    """
+    sizes, widths, cache = shapes.extend_sizes, shapes.extend_widths, shapes.cache_positions
+    pairs = [(rows, count) for rows in shapes.batch_sizes for count in sizes]
+    others = cache, shapes.dtype, config.model
+    add(
+        *("take", pairs, decode.gather_rows, {}),
+        lambda rows, count: (state(rows).keys[0], _int32(count)),
+        *others,
+        of_any_policy=True,
+    )
+    add(
+        *("restore", pairs, decode.restore_rows, {}),
+        lambda rows, count: (state(rows).keys[0], state(count).keys[0], _int32(count)),
+        *others,
+        of_any_policy=True,
+    )
+    add(
+        *("extend", itertools.product(sizes, widths), decode.extend_rows),
+        {"model_config": config.model},
+        lambda count, width: (
+            *(dense(), on_devices(result("fuse_adapter")), state(count).keys, state(count).values),
+            *(_int32(count, width), _int32(count, width), _int32(count)),
+        ),
+        *(cache, shapes.dtype, config.dequantize),
+    )
+    add(
+        *("resume", [(count,) for count in sizes], decode.resume_rows, {"config": config}),
+        lambda count: (
+            *(key, dataclasses.replace(state(1), keys=[], values=[])),
+            on_devices(result(("extend", count, widths[0])))[0],
+            *(_int32(count) for _ in range(4)),
+            np.float32(1),
+        ),
+        *(shapes.batch_sizes[0], str(key.dtype)),
+        of_any_policy=True,
+    )
 
 
 def _abstract_on_devices(mesh: Mesh | None, sharding: jax.sharding.Sharding, tree: Any) -> Any:

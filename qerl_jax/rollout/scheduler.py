@@ -80,10 +80,14 @@ class Scheduler:
     @property
     def active(self) -> np.ndarray:
         """Cache rows, bool [R], whose rows may continue after the samples in flight."""
-        rows = self._rows
-        limit = self.completions.rollout.tokens.shape[1]
-        over = self.completions.ended[rows] | (self._scheduled_tokens[rows] >= limit)
+        rows, limits = self._rows, self.completions.limits
+        over = self.completions.ended[rows] | (self._scheduled_tokens[rows] >= limits[rows])
         return (rows != _NO_ROW) & ~over
+
+    @property
+    def occupied(self) -> np.ndarray:
+        """Cache rows, bool [R], whose keys and values are still needed."""
+        return self.active
 
     @property
     def waiting(self) -> bool:
@@ -91,8 +95,8 @@ class Scheduler:
         return self._next_row < len(self._identities)
 
     def free_slots(self) -> np.ndarray:
-        """Returns the slots without an active row while rows wait, and none otherwise."""
-        return np.flatnonzero(~self.active) if self.waiting else np.array([], int)
+        """Returns the slots that are not occupied while rows wait, and none otherwise."""
+        return np.flatnonzero(~self.occupied) if self.waiting else np.array([], int)
 
     def prefill(self) -> None:
         """Starts the prefill of the next prompts, unless rows of the last ones still wait."""
@@ -144,17 +148,17 @@ class Scheduler:
         return count
 
     def compact(self) -> None:
-        """Moves the active rows to a smaller batch, if no row waits and they fit one."""
+        """Moves the occupied rows to a smaller batch, if no row waits and they fit one."""
         if self.waiting:
             return
-        count = self.active.sum()
+        count = self.occupied.sum()
         # One size after the other, so that only neighboring sizes have a program.
         for size in self._shapes.batch_sizes:
             if count <= size < len(self._rows):
-                active = self.active
-                indices = np.argsort(~active, stable=True)[:size].astype(np.int32)
+                occupied = self.occupied
+                indices = np.argsort(~occupied, stable=True)[:size].astype(np.int32)
                 gather = self._programs["compact", len(self._rows), size]
-                self._rows = np.where(active, self._rows, _NO_ROW)[indices]
+                self._rows = np.where(occupied, self._rows, _NO_ROW)[indices]
                 self._slots = self._slots[indices]
                 take = functools.partial(_gather_and_free, gather, indices)
                 self._state = dataclasses.replace(
