@@ -287,7 +287,7 @@ class Sampler:
         try:
             while not scheduler.over.all():
                 # 1. Rows whose environment has replied go on, on their live caches.
-                scheduler.take_replies(waits=not scheduler.active.any())
+                scheduler.take_replies(waits=scheduler.stuck)
                 scheduler.extend()
                 # 2. Prefill and insert rows that wait for a slot.
                 free = scheduler.free_slots()

@@ -8,12 +8,11 @@ others have no slot gives up its slot; its keys and values are computed again wh
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from qerl_jax.environments.roles import ANSWER, DONE, OPEN
+from qerl_jax.environments.roles import ANSWER, DONE, OPEN, Reply, Turn
 from qerl_jax.rollout.config import TurnConfig
 from qerl_jax.rollout.decode import Samples
 from qerl_jax.rollout.progress import Statistics
@@ -21,37 +20,6 @@ from qerl_jax.rollout.scheduler import _NO_ROW, Scheduler
 
 _PATIENCE = 4  # chunks after which a row that waits may lose its slot
 _TICK = 0.05  # seconds between two looks at whether an environment has replied
-
-
-class Turn(NamedTuple):
-    """A turn of the policy that has ended.
-
-    Attributes:
-        row: number of the row.
-        ids: its sampled tokens.
-        complete: whether the policy or a stop string ended it, and not a limit.
-        space: largest number of tokens that an environment may add; 0 where the row cannot go on,
-            because the limit on sampled tokens is reached.
-    """
-
-    row: int
-    ids: Sequence[int]
-    complete: bool
-    space: int
-
-
-class Reply(NamedTuple):
-    """What comes back for a turn: tokens after which the policy goes on, or the end of the row.
-
-    Attributes:
-        row: number of the row.
-        ids: the environment's tokens; () where the row ends.
-        ending: what ends the row, see `environments.roles`; OPEN where it goes on.
-    """
-
-    row: int
-    ids: Sequence[int]
-    ending: int
 
 
 class Dialog(Protocol):
@@ -64,6 +32,26 @@ class Dialog(Protocol):
     def replies(self, seconds: float, /) -> list[Reply]:
         """Returns the replies that are there, or waits until one is or the seconds have passed."""
         ...
+
+
+class _Piece(NamedTuple):
+    """Tokens of a row to prefill.
+
+    Attributes:
+        row: number of the row.
+        place: its cache row.
+        first: the first token of the row.
+        tokens: the tokens.
+        start: position of the first of them.
+        length: number of all tokens of the row.
+    """
+
+    row: int
+    place: int
+    first: int
+    tokens: list[int]
+    start: int
+    length: int
 
 
 class TurnScheduler(Scheduler):
@@ -118,6 +106,12 @@ class TurnScheduler(Scheduler):
     def occupied(self) -> np.ndarray:
         """Cache rows, bool [R], whose rows have not ended."""
         return (self._rows != _NO_ROW) & ~self.over[self._rows]
+
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing can be done before an environment replies."""
+        inserts = self.waiting and not self.occupied.all()
+        return not (self.in_flight or self._ready or inserts or self.active.any())
 
     def compact(self) -> None:
         """Moves the rows to a smaller batch, if no row waits for a slot and they fit one."""
@@ -213,7 +207,7 @@ class TurnScheduler(Scheduler):
                 self._evicted.add(row)
                 wanted -= 1
 
-    def _go_on(self, row: int, place: int, *, whole: bool) -> "list[_Piece]":
+    def _go_on(self, row: int, place: int, *, whole: bool) -> list[_Piece]:
         """Appends the environment's tokens to a row, and returns what is to be prefilled.
 
         Args:
@@ -239,7 +233,7 @@ class TurnScheduler(Scheduler):
             for start in range(first, len(tokens), size)
         ]
 
-    def _extend(self, batch: "list[_Piece]") -> None:
+    def _extend(self, batch: list[_Piece]) -> None:
         """Prefills a piece of some rows; those whose last piece it is sample a token.
 
         A cache row of a row that does not decode has its first position overwritten in every step.
@@ -251,7 +245,8 @@ class TurnScheduler(Scheduler):
         width = next(width for width in shapes.extend_widths if width >= longest)
         tokens = np.full((count, width), self.completions.pad_id, np.int32)
         positions = np.full((count, width), shapes.cache_positions, np.int32)
-        last, source, slots, lengths, numbers, counts = (np.zeros(count, np.int32) for _ in "123456")
+        zeros = np.zeros((6, count), np.int32)
+        last, source, slots, lengths, numbers, counts = zeros
         target = np.full(count, len(self._rows), np.int32)
         slots[:] = shapes.batch_sizes[0]
         rows = np.full(count, _NO_ROW)
@@ -285,23 +280,3 @@ class TurnScheduler(Scheduler):
     def _enqueue(self, rows: np.ndarray, samples: Samples) -> None:
         super()._enqueue(rows, samples)
         self._stamps.append(self._turn[rows])
-
-
-class _Piece(NamedTuple):
-    """Tokens of a row to prefill.
-
-    Attributes:
-        row: number of the row.
-        place: its cache row.
-        first: the first token of the row.
-        tokens: the tokens.
-        start: position of the first of them.
-        length: number of all tokens of the row.
-    """
-
-    row: int
-    place: int
-    first: int
-    tokens: list[int]
-    start: int
-    length: int
