@@ -1,164 +1,19 @@
-"""The environments that a config names: what they are, their prompts, and their limits."""
+"""Conversations with environments: prompts and seeds, and what rewards and metrics get of them."""
 
+import collections
 import dataclasses
 import hashlib
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
-from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
-from qerl_jax.environments.episodes import Contract, Environments, Episodes, environment_of
-from qerl_jax.environments.pool import CallError, Pool
-from qerl_jax.environments.replies import ReplyWriter
-from qerl_jax.environments.tools import tool_format
-from qerl_jax.errors import UserError
-from qerl_jax.rollout.config import TurnConfig
-from qerl_jax.weights.tokenizer import Tokenizer
-
-_DESCRIBE_SECONDS = 120.0
-_WHOLE = "environment"  # the name where there is only one environment
-
-
-def environment_functions(config: ConfigDict) -> dict[str, str]:
-    """Returns the import paths of the environments by name; {} where the run has none.
-
-    Raises:
-        UserError: the field is malformed.
-    """
-    text = config.environment.function
-    if not text:
-        return {}
-    if "=" not in text:
-        return {_WHOLE: text.strip()}
-    entries = [entry.strip().partition("=") for entry in text.split(",")]
-    functions = {name.strip(): path.strip() for name, _, path in entries}
-    if len(functions) != len(entries) or not all(functions) or not all(functions.values()):
-        raise UserError(
-            f"environment.function={text!r}: write package.module:Class, or several with the names "
-            "that the column `environment` has, such as 'sums=my_env:Sums, game=my_env:Game'"
-        )
-    return functions
-
-
-def turn_config(config: ConfigDict, *, max_new_tokens: int = 0) -> TurnConfig | None:
-    """Returns the limits of conversations; None where the run has no environment.
-
-    Args:
-        config: the resolved config.
-        max_new_tokens: sampled tokens of a conversation; 0 is rollout.max_new_tokens.
-    """
-    if not config.environment.function:
-        return None
-    options, sampled = config.environment, max_new_tokens or config.rollout.max_new_tokens
-    replies = (options.max_turns - 1) * options.reply_tokens
-    return TurnConfig(
-        max_turns=options.max_turns,
-        turn_tokens=options.turn_tokens,
-        reply_tokens=options.reply_tokens,
-        context_tokens=options.context_tokens or sampled + replies,
-    )
-
-
-def completion_tokens(config: ConfigDict, max_new_tokens: int) -> int:
-    """Returns the largest number of tokens of a completion, those of environments included."""
-    turns = turn_config(config, max_new_tokens=max_new_tokens)
-    return max_new_tokens if turns is None else turns.context_tokens
-
-
-def describe(config: ConfigDict, pool: Pool | None) -> dict[str, Contract]:
-    """Asks the environments what they are.
-
-    Args:
-        config: the resolved config.
-        pool: the processes of the environments; None without an environment.
-
-    Raises:
-        UserError: one cannot be made, or is no environment.
-    """
-    contracts = {}
-    for name, path in pool.functions.items() if pool else ():
-        try:
-            answer = pool.ask({"op": "describe", "name": name}, limit=_DESCRIBE_SECONDS)
-        except (CallError, EOFError, TimeoutError) as error:
-            reason = str(error) or "its process ended, or did not answer"
-            raise UserError(
-                f"environment.function={path}: {' '.join(reason.split())}; an environment has a "
-                "method reset, and public methods with type hints and Google docstrings, or a "
-                "method step (docs/environments.md)"
-            ) from error
-        contracts[name] = Contract(answer["kind"], tuple(answer["tools"]), answer["rewards"])
-    return contracts
-
-
-def check_problems(problems: Sequence[Problem], names: Sequence[str]) -> None:
-    """Refuses problems whose column `environment` names no environment.
-
-    Raises:
-        UserError: one does.
-    """
-    for problem in problems:
-        if len(names) > 1 and environment_of(problem.columns, names) not in names:
-            raise UserError(
-                f"a problem has environment={problem.columns.get('environment')!r}; "
-                f"environment.function names {', '.join(names)}: correct the column"
-            )
-
-
-def tools_of(contracts: Mapping[str, Contract]) -> Callable[[Problem], Any]:
-    """Returns a function from a problem to the tools of its prompt, None for no tools."""
-
-    def tools(problem: Problem) -> Any:
-        if not contracts:
-            return None
-        return contracts[environment_of(problem.columns, list(contracts))].tools or None
-
-    return tools
-
-
-def make_environments(
-    config: ConfigDict, pool: Pool | None, contracts: Mapping[str, Contract], tokenizer: Tokenizer
-) -> "RunEnvironments | None":
-    """Makes the environments of a run; None where it has none.
-
-    Raises:
-        UserError: the chat template cannot write what they say.
-    """
-    if pool is None:
-        return None
-    form, data = "", config.data
-    arguments = data.chat_template_args.to_dict()
-    if any(contract.kind == "tools" for contract in contracts.values()):
-        form = tool_format(tokenizer.chat_template or "", tokenizer.template_source)
-    writers = {
-        name: ReplyWriter(tokenizer, arguments, contract.kind == "tools", data.system_prompt)
-        for name, contract in contracts.items()
-    }
-    for writer in writers.values():
-        writer.check()
-    options = config.environment
-    environments = Environments(
-        pool=pool,
-        contracts=contracts,
-        writers=writers,
-        form=form,
-        tokenizer=tokenizer,
-        max_turns=options.max_turns,
-        time_limit=options.time_limit,
-        processes=options.processes,
-    )
-    return RunEnvironments(
-        environments,
-        tokenizer,
-        {
-            "system_prompt": data.system_prompt,
-            "question_suffix": data.question_suffix,
-            "chat_template_args": arguments,
-            "tools": tools_of(contracts),
-        },
-        data.max_prompt_tokens,
-    )
+from qerl_jax.data.prompts import ChatTokenizer, Problem, Prompt, encode_prompts
+from qerl_jax.environments.episodes import Environments, Episode, Episodes
+from qerl_jax.environments.roles import ENDINGS, FAILURE
+from qerl_jax.rewards.functions import CONVERSATION_COLUMNS
+from qerl_jax.rollout.progress import Statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +28,7 @@ class RunEnvironments:
     """
 
     environments: Environments
-    tokenizer: Tokenizer
+    tokenizer: ChatTokenizer
     prompts: Mapping[str, Any]
     max_prompt_tokens: int
 
@@ -240,3 +95,45 @@ def environment_seed(key: jax.Array, number: int) -> int:
 def columns_of(problem: Problem) -> dict[str, Any]:
     """Returns what an environment gets of a problem: its row, its question and its answer."""
     return {"question": problem.question, "answer": problem.answer} | dict(problem.columns)
+
+
+def conversation_columns(episode: Episode) -> dict[str, Any]:
+    """Returns what rewards get of a conversation, see `rewards.functions.CONVERSATION_COLUMNS`."""
+    values = (
+        episode.reward,
+        types.SimpleNamespace(**episode.facts),
+        [text for role, text in episode.parts if role == "assistant"],
+    )
+    return dict(zip(CONVERSATION_COLUMNS, values, strict=True))
+
+
+def conversation_metrics(
+    episodes: Sequence[Episode], work: Sequence[Statistics]
+) -> dict[str, float]:
+    """Returns values to log of the conversations of a step.
+
+    Args:
+        episodes: the conversations.
+        work: work of the device, by rollout.
+    """
+    calls = sum(episode.calls for episode in episodes)
+    endings = collections.Counter(episode.ending for episode in episodes)
+    decoded = sum(one.decoded for one in work)
+    metrics = {
+        "environment/turns": sum(episode.turns for episode in episodes) / len(episodes),
+        "environment/failures": endings[FAILURE],
+        "environment/waiting_seconds": sum(one.waiting_seconds for one in work),
+        "environment/idle_share": sum(one.idle for one in work) / decoded if decoded else 0.0,
+    }
+    if calls:
+        right = sum(episode.calls > episode.failed_calls for episode in episodes)
+        metrics |= {
+            "environment/calls": calls / len(episodes),
+            "environment/failed_calls": sum(episode.failed_calls for episode in episodes) / calls,
+            "environment/rows_with_right_call": right / len(episodes),
+        }
+    return metrics | {
+        f"environment/ending/{name}": endings[number] / len(episodes)
+        for number, name in enumerate(ENDINGS)
+        if endings[number]
+    }

@@ -216,6 +216,13 @@ class Episodes:
             if process in self._busy or self.episodes[row].ending == OPEN:
                 self._all.pool.kill(process)
 
+    def failures(self) -> list[str]:
+        """Returns one line for each distinct failure of an environment, with its count."""
+        return [
+            f"the environment failed in {count} of {len(self.episodes)} rows: {error}"
+            for error, count in self.errors.items()
+        ]
+
     def submit(self, turn: Turn) -> None:
         """Hands a turn to the environment of its row."""
         row, episode = turn.row, self.episodes[turn.row]
@@ -281,7 +288,7 @@ class Episodes:
         self._request(row, {"op": "finish"})
 
     def _advance(self, row: int) -> None:
-        """Sends the next request of a row, if there is one and a process for it."""
+        """Sends the next request of a row, if it has one and a process is free."""
         if not self._requests[row]:
             return
         process = self._process.get(row)
@@ -383,7 +390,7 @@ def _send(process: Process, request: Mapping[str, Any], limit: float) -> bool:
 
 
 def _answer(process: Process) -> dict[str, Any] | None:
-    """The answer of a process, or None while there is none.
+    """The answer of a process, or None while it has not arrived.
 
     A process that ended, or exceeded its time limit, has an answer with 'error' and 'dead'.
     """

@@ -125,7 +125,7 @@ class Pool:
             )
 
     def take(self) -> Process:
-        """Returns a process that is free, and starts one if there is none."""
+        """Returns a process that is free, and starts one if all are busy."""
         if self._idle:
             return self._idle.pop()
         ours, theirs = socket.socketpair()

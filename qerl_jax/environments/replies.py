@@ -16,6 +16,7 @@ from qerl_jax.errors import UserError
 Message = Mapping[str, Any]
 
 _THOUGHT = "<think>\ndummy\n</think>\n\ndummy"
+_DUMMY_CALLS = (("dummy", NO_ID),)
 _CHARACTERS = 16  # of a token, at most, before a long text is encoded
 
 
@@ -83,7 +84,7 @@ class ReplyWriter:
                 "environment of tools, a model whose template keeps them, such as Qwen2.5, or no "
                 "data.system_prompt"
             )
-        self.write(["dummy"])
+        self.write(["dummy"], _DUMMY_CALLS)
 
     def write(self, texts: Sequence[str], calls: Sequence[tuple[str, str]] = ()) -> list[int]:
         """Returns the ids of a reply, from the end of the policy's turn to the next turn.
@@ -135,7 +136,7 @@ class ReplyWriter:
         return ids[self._end(ids) - 1]
 
     def _messages(
-        self, texts: Sequence[str], calls: Sequence[tuple[str, str]] = (("dummy", NO_ID),)
+        self, texts: Sequence[str], calls: Sequence[tuple[str, str]] = _DUMMY_CALLS
     ) -> list[dict[str, Any]]:
         if not self.calls:
             return [{"role": "user", "content": text} for text in texts]

@@ -252,7 +252,8 @@ class _Host:
         make: Any = self._makers[name]
         if inspect.isclass(make) and hasattr(make, "init") and hasattr(make, "step"):
             extras = {"reward_spec": {"ground_truth": columns.get("answer", "")}} | dict(columns)
-            return make({}, extras)
+            maker: Any = make
+            return maker({}, extras)
         return make()
 
 

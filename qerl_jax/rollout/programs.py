@@ -62,8 +62,7 @@ def operations(
     key, (params, lora) = abstract((key, policy))
     model, dtype, steps = config.model, shapes.dtype, shapes.chunk_steps
     num_prompts, widest = shapes.prefill_batch, shapes.prompt_widths[-1]
-    compute, sharding = params["embed_tokens"].dtype, key.sharding
-    mesh = mesh_of(params)
+    compute, sharding, mesh = params["embed_tokens"].dtype, key.sharding, mesh_of(params)
     on_devices = functools.partial(_abstract_on_devices, mesh, sharding)
     functions = decode if mesh is None else tensor_parallel.functions(mesh)
     dense_weights = None if config.dequantize == "step" else dequantization(params)
@@ -145,8 +144,7 @@ def operations(
         *(shapes.cache_positions, dtype, model),
         of_any_policy=True,
     )
-    if shapes.extend_sizes:
-        _add_extensions(add, shapes, config, key, dense, state, result, on_devices)
+    _add_extensions(add, shapes, config, key, dense, state, result, on_devices)
     return table
 
 
@@ -160,12 +158,14 @@ def _add_extensions(
     result: Callable[[Any], Any],
     on_devices: Callable[[Any], Any],
 ) -> None:
-    """Adds what appends the tokens of environments to rows: take, extend, restore, resume.
+    """Adds what appends the tokens of environments, if any, to rows: take, extend, restore, resume.
 
     The rows are taken out of the batch, so that the programs with the model depend on their number
     alone, and not on the size of the batch.
     """
     sizes, widths, cache = shapes.extend_sizes, shapes.extend_widths, shapes.cache_positions
+    if not sizes:
+        return
     pairs = [(rows, count) for rows in shapes.batch_sizes for count in sizes]
     others = cache, shapes.dtype, config.model
     add(

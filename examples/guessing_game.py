@@ -1,0 +1,75 @@
+"""A guessing game: the policy learns to use what an environment tells it, on a CPU in minutes.
+
+    uv run python examples/guessing_game.py
+    uv run python examples/guessing_game.py --constant    # the control: replies that tell nothing
+
+The environment has a number from 1 to 3 in mind, and the policy has two guesses. After a wrong one
+it is told whether the number is higher or lower. Two different guesses are right in 2 of 3 games,
+which is the best without reading the reply; 2 and then what the reply says is always right.
+"""
+
+import random
+import re
+import sys
+
+import qerl_jax as qj
+
+NAMES = "Ada Ben Cleo Dan Eva Finn Gwen Hugo Iris Jack Kate Liam".split()
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+QUESTION = "On {day} {name} thought of a number from 1 to 3. Guess it. Answer with the number only."
+
+
+class GuessingGame:
+    """An environment of texts: `reset` begins a game, and `step` takes a guess."""
+
+    def reset(self, seed):
+        """Begins a game; games of the same seed have the same number."""
+        self.number = random.Random(seed).randint(1, 3)
+
+    def step(self, text):
+        """Returns what the environment says, the reward, and whether the game is over."""
+        match = re.search(r"\d+", text)
+        guess = int(match[0]) if match else 0
+        if guess == self.number:
+            return "right", 1.0, True
+        return self.hint(guess), 0.0, False
+
+    def hint(self, guess):
+        """Returns what is said after a wrong guess."""
+        return "higher" if guess < self.number else "lower"
+
+
+class ConstantGame(GuessingGame):
+    """The control: the same game with a reply that tells nothing."""
+
+    def hint(self, guess):
+        """Returns the same text after every guess."""
+        return "wrong"
+
+
+def main(constant):
+    """Trains the default model; a run that was stopped goes on."""
+    config = qj.get_config("grpo_gsm8k")
+    config.experiment = "constant_game" if constant else "guessing_game"
+    config.update_from_flattened_dict(
+        {
+            "steps": 40,
+            "environment.function": f"guessing_game:{'Constant' if constant else 'Guessing'}Game",
+            "environment.max_turns": 2,
+            "environment.turn_tokens": 3,
+            "environment.reply_tokens": 14,
+            "rollout.max_new_tokens": 6,
+            "rollout.chunk_steps": 2,
+            "data.question_suffix": "",
+            "rewards.correctness.function": "qerl_jax.rewards.functions:environment_reward",
+            "rewards.format.weight": 0.0,
+            "eval.every": 20,
+            "eval.problems": 28,
+        }
+    )
+    questions = [QUESTION.format(day=day, name=name) for day in DAYS for name in NAMES]
+    return qj.train(config, problems=[{"question": text, "answer": ""} for text in questions])
+
+
+if __name__ == "__main__":
+    main("--constant" in sys.argv[1:])
