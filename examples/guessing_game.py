@@ -14,8 +14,8 @@ import sys
 
 import qerl_jax as qj
 
-NAMES = "Ada Ben Cleo Dan Eva Finn Gwen Hugo Iris Jack Kate Liam".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gwen", "Hugo", "Iris", "Jack", "Kate", "Liam"]
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 QUESTION = "On {day} {name} thought of a number from 1 to 3. Guess it. Answer with the number only."
 
 

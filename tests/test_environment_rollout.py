@@ -13,6 +13,7 @@ from tiny_rollout import KEY, PROMPTS, policy
 from qerl_jax.environments.roles import CONTEXT, DONE, ENVIRONMENT, OPEN, SAMPLED, TOKENS, Reply
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rl.logprobs import completion_logprobs
+from qerl_jax.rollout import turns
 from qerl_jax.rollout.config import TurnConfig
 
 EOS = tuple(range(20, 30))  # a third of the vocabulary: turns end soon
@@ -52,12 +53,12 @@ class Dialog:
         return [reply for _, reply in ready]
 
 
-def converse(dialog, turns=TURNS, **options):
+def converse(dialog, limits=TURNS, **options):
     sampler = tiny_rollout.sampler(
-        **({"max_new_tokens": 14, "eos_ids": EOS, "group_size": GROUP} | options)
+        **({"max_new_tokens": 14, "eos_ids": EOS, "group_size": GROUP, "layers": 1} | options)
     )
-    sampler = dataclasses.replace(sampler, turns=turns)
-    _, params, lora = policy()
+    sampler = dataclasses.replace(sampler, turns=limits)
+    _, params, lora = policy(layers=1)
     *_, last = sampler.steps(KEY, Policy(params, lora), PROMPTS, dialog=dialog)
     return last
 
@@ -71,10 +72,10 @@ def instant():
 def test_tokens_are_those_that_were_sampled_and_replied(instant):
     dialog, last = instant
     rollout = last.rollout
-    assert max(len(turns) for turns in dialog.turns.values()) == TURNS.max_turns
-    for row, turns in dialog.turns.items():
+    assert max(len(sampled) for sampled in dialog.turns.values()) == TURNS.max_turns
+    for row, sampled in dialog.turns.items():
         ids, roles = [], []
-        for number, turn in enumerate(turns, start=1):
+        for number, turn in enumerate(sampled, start=1):
             if ids:
                 count = 2 + (row + number - 1) % 7
                 ids += random_tokens(count, seed=100 * row + number - 1).tolist()
@@ -96,7 +97,7 @@ def test_tokens_are_those_that_were_sampled_and_replied(instant):
 def test_logprobs_are_those_of_the_whole_conversations(instant):
     _, last = instant
     rollout = last.rollout
-    config, params, lora = policy()
+    config, params, lora = policy(layers=1)
     prompts = [prompt for prompt in PROMPTS for _ in range(GROUP)]
     starts = np.array([len(prompt) for prompt in prompts], np.int32)
     width = rollout.tokens.shape[1]
@@ -118,43 +119,47 @@ def test_logprobs_are_those_of_the_whole_conversations(instant):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"seconds": 0.02},
-        {"seconds": 0.02, "max_rows": 5},
-        {"max_rows": 3, "chunk_steps": 2},
-        {"seconds": 0.05, "max_rows": 1},
-    ],
-    ids=["slow", "few slots", "short chunks", "one slot"],
+    [{}, {"max_rows": 5}, {"max_rows": 1, "chunk_steps": 2}],
+    ids=["slots for all", "few slots", "one slot"],
 )
 def test_episodes_do_not_depend_on_time_or_slots(instant, options):
+    """With the same slots they are equal to the last bit, whatever the environments' time."""
+    fast, slow = (converse(Dialog(seconds), **options).rollout for seconds in (0.0, 0.03))
+    jax.tree.map(np.testing.assert_array_equal, slow, fast)
     expected = instant[1].rollout
-    seconds = options.pop("seconds", 0.0)
-    rollout = converse(Dialog(seconds), **options).rollout
     for name in ("tokens", "lengths", "roles", "endings", "finished"):
-        np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name), name)
-    np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=2e-5)
+        np.testing.assert_array_equal(getattr(slow, name), getattr(expected, name), name)
+    np.testing.assert_allclose(slow.logprobs, expected.logprobs, atol=2e-5)
 
 
-def test_a_row_that_waits_long_gives_up_its_slot():
-    """Two slots for twelve rows that wait longer than their slots are kept for them."""
-    last = converse(Dialog(0.1), max_rows=2, chunk_steps=1)
-    assert last.statistics.idle > 0
+def test_a_row_that_waits_long_gives_up_its_slot(instant, monkeypatch):
+    """One slot for twelve rows: others have their turns in it while a row waits."""
+    monkeypatch.setattr(turns, "_PATIENCE", 0.02)
+    order, dialog = [], Dialog(0.2)
+    submit = dialog.submit
+    dialog.submit = lambda turn: (order.append(turn.row), submit(turn))
+    last = converse(dialog, max_rows=1, chunk_steps=2)
     assert last.statistics.waiting_seconds > 0
+    # The rows take turns: no row has its second turn right after its first.
+    assert order[:3] == [0, 1, 2]
+    for name in ("tokens", "lengths", "roles", "endings"):
+        expected = getattr(instant[1].rollout, name)
+        np.testing.assert_array_equal(getattr(last.rollout, name), expected, name)
 
 
 def test_the_context_ends_a_row():
-    turns = dataclasses.replace(TURNS, context_tokens=12)
-    rollout = converse(Dialog(), turns).rollout
+    limits = dataclasses.replace(TURNS, context_tokens=12)
+    rollout = converse(Dialog(), limits).rollout
     assert CONTEXT in rollout.endings
     assert rollout.lengths.max() <= 12
 
 
 def test_every_program_is_compiled_before():
     sampler = tiny_rollout.sampler(
-        max_new_tokens=14, eos_ids=EOS, group_size=GROUP, prompt_width=9, max_rows=6
+        max_new_tokens=14, eos_ids=EOS, group_size=GROUP, prompt_width=9, max_rows=6, layers=1
     )
     sampler = dataclasses.replace(sampler, turns=TURNS)
-    _, params, lora = policy()
+    _, params, lora = policy(layers=1)
     compiled = sampler.compiled(KEY, Policy(params, lora), num_prompts=3)
     expected = converse(Dialog(), max_rows=6, prompt_width=9).rollout
     rollout = compiled.rollout(KEY, Policy(params, lora), PROMPTS, dialog=Dialog(0.01))
@@ -165,11 +170,11 @@ def test_every_program_is_compiled_before():
 
 def test_one_turn_is_a_rollout_without_environment():
     """The first turns of a conversation are the completions of a rollout of one turn."""
-    alone = tiny_rollout.rollout(max_new_tokens=6, eos_ids=EOS, group_size=GROUP)
-    turns = dataclasses.replace(TURNS, max_turns=1)
+    alone = tiny_rollout.rollout(max_new_tokens=6, eos_ids=EOS, group_size=GROUP, layers=1)
+    limits = dataclasses.replace(TURNS, max_turns=1)
     dialog = Dialog()
     dialog.submit = lambda turn: dialog.due.append((0.0, Reply(turn.row, (), DONE)))
-    rollout = converse(dialog, turns).rollout
+    rollout = converse(dialog, limits).rollout
     np.testing.assert_array_equal(rollout.tokens[:, :6], alone.tokens)
     np.testing.assert_array_equal(rollout.lengths, alone.lengths)
     jax.tree.map(np.testing.assert_array_equal, rollout.logprobs[:, :6], np.asarray(alone.logprobs))

@@ -160,44 +160,42 @@ def _add_extensions(
 ) -> None:
     """Adds what appends the tokens of environments, if any, to rows: take, extend, restore, resume.
 
-    The rows are taken out of the batch, so that the programs with the model depend on their number
-    alone, and not on the size of the batch.
+    The rows are taken out of the batch, as few of them go on at the same time.
     """
-    sizes, widths, cache = shapes.extend_sizes, shapes.extend_widths, shapes.cache_positions
+    rows, cache = shapes.batch_sizes[0], (shapes.cache_positions, shapes.dtype)
+    sizes = [(count,) for count in shapes.extend_sizes]
     if not sizes:
         return
-    pairs = [(rows, count) for rows in shapes.batch_sizes for count in sizes]
-    others = cache, shapes.dtype, config.model
+    widths = [(count, width) for (count,) in sizes for width in shapes.extend_widths]
     add(
-        *("take", pairs, decode.gather_rows, {}),
-        lambda rows, count: (state(rows).keys[0], _int32(count)),
-        *others,
+        *("take", sizes, decode.gather_rows, {}),
+        lambda count: (state(rows).keys[0], _int32(count)),
+        *(rows, *cache, config.model),
         of_any_policy=True,
     )
     add(
-        *("restore", pairs, decode.restore_rows, {}),
-        lambda rows, count: (state(rows).keys[0], state(count).keys[0], _int32(count)),
-        *others,
+        *("restore", sizes, decode.restore_rows, {}),
+        lambda count: (state(rows).keys[0], state(count).keys[0], _int32(count)),
+        *(rows, *cache, config.model),
         of_any_policy=True,
     )
     add(
-        *("extend", itertools.product(sizes, widths), decode.extend_rows),
-        {"model_config": config.model},
+        *("extend", widths, decode.extend_rows, {"model_config": config.model}),
         lambda count, width: (
             *(dense(), on_devices(result("fuse_adapter")), state(count).keys, state(count).values),
             *(_int32(count, width), _int32(count, width), _int32(count)),
         ),
-        *(cache, shapes.dtype, config.dequantize),
+        *(*cache, config.dequantize),
     )
     add(
-        *("resume", [(count,) for count in sizes], decode.resume_rows, {"config": config}),
+        *("resume", sizes, decode.resume_rows, {"config": config}),
         lambda count: (
             *(key, dataclasses.replace(state(1), keys=[], values=[])),
-            on_devices(result(("extend", count, widths[0])))[0],
+            on_devices(result(("extend", *widths[0])))[0],
             *(_int32(count) for _ in range(4)),
             np.float32(1),
         ),
-        *(shapes.batch_sizes[0], str(key.dtype)),
+        *(rows, str(key.dtype)),
         of_any_policy=True,
     )
 

@@ -297,7 +297,6 @@ class Sampler:
                 # 3. Decode a chunk, and drain what was in flight before.
                 older = len(scheduler.in_flight)
                 if scheduler.active.any():
-                    scheduler.compact()
                     scheduler.decode_chunk()
                 scheduler.drain(older)
                 yield RolloutProgress(

@@ -148,17 +148,17 @@ class Scheduler:
         return count
 
     def compact(self) -> None:
-        """Moves the occupied rows to a smaller batch, if no row waits and they fit one."""
+        """Moves the active rows to a smaller batch, if no row waits and they fit one."""
         if self.waiting:
             return
-        count = self.occupied.sum()
+        count = self.active.sum()
         # One size after the other, so that only neighboring sizes have a program.
         for size in self._shapes.batch_sizes:
             if count <= size < len(self._rows):
-                occupied = self.occupied
-                indices = np.argsort(~occupied, stable=True)[:size].astype(np.int32)
+                active = self.active
+                indices = np.argsort(~active, stable=True)[:size].astype(np.int32)
                 gather = self._programs["compact", len(self._rows), size]
-                self._rows = np.where(occupied, self._rows, _NO_ROW)[indices]
+                self._rows = np.where(active, self._rows, _NO_ROW)[indices]
                 self._slots = self._slots[indices]
                 take = functools.partial(_gather_and_free, gather, indices)
                 self._state = dataclasses.replace(

@@ -47,9 +47,9 @@ class RolloutShapes:
         prompt_widths: T, numbers of tokens that prompts are padded to, ascending.
         insert_sizes: N, numbers of rows that are inserted together, ascending.
         dtype: dtype of the cache.
-        extend_sizes: N, numbers of rows that are extended together by what environments wrote,
-            ascending; () without environments.
-        extend_widths: T, numbers of tokens that such extensions are padded to, ascending.
+        extend_sizes: N, the number of rows that are extended together by what environments wrote;
+            () without environments.
+        extend_widths: T, the number of tokens that such extensions are padded to.
     """
 
     cache_positions: int
@@ -125,18 +125,20 @@ def plan_shapes(
     # Each prefill has the same number of prompts.
     prefill = -(-num_prompts // -(-num_prompts // prefill))
     # The host sees which rows ended in the first chunk while the second one runs.
-    smaller = _smaller_batches(max_rows, engine.compact) if chunks > 2 else ()
+    smaller = _smaller_batches(max_rows, engine.compact) if chunks > 2 and not turns else ()
+    inserts = _insert_sizes(min(max_rows, prefill * group_size), refills=max_rows < rows)
     return RolloutShapes(
         cache_positions=positions,
         batch_sizes=(max_rows, *smaller),
         chunk_steps=steps,
         prefill_batch=prefill,
         prompt_widths=width_buckets(width),
-        insert_sizes=_insert_sizes(min(max_rows, prefill * group_size), refills=max_rows < rows),
+        # Where environments are waited for, all batches have one size, see `turns`.
+        insert_sizes=inserts[-1:] if turns else inserts,
         dtype=cache_dtype(engine.kv_cache_dtype, compute),
-        extend_sizes=_extend_sizes(max_rows) if turns else (),
+        extend_sizes=(-(-max_rows // _EXTEND_DIVISOR),) if turns else (),
         # The first token of the row and the last of the turn are fed with the environment's.
-        extend_widths=width_buckets(bucket(turns.reply_tokens + 2)) if turns else (),
+        extend_widths=(bucket(turns.reply_tokens + 2),) if turns else (),
     )
 
 
@@ -347,12 +349,6 @@ def _insert_sizes(rows: int, *, refills: bool) -> tuple[int, ...]:
     while refills and sizes[-1] > 16:
         sizes.append(-(-sizes[-1] // 4))
     return tuple(sorted(sizes))
-
-
-def _extend_sizes(rows: int) -> tuple[int, ...]:
-    """Returns the numbers of rows that are extended together, ascending."""
-    size = -(-rows // _EXTEND_DIVISOR)
-    return (-(-size // 4), size) if size > 4 else (size,)
 
 
 def bucket(length: int, *, limit: int | None = None) -> int:

@@ -3,13 +3,18 @@
 A row's token ids only grow. When a turn of the policy has ended, the row hands it to the dialog and
 waits; what the environment writes comes back as token ids, which are prefilled on the row's live
 cache together with those of other rows, and the next turn begins. A row that waits for long while
-others have no slot gives up its slot; its keys and values are computed again when it goes on.
+others have no slot gives up its slot, and its keys and values are kept on the host.
+
+When an environment replies depends on the time, and so does which rows are in a batch. So all
+batches of a rollout have one size: a row has the same numbers whatever the other rows do.
 """
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from qerl_jax.environments.roles import ANSWER, DONE, OPEN, Reply, Turn
@@ -18,7 +23,7 @@ from qerl_jax.rollout.decode import Samples
 from qerl_jax.rollout.progress import Statistics
 from qerl_jax.rollout.scheduler import _NO_ROW, Scheduler
 
-_PATIENCE = 4  # chunks after which a row that waits may lose its slot
+_PATIENCE = 0.3  # seconds after which a row that waits may lose its slot
 _TICK = 0.05  # seconds between two looks at whether an environment has replied
 
 
@@ -34,15 +39,14 @@ class Dialog(Protocol):
         ...
 
 
-class _Piece(NamedTuple):
-    """Tokens of a row to prefill.
+class _Extension(NamedTuple):
+    """What a row goes on with.
 
     Attributes:
         row: number of the row.
         place: its cache row.
         first: the first token of the row.
-        tokens: the tokens.
-        start: position of the first of them.
+        tokens: the newest token of the turn and those of the environment.
         length: number of all tokens of the row.
     """
 
@@ -50,7 +54,6 @@ class _Piece(NamedTuple):
     place: int
     first: int
     tokens: list[int]
-    start: int
     length: int
 
 
@@ -83,10 +86,11 @@ class TurnScheduler(Scheduler):
         self._turn = np.zeros(rows, int)  # turns of each row that have ended
         self._sampled = np.zeros(rows, int)  # sampled tokens of the turns that have ended
         self._stamps: list[np.ndarray] = []  # the turn of each row of the samples in flight
-        self._waits: dict[int, int] = {}  # row -> chunk in which it began to wait
+        self._waits: dict[int, float] = {}  # row -> time at which it began to wait
         self._ready: dict[int, Reply] = {}
-        self._evicted: set[int] = set()  # rows that wait or are ready without a slot
-        self._chunks = self._idle = self._extended = 0
+        # Keys and values of rows that wait or are ready without a slot.
+        self._kept: dict[int, list[list[np.ndarray]]] = {}
+        self._idle = self._extended = 0
         self._seconds = 0.0
 
     @property
@@ -113,14 +117,8 @@ class TurnScheduler(Scheduler):
         inserts = self.waiting and not self.occupied.all()
         return not (self.in_flight or self._ready or inserts or self.active.any())
 
-    def compact(self) -> None:
-        """Moves the rows to a smaller batch, if no row waits for a slot and they fit one."""
-        if not self._evicted:
-            super().compact()
-
     def decode_chunk(self) -> None:
         """Starts the decoding of a chunk."""
-        self._chunks += 1
         idle = self.occupied & ~self.active
         self._idle += int(idle.sum()) * self._shapes.chunk_steps
         super().decode_chunk()
@@ -152,7 +150,7 @@ class TurnScheduler(Scheduler):
                 self._ready[reply.row] = reply
             else:
                 self.over[reply.row] = True
-                self._evicted.discard(reply.row)
+                self._kept.pop(reply.row, None)
                 rollout = self.completions.rollout
                 rollout.finished[reply.row] = reply.ending in (ANSWER, DONE)
                 # pyrefly: ignore[unsupported-operation]  A rollout with turns has it.
@@ -164,20 +162,17 @@ class TurnScheduler(Scheduler):
         self._evict()
         places = {int(row): place for place, row in enumerate(self._rows) if row != _NO_ROW}
         free = np.flatnonzero(~self.occupied).tolist()
-        pieces: list[list[_Piece]] = []
-        for row in sorted(self._ready, key=lambda row: row in self._evicted):
-            if row in self._evicted:
+        batch: list[_Extension] = []
+        for row in sorted(self._ready, key=lambda row: (row in self._kept, row)):
+            if row in self._kept:
                 if not free:
                     continue
-                # The rows are not compacted before, so that slots are cache rows.
-                self._rows[free[0]] = row
                 places[row] = free.pop(0)
-            pieces.append(self._go_on(row, places[row], whole=row in self._evicted))
-            self._evicted.discard(row)
-        while pieces:
-            batch = [row.pop(0) for row in pieces[: self._shapes.extend_sizes[-1]]]
-            self._extend(batch)
-            pieces = [row for row in pieces if row]
+                self._restore(row, places[row])
+            batch.append(self._go_on(row, places[row]))
+        (size,) = self._shapes.extend_sizes
+        for start in range(0, len(batch), size):
+            self._extend(batch[start : start + size])
 
     def _end_turn(self, row: int) -> None:
         """Submits a turn that has ended."""
@@ -189,93 +184,108 @@ class TurnScheduler(Scheduler):
         if self._sampled[row] >= self._budget:
             space = 0
         ids = completions.rollout.tokens[row, start:end].tolist()
-        self._waits[row] = self._chunks
+        self._waits[row] = time.monotonic()
         complete = bool(completions.rollout.finished[row])
         self._dialog.submit(Turn(row, ids, complete, max(0, space)))
 
     def _evict(self) -> None:
-        """Takes the slots of rows that have waited for long, where others have none."""
-        wanted = len(self._evicted & self._ready.keys())
+        """Takes the slots of rows that have waited for long, where others have none.
+
+        Their keys and values are kept on the host, so that a row does not depend on it.
+        """
+        wanted = len(self._kept.keys() & self._ready.keys())
         wanted += len(self._identities) - self._next_row
         wanted -= int((~self.occupied).sum())
-        patience = _PATIENCE if self.active.any() else 0
-        for row, chunk in sorted(self._waits.items(), key=lambda item: item[1]):
-            if wanted <= 0 or self._chunks - chunk < patience:
-                break
-            if row not in self._evicted:
-                self._rows[self._rows == row] = _NO_ROW
-                self._evicted.add(row)
-                wanted -= 1
+        before = time.monotonic() - _PATIENCE
+        rows = [row for row, began in self._waits.items() if began <= before]
+        for row in [row for row in rows if row not in self._kept][: max(0, wanted)]:
+            place = int(np.flatnonzero(self._rows == row)[0])
+            keys, values = self._take(np.array([place]))
+            self._kept[row] = jax.device_get([[x[:1] for x in cache] for cache in (keys, values)])
+            self._rows[place] = _NO_ROW
 
-    def _go_on(self, row: int, place: int, *, whole: bool) -> list[_Piece]:
+    def _restore(self, row: int, place: int) -> None:
+        """Gives a row that lost its slot another one."""
+        (size,) = self._shapes.extend_sizes
+        padding = [(0, size - 1), (0, 0), (0, 0), (0, 0)]
+        kept = [[np.pad(x, padding) for x in cache] for cache in self._kept.pop(row)]
+        self._put(kept, np.array([place]))
+        self._rows[place] = row
+
+    def _go_on(self, row: int, place: int) -> _Extension:
         """Appends the environment's tokens to a row, and returns what is to be prefilled.
 
         Args:
             row: number of the row.
             place: its cache row.
-            whole: whether the cache row holds nothing of the row yet.
         """
         completions, turns = self.completions, self._turns
         rollout, reply = completions.rollout, self._ready.pop(row)
-        length = int(rollout.lengths[row]) + len(reply.ids)
+        length = int(rollout.lengths[row])
+        newest, end = int(rollout.tokens[row, length - 1]), length + len(reply.ids)
         sampled = min(self._budget - int(self._sampled[row]), turns.turn_tokens or self._budget)
-        completions.go_on(row, reply.ids, limit=min(length + sampled, turns.context_tokens))
-        self._scheduled_tokens[row] = length
+        completions.go_on(row, reply.ids, limit=min(end + sampled, turns.context_tokens))
+        self._scheduled_tokens[row] = end
         self._extended += 1
-        group_size = len(self._identities) // len(self._prompts)
-        prompt = self._prompts[row // group_size]
-        tokens = [*prompt, *rollout.tokens[row, :length].tolist()]
-        # The newest token of a turn is not in the cache, and after a limit others follow it.
-        first = 0 if whole else len(tokens) - len(reply.ids) - 1
-        size = self._shapes.extend_widths[-1] - 1
-        return [
-            _Piece(row, place, tokens[0], tokens[start : start + size], start, len(tokens))
-            for start in range(first, len(tokens), size)
-        ]
+        prompt = self._prompts[row // (len(self._identities) // len(self._prompts))]
+        return _Extension(row, place, prompt[0], [newest, *reply.ids], len(prompt) + end)
 
-    def _extend(self, batch: list[_Piece]) -> None:
-        """Prefills a piece of some rows; those whose last piece it is sample a token.
+    def _extend(self, batch: list[_Extension]) -> None:
+        """Prefills the tokens of some rows, and samples the first token of their next turns.
 
-        A cache row of a row that does not decode has its first position overwritten in every step.
-        So each piece begins with the row's first token, which depends on no other one.
+        A cache row that does not decode has its first position overwritten in every step. So the
+        row's first token, which depends on no other one, is prefilled again. A turn that a limit
+        has cut off may have further tokens in the cache; they are overwritten or not seen.
         """
         shapes = self._shapes
-        count = next(size for size in shapes.extend_sizes if size >= len(batch))
-        longest = max(1 + len(piece.tokens) for piece in batch)
-        width = next(width for width in shapes.extend_widths if width >= longest)
+        (count,), (width,) = shapes.extend_sizes, shapes.extend_widths
         tokens = np.full((count, width), self.completions.pad_id, np.int32)
         positions = np.full((count, width), shapes.cache_positions, np.int32)
-        zeros = np.zeros((6, count), np.int32)
-        last, source, slots, lengths, numbers, counts = zeros
-        target = np.full(count, len(self._rows), np.int32)
+        last, slots, lengths, numbers, counts = np.zeros((5, count), np.int32)
         slots[:] = shapes.batch_sizes[0]
         rows = np.full(count, _NO_ROW)
-        for i, piece in enumerate(batch):
-            head = 0 if piece.start == 0 else 1
-            end = head + len(piece.tokens)
-            tokens[i, :end] = [piece.first, *piece.tokens] if head else piece.tokens
-            positions[i, head:end] = piece.start + np.arange(len(piece.tokens))
+        for i, one in enumerate(batch):
+            end = 1 + len(one.tokens)
+            tokens[i, :end], last[i] = [one.first, *one.tokens], end - 1
             positions[i, 0] = 0
-            last[i], source[i], target[i] = end - 1, piece.place, piece.place
-            lengths[i], numbers[i] = piece.length, self._identities[piece.row]
-            counts[i] = self._sampled[piece.row]
-            if piece.start + len(piece.tokens) == piece.length:
-                slots[i], rows[i] = self._slots[piece.place], piece.row
-        state, size = self._state, len(self._rows)
-        take, restore = self._programs["take", size, count], self._programs["restore", size, count]
-        logits, keys, values = self._programs["extend", count, width](
-            *(self._params, self._lora_layers),
-            *([take(x, source) for x in cache] for cache in (state.keys, state.values)),
-            *(tokens, positions, last),
+            positions[i, 1:end] = one.length - len(one.tokens) + np.arange(len(one.tokens))
+            slots[i], rows[i], lengths[i] = self._slots[one.place], one.row, one.length
+            numbers[i], counts[i] = self._identities[one.row], self._sampled[one.row]
+        places = np.array([one.place for one in batch])
+        logits, *cache = self._programs["extend", count, width](
+            *(self._params, self._lora_layers, *self._take(places), tokens, positions, last)
         )
-        keys = [restore(x, part, target) for x, part in zip(state.keys, keys, strict=True)]
-        values = [restore(x, part, target) for x, part in zip(state.values, values, strict=True)]
+        self._put(cache, places)
+        keys, values = self._state.keys, self._state.values
         state, samples = self._programs["resume", count](
-            *(self._key, dataclasses.replace(state, keys=[], values=[]), logits),
+            *(self._key, dataclasses.replace(self._state, keys=[], values=[]), logits),
             *(slots, lengths, numbers, counts, self.completions.temperature),
         )
         self._state = dataclasses.replace(state, keys=keys, values=values)
         self._enqueue(rows, samples)
+
+    def _take(self, places: np.ndarray) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns copies of the keys and values of some cache rows, followed by others."""
+        (count,) = self._shapes.extend_sizes
+        indices = np.zeros(count, np.int32)
+        indices[: len(places)] = places
+        take = self._programs["take", count]
+        state = self._state
+        return [take(x, indices) for x in state.keys], [take(x, indices) for x in state.values]
+
+    def _put(self, cache: Sequence[Sequence[Any]], places: np.ndarray) -> None:
+        """Writes keys and values into some cache rows; further rows of them are left out."""
+        (count,) = self._shapes.extend_sizes
+        indices = np.full(count, len(self._rows), np.int32)
+        indices[: len(places)] = places
+        restore, (keys, values) = self._programs["restore", count], cache
+        self._state = dataclasses.replace(
+            self._state,
+            keys=[restore(*pair, indices) for pair in zip(self._state.keys, keys, strict=True)],
+            values=[
+                restore(*pair, indices) for pair in zip(self._state.values, values, strict=True)
+            ],
+        )
 
     def _enqueue(self, rows: np.ndarray, samples: Samples) -> None:
         super()._enqueue(rows, samples)

@@ -116,11 +116,18 @@ def with_trl(family):
     )
     later = iter(turns[1:])
     trainer = types.SimpleNamespace(
-        **{"processing_class": tokenizer, "_tokenizer": tokenizer, "chat_template": template},
-        **{"chat_template_kwargs": {}, "_is_vlm": False, "use_vllm": False, "tools": tools},
-        **{"max_tool_calling_iterations": 10, "max_completion_length": 10_000},
-        **{"_sync_tool_dicts": [{"add": add}], "_async_tool_dicts": [{}]},
-        **{"environment_factories": None},
+        processing_class=tokenizer,
+        _tokenizer=tokenizer,
+        chat_template=template,
+        chat_template_kwargs={},
+        _is_vlm=False,
+        use_vllm=False,
+        tools=tools,
+        max_tool_calling_iterations=10,
+        max_completion_length=10_000,
+        _sync_tool_dicts=[{"add": add}],
+        _async_tool_dicts=[{}],
+        environment_factories=None,
         model=types.SimpleNamespace(config=types.SimpleNamespace(max_position_embeddings=10**6)),
         _generate_single_turn=lambda ids, *_, **__: ([next(later)], None),
     )
