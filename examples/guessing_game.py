@@ -16,7 +16,7 @@ import qerl_jax as qj
 
 NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gwen", "Hugo", "Iris", "Jack", "Kate", "Liam"]
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-QUESTION = "On {day} {name} thought of a number from 1 to 3. Guess it. Answer with the number only."
+QUESTION = "Guess the number of {name} on {day}: 1, 2 or 3?"
 
 
 class GuessingGame:
@@ -28,11 +28,12 @@ class GuessingGame:
 
     def step(self, text):
         """Returns what the environment says, the reward, and whether the game is over."""
-        match = re.search(r"\d+", text)
-        guess = int(match[0]) if match else 0
-        if guess == self.number:
+        match = re.search(r"[123]", text)
+        if match is None:
+            return "write 1, 2 or 3", 0.0, False
+        if int(match[0]) == self.number:
             return "right", 1.0, True
-        return self.hint(guess), 0.0, False
+        return self.hint(int(match[0])), 0.1, False  # a little for a number at all
 
     def hint(self, guess):
         """Returns what is said after a wrong guess."""
@@ -53,17 +54,19 @@ def main(constant):
     config.experiment = "constant_game" if constant else "guessing_game"
     config.update_from_flattened_dict(
         {
-            "steps": 40,
+            "steps": 30,
             "environment.function": f"guessing_game:{'Constant' if constant else 'Guessing'}Game",
             "environment.max_turns": 2,
-            "environment.turn_tokens": 3,
-            "environment.reply_tokens": 14,
-            "rollout.max_new_tokens": 6,
-            "rollout.chunk_steps": 2,
+            "environment.turn_tokens": 5,
+            "environment.reply_tokens": 20,
+            "rollout.prompts_per_step": 4,
+            "rollout.max_new_tokens": 10,
+            "rollout.chunk_steps": 4,
             "data.question_suffix": "",
             "rewards.correctness.function": "qerl_jax.rewards.functions:environment_reward",
             "rewards.format.weight": 0.0,
-            "eval.every": 20,
+            "optimizer.learning_rate": 1e-3,
+            "eval.every": 15,
             "eval.problems": 28,
         }
     )
