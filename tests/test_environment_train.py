@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 import tiny_checkpoints
 import tiny_run
+from finished_run import write_run
 
 from qerl_jax.environments.roles import SAMPLED
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.evaluate import evaluate
+from qerl_jax.evaluation.results_folder import EvaluateConfig
+from qerl_jax.evaluation.sample import SampleConfig, chat, sample
+from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training.loop import train
 
@@ -78,15 +83,15 @@ def test_a_run_trains_on_conversations(run):
 
 
 def test_completions_show_the_conversation(run):
-    for sample in read_jsonl(run / "completions.jsonl"):
-        turns = sample["conversation"]
+    for row in read_jsonl(run / "completions.jsonl"):
+        turns = row["conversation"]
         texts = [turn["text"] for turn in turns if turn["role"] == "assistant"]
         assert turns[0]["role"] == turns[-1]["role"] == "assistant"
-        assert sample["reward"] == sum(len(text.split()) for text in texts)
-        assert sample["completion"] == texts[-1]
-        assert sample["ending"] in ("done", "turns", "tokens")
+        assert row["reward"] == sum(len(text.split()) for text in texts)
+        assert row["completion"] == texts[-1]
+        assert row["ending"] in ("done", "turns", "tokens")
         # What the environment said at its reset is the end of the message.
-        assert len(sample["prompt"].split()) >= 5
+        assert len(row["prompt"].split()) >= 5
 
 
 def test_a_run_that_goes_on_is_the_run_that_did_not_stop(talker, run, tmp_path):
@@ -138,6 +143,40 @@ def test_what_does_not_work_is_refused(talker, tmp_path, changes, message):
     config = talker.config(CHANGES | {"rewards.format.function": "tiny_run:low_fraction"} | changes)
     with pytest.raises(UserError, match=message):
         train(config, workdir=tmp_path / "run")
+
+
+def test_an_evaluation_talks_to_the_environment(run, tmp_path, capsys):
+    config = EvaluateConfig(source=str(run), samples=2, out=str(tmp_path / "out"))
+    (folder,) = evaluate(config)
+    rows = read_jsonl(folder / "run.jsonl")
+    assert len(rows) == 8
+    for row in rows:
+        texts = [turn["text"] for turn in row["conversation"] if turn["role"] == "assistant"]
+        assert row["environments"]["turns"] == texts
+        assert row["environment_reward"] == sum(len(text.split()) for text in texts)
+        assert row["correct"] == (row["environment_reward"] > 0.5)
+        assert row["ending"] in ("done", "turns", "tokens")
+    # A part is there: what is missing is completed, and what is there stays.
+    (folder / "run.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    evaluate(config)
+    assert read_jsonl(folder / "run.jsonl") == rows
+    sample(SampleConfig(str(run), "t3 t4", adapter="adapter", max_new_tokens=8))
+    output = capsys.readouterr()
+    assert "[assistant] t" in output.out
+    assert "ended by " in output.err
+    assert "reward " in output.err
+    with pytest.raises(UserError, match="pass one question"):
+        chat(SampleConfig(str(run), "", adapter="adapter"), ["t1"])
+
+
+def test_an_environment_of_another_person_is_not_imported(talker, tmp_path):
+    folder = write_run(tmp_path / "run", talker, **CHANGES)
+    reward = "qerl_jax.rewards.functions:environment_reward"
+    overrides = TaskOverrides(scorer=(reward,), format_scorer=("",))
+    with pytest.raises(UserError, match="not yours, so it is not imported"):
+        evaluate(EvaluateConfig(source=str(folder), overrides=overrides))
+    with pytest.raises(UserError, match="not yours, so it is not imported"):
+        sample(SampleConfig(str(folder), "t1", adapter="adapter"))
 
 
 def test_a_template_without_ends_of_turns_is_refused(tiny, tmp_path):

@@ -38,6 +38,8 @@ class RunEnvironments:
         prompts: Sequence[Prompt],
         group_size: int,
         on_wait: Callable[[], None] | None = None,
+        *,
+        numbers: Sequence[int] | None = None,
     ) -> tuple[list[Prompt], Episodes]:
         """Begins the episodes of a rollout.
 
@@ -46,11 +48,12 @@ class RunEnvironments:
             prompts: P prompts.
             group_size: G, number of rows of each prompt.
             on_wait: as in `Environments.resets`.
+            numbers: number of each prompt, which its seed depends on; by default its index.
 
         Returns:
             The prompts with what the environments say at their reset, and the episodes of all rows.
         """
-        seeds = [environment_seed(key, number) for number in range(len(prompts))]
+        seeds = [environment_seed(key, number) for number in numbers or range(len(prompts))]
         columns = [columns_of(prompt.problem) for prompt in prompts]
         texts = self.environments.resets(columns, seeds, on_wait)
         prompts = [
