@@ -8,8 +8,8 @@
 Both write a part of benchmarks/results/environments.json. `rollout` decodes 64 episodes on 32
 slots, three turns of 512 tokens each, with replies that come at once and after 0.5 s: the time of
 the one relative to the other, whether the tokens are equal, and the share of slots that waited.
-`learning` compares the last fifth of the steps of runs with the first (examples/calculator.py has the
-commands): reward, and the share of rows with a call that succeeded.
+`learning` compares the last fifth of the steps of runs with the first (examples/calculator.py has
+the commands): reward, and the share of rows with a call that succeeded.
 """
 
 import argparse

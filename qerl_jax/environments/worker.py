@@ -166,6 +166,8 @@ class _Host:
 
     def describe(self, name: str) -> dict[str, Any]:
         """Returns the kind of an environment, its tools as JSON schemas, and if it has a reward."""
+        if _is_skyrl(self._makers[name]):  # Its constructor needs the columns of a problem.
+            return {"kind": "text", "tools": [], "rewards": True}
         environment = self._make(name, {})
         tools = _tools(environment)
         if hasattr(environment, "step"):
@@ -250,11 +252,15 @@ class _Host:
 
     def _make(self, name: str, columns: Mapping[str, Any]) -> Any:
         make: Any = self._makers[name]
-        if inspect.isclass(make) and hasattr(make, "init") and hasattr(make, "step"):
+        if _is_skyrl(make):
             extras = {"reward_spec": {"ground_truth": columns.get("answer", "")}} | dict(columns)
-            maker: Any = make
-            return maker({}, extras)
+            return make({}, extras)
         return make()
+
+
+def _is_skyrl(make: Any) -> bool:
+    """Whether it is a class in the contract of skyrl-gym, `init` and `step`."""
+    return inspect.isclass(make) and hasattr(make, "init") and hasattr(make, "step")
 
 
 def _tools(environment: Any) -> dict[str, Callable[..., Any]]:
