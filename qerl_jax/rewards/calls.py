@@ -8,11 +8,11 @@
     http://localhost:8000/score                                       a POST for a rollout
 
 A function with an argument named `completions` or `environments` takes lists, by name: any of
-`prompts`, `completions`, `answers`, `num_tokens` and `finished`, and columns. A function of one completion
-takes its first five arguments by position. Further arguments are columns of the row, by name; one
-with a default value may be missing in a row, and `**columns` gets all columns. As in TRL, the
-columns are the raw ones: the list `answers` holds the short reference answers, the column `answer`
-what the row has.
+`prompts`, `completions`, `answers`, `num_tokens` and `finished`, and columns. A function of one
+completion takes its first five arguments by position. Further arguments are columns of the row, by
+name; one with a default value may be missing in a row, and `**columns` gets all columns. As in TRL,
+the columns are the raw ones: the list `answers` holds the short reference answers, the column
+`answer` what the row has.
 """
 
 import dataclasses
