@@ -16,6 +16,9 @@ from qerl_jax.evaluation.evaluate import evaluate
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.sample import SampleConfig, chat, sample
 from qerl_jax.evaluation.tasks import TaskOverrides
+from qerl_jax.show.html import page
+from qerl_jax.show.terminal import show
+from qerl_jax.show.view import open_views
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training.loop import train
 
@@ -220,3 +223,15 @@ def test_roles_keep_tokens_of_environments_out_of_the_loss(talker, tmp_path):
     np.testing.assert_array_equal(batch.loss_mask, batch.sampled)
     assert (batch.weights[roles != SAMPLED] == 0).all()
     assert (roles > SAMPLED).any()
+
+
+def test_show_draws_the_roles(run):
+    lines, (view,) = [], open_views([str(run)])
+    show([view], lines.append, steps=(1, 4), columns=100)
+    roles = [line for line in lines if line in ("assistant:", "environment:")]
+    assert roles[0] == "assistant:"
+    assert "environment:" in roles
+    assert any("ended by " in line for line in lines)
+    text = page([view])
+    assert "[environment]" in text
+    assert "[assistant]" in text
