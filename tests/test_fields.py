@@ -92,6 +92,7 @@ RESUMED = {
         *("rollout.dequantize", "train.buffer_tokens", "train.recompute"),
         *("train.micro_batch_rows", "mesh.data", "mesh.tensor"),
         *("rewards.NAME.time_limit", "rewards.NAME.retries", "rewards.NAME.token_env"),
+        *("environment.time_limit", "environment.processes"),
     },
     "place": {
         *("model.source", "data.source", "data.path", "data.eval_source", "data.eval_path"),

@@ -108,6 +108,12 @@ OTHERS = {
     "data.fields.level": "absent",
     "rollout.temperature_end": 0.5,
     "rollout.dequantize": "step",
+    "environment.max_turns": 2,
+    "environment.turn_tokens": 3,
+    "environment.reply_tokens": 5,
+    "environment.context_tokens": 9,
+    "environment.time_limit": 1.0,
+    "environment.processes": 2,
     "aqn.stages": 2,
     "aqn.sigma_start": 0.2,
     "aqn.sigma_end": 0.02,
@@ -200,7 +206,8 @@ def test_a_section_that_is_set_as_a_whole_stands_for_its_fields(tiny):
 
 
 def test_each_need_is_met_in_one_mode_and_not_in_another(tiny):
-    modes = (BUSY, BUSY | CURRICULUM, BUSY | SAPO, *MODES.values())
+    talks = BUSY | {"environment.function": "my_env:Game"}
+    modes = (BUSY, BUSY | CURRICULUM, BUSY | SAPO, talks, *MODES.values())
     configs = [with_changes(tiny.config(), changes) for changes in modes]
     for row in ROWS.values():
         if row.read_if and row.name not in SOURCES | TRACKED:
@@ -258,7 +265,8 @@ def test_read_fields_change_something(tiny, tmp_path):
             # rollout.dequantize changes only time and memory.
             assert same(before, changed) == (field == "rollout.dequantize"), field
             checked.add(field)
-    assert checked == set(OTHERS) - SOURCES
+    conversations = {name for name in OTHERS if name.startswith("environment.")}
+    assert checked == set(OTHERS) - SOURCES - conversations
 
 
 def test_a_profile_is_written_where_it_is_read(tiny, tmp_path):

@@ -30,7 +30,7 @@ from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.quantization.calibration import CalibrationOptions, calibrated_layers
 from qerl_jax.rollout import shapes
-from qerl_jax.rollout.config import EngineConfig
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.training.loop import train
 from qerl_jax.weights import names, peft
@@ -250,6 +250,21 @@ def test_presets_have_the_parameters_of_the_models():
     for name, expected in billions.items():
         size = sizes.weight_bytes(ARCHITECTURES[name], format="bf16", itemsize=2) / 2e9
         assert size == pytest.approx(expected, rel=0.01), name
+
+
+def test_environments_do_not_extend_recurrent_layers():
+    turns = TurnConfig(max_turns=2, turn_tokens=4, reply_tokens=4, context_tokens=16)
+    with pytest.raises(UserError, match="environments append to keys and values, and qwen3_5 has"):
+        shapes.plan_shapes(
+            {},
+            num_prompts=1,
+            longest=4,
+            group_size=1,
+            model_config=ARCHITECTURES["qwen3.5-0.8b"],
+            sampling=SamplingConfig(max_new_tokens=4),
+            engine=EngineConfig(),
+            turns=turns,
+        )
 
 
 def test_meshes_cut_no_recurrent_layer():

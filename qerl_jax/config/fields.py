@@ -159,6 +159,10 @@ _SAPO = Condition(
 )
 _DYNAMIC_SAMPLING = Condition("rl.dynamic_sampling=true", lambda c: c.rl.dynamic_sampling)
 _EVALUATION = Condition("evaluations: eval.every above 0", lambda c: c.eval.every > 0)
+_CONVERSATION = Condition(
+    "an environment: environment.function",
+    lambda c: bool(c.environment.function),
+)
 _TRACKER = Condition("log.wandb or log.trackio", lambda c: c.log.wandb or c.log.trackio)
 _ADAMW = Condition("optimizer.name='adamw'", lambda c: c.optimizer.name == "adamw")
 
@@ -460,6 +464,65 @@ FIELDS: tuple[Section | Field, ...] = (
         read_if=Condition(
             "packed weights: model.format other than 'bf16'", lambda c: c.model.format != "bf16"
         ),
+        resume="memory",
+    ),
+    #
+    Section(
+        "environment",
+        "What the policy talks to: tools that it calls, or an environment of texts, see "
+        "docs/environments.md. rollout.max_new_tokens limits the sampled tokens of a conversation.",
+    ),
+    Field(
+        "environment.function",
+        "",
+        "'package.module:Class', or several, 'NAME=package.module:Class, ...', among which the "
+        "column `environment` of a problem chooses. '': none; a completion has one turn.",
+    ),
+    Field(
+        "environment.max_turns",
+        4,
+        "Most turns of the policy.",
+        limits=(1, 1000),
+        read_if=_CONVERSATION,
+    ),
+    Field(
+        "environment.turn_tokens",
+        0,
+        "Most sampled tokens of a turn. 0: rollout.max_new_tokens",
+        limits=(0,),
+        read_if=_CONVERSATION,
+    ),
+    Field(
+        "environment.reply_tokens",
+        64,
+        "Most tokens of what an environment writes after a turn, those of the chat template "
+        "included; a longer text is cut.",
+        limits=(1,),
+        read_if=_CONVERSATION,
+    ),
+    Field(
+        "environment.context_tokens",
+        0,
+        "Most tokens after the prompt, sampled ones and those of the environment; a conversation "
+        "ends before it would have more. 0: what the other limits allow.",
+        limits=(0,),
+        read_if=_CONVERSATION,
+    ),
+    Field(
+        "environment.time_limit",
+        10.0,
+        "Seconds of a call of an environment; after that its process is ended and the reward of "
+        "the row is missing. 0: no limit",
+        limits=(0,),
+        read_if=_CONVERSATION,
+        resume="memory",
+    ),
+    Field(
+        "environment.processes",
+        128,
+        "Most environments that are alive at the same time, each in a process.",
+        limits=(1, 10_000),
+        read_if=_CONVERSATION,
         resume="memory",
     ),
     #

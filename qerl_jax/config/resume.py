@@ -5,10 +5,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import row_of
+from qerl_jax.config.fields import ROWS, row_of
 
 # Fields that runs of earlier versions lack, with the value that stands for what these runs did.
-_EARLIER = {"optimizer.name": "adamw"}
+_EARLIER = {"optimizer.name": "adamw"} | {
+    name: row.default for name, row in ROWS.items() if name.startswith("environment.")
+}
 
 
 def with_later_fields(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ml_collections import ConfigDict
 
+from qerl_jax.data.environment_config import check_problems, contracts_of, tools_of
 from qerl_jax.data.mixture import MixtureSource, read_mixture
 from qerl_jax.data.order import Order, Source
 from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
@@ -11,7 +12,8 @@ from qerl_jax.data.splits import ProblemConfig, digest_of_problems, load_mixture
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rewards.calls import check_columns, columns_read
-from qerl_jax.rewards.functions import Reward
+from qerl_jax.rewards.functions import CONVERSATION_COLUMNS, Reward
+from qerl_jax.rollout.config import completion_tokens
 from qerl_jax.weights.tokenizer import Tokenizer
 
 TRAIN, EVAL = "train", "eval"  # names of the splits
@@ -39,10 +41,14 @@ def load_problems(
     if config.eval.every and evaluation and "correctness" not in rewards:
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
     problems = train | ({EVAL: evaluation} if config.eval.every else {})
+    later = dict.fromkeys(CONVERSATION_COLUMNS) if config.environment.function else {}
     for name, (reward, _) in rewards.items():
         for split, split_problems in problems.items():
             if split != EVAL or name == "correctness":
-                check_columns(name, reward, [problem.columns for problem in split_problems])
+                rows = [{**problem.columns, **later} for problem in split_problems]
+                check_columns(name, reward, rows)
+    for split_problems in problems.values():
+        check_problems(split_problems, list(contracts_of(config)))
     return problems
 
 
@@ -125,10 +131,12 @@ def encode_problems(
     Raises:
         UserError: a prompt is longer than data.max_prompt_tokens.
     """
+    tools = tools_of(contracts_of(config))
     return {
         split: encode_prompts(
             split_problems,
             tokenizer,
+            tools=tools,
             system_prompt=config.data.system_prompt,
             question_suffix=config.data.question_suffix,
             chat_template_args=config.data.chat_template_args.to_dict(),
@@ -140,13 +148,17 @@ def encode_problems(
 
 
 def problem_digests(
-    prompts: Mapping[str, Iterable[Prompt]], rewards: Mapping[str, tuple[Reward, float]]
+    prompts: Mapping[str, Iterable[Prompt]],
+    rewards: Mapping[str, tuple[Reward, float]],
+    *,
+    whole_rows: bool = False,
 ) -> dict[str, str]:
     """Digests of the problems by split, with the columns that the rewards read.
 
     Args:
         prompts: prompts by split.
         rewards: function and weight by name.
+        whole_rows: whether all columns are read, as environments do.
     """
     problems = {
         split: [prompt.problem for prompt in split_prompts]
@@ -155,7 +167,10 @@ def problem_digests(
     functions = [reward for reward, _ in rewards.values()]
     return {
         split: digest_of_problems(
-            split_problems, columns_read(functions, [p.columns for p in split_problems])
+            split_problems,
+            {name for p in split_problems for name in p.columns}
+            if whole_rows
+            else columns_read(functions, [p.columns for p in split_problems]),
         )
         for split, split_problems in problems.items()
     }
@@ -169,9 +184,12 @@ def training_digests(digests: Mapping[str, str]) -> dict[str, str]:
 def check_positions(config: ConfigDict, architecture: ModelConfig) -> None:
     """Refuses lengths that a model has no positions for."""
     for part in ("rollout", "eval") if config.eval.every else ("rollout",):
-        longest = config.data.max_prompt_tokens + config[part].max_new_tokens
+        new_tokens = completion_tokens(config, config[part].max_new_tokens)
+        longest = config.data.max_prompt_tokens + new_tokens
         if longest > architecture.max_position:
+            limit = "environment.context_tokens" if config.environment.function else ""
             raise UserError(
-                f"data.max_prompt_tokens + {part}.max_new_tokens = {longest}, the model has "
+                f"data.max_prompt_tokens + {limit or f'{part}.max_new_tokens'} = {longest}, the "
+                "model has "
                 f"{architecture.max_position} positions: lower one of the two"
             )

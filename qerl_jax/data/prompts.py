@@ -1,7 +1,7 @@
 """A problem, and the prompt that it becomes: the rendered chat and its token ids."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from qerl_jax.errors import UserError, check_unicode
@@ -59,6 +59,8 @@ def render_prompt(
     system_prompt: str = "",
     question_suffix: str = "",
     chat_template_args: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    observation: str = "",
 ) -> str:
     """Writes a problem as a chat that waits for the assistant.
 
@@ -68,6 +70,8 @@ def render_prompt(
         system_prompt: the system message; with '' the problem or the template decides.
         question_suffix: text that is appended to the last message without a space in between.
         chat_template_args: further variables of the chat template.
+        tools: JSON schemas of tools that the policy may call; None for no tools.
+        observation: what an environment says, after the last message and its suffix.
 
     Raises:
         UserError: the tokenizer has no chat template, the template rejects the messages or does not
@@ -77,6 +81,7 @@ def render_prompt(
         (system_prompt, "the system message"),
         (problem.question, "the question"),
         (question_suffix, "the question suffix"),
+        (observation, "what the environment says"),
     ):
         check_unicode(text, name)
     chat = list(problem.messages or [("user", problem.question)])
@@ -86,13 +91,12 @@ def render_prompt(
             f"data.system_prompt is {system_prompt!r:.60}: pass --config.data.system_prompt="
         )
     role, content = chat.pop()
-    chat.append((role, content + question_suffix))
+    chat.append((role, content + question_suffix + observation))
     if system_prompt:
         chat.insert(0, ("system", system_prompt))
     messages = [{"role": role, "content": content} for role, content in chat]
-    text = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, **(chat_template_args or {})
-    )
+    arguments = dict(chat_template_args or {}) | ({"tools": tools} if tools else {})
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **arguments)
     # A template may leave out the reasoning of an earlier answer, as that of Qwen3 does.
     tokenizer.check_kept([m for m in messages if m["role"] != "assistant"], text)
     return text
@@ -105,6 +109,8 @@ def encode_prompts(
     system_prompt: str = "",
     question_suffix: str = "",
     chat_template_args: Mapping[str, Any] | None = None,
+    tools: Callable[[Problem], Sequence[Mapping[str, Any]] | None] | None = None,
+    observation: str = "",
     max_prompt_tokens: int,
     what: str = "prompts",
     remedy: str = "instead of data.max_prompt_tokens={limit} pass "
@@ -118,6 +124,8 @@ def encode_prompts(
         system_prompt: the system message, as in `render_prompt`.
         question_suffix: text that is appended to every question without a space in between.
         chat_template_args: further variables of the chat template.
+        tools: function from a problem to the JSON schemas of its tools; None for no tools.
+        observation: what an environment says, as in `render_prompt`.
         max_prompt_tokens: largest number of tokens in a prompt.
         what: name of the prompts in the error message.
         remedy: advice for the error message; {limit} and {longest} are replaced by the number of
@@ -134,6 +142,8 @@ def encode_prompts(
             system_prompt=system_prompt,
             question_suffix=question_suffix,
             chat_template_args=chat_template_args,
+            tools=None if tools is None else tools(problem),
+            observation=observation,
         )
         prompts.append(Prompt(problem, text, tuple(tokenizer.encode(text))))
     lengths = [len(prompt.ids) for prompt in prompts]

@@ -20,9 +20,18 @@ import jax
 import numpy as np
 
 from qerl_jax.compile.run_cache import keep_programs, user_folder
+from qerl_jax.data.environments import RunEnvironments, conversation_columns
 from qerl_jax.data.prompts import Prompt
+from qerl_jax.environments.episodes import Episode, Episodes
+from qerl_jax.environments.roles import ENDINGS, FAILURE, OPEN
 from qerl_jax.errors import UserError, memory_errors, visible
 from qerl_jax.evaluation import results_folder
+from qerl_jax.evaluation.conversations import (
+    check_trusted,
+    environments_of,
+    has_environment,
+    turns_of,
+)
 from qerl_jax.evaluation.greedy import is_correct, score_completions
 from qerl_jax.evaluation.load_policy import (
     LoadedPolicy,
@@ -34,11 +43,11 @@ from qerl_jax.evaluation.load_policy import (
 from qerl_jax.evaluation.prompts import TaskPrompts, encode_task
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
-from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks, same_answer
+from qerl_jax.evaluation.tasks import RUN, Task, extracted_answer, make_tasks, same_answer
 from qerl_jax.rewards.calls import announce_hosts, check_columns, resolve
-from qerl_jax.rewards.functions import Reward
+from qerl_jax.rewards.functions import CONVERSATION_COLUMNS, Reward
 from qerl_jax.rollout.completions import Rollout
-from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import bucket, dequantize_mode, rows_left
 from qerl_jax.run.folder import RunFolder
@@ -89,7 +98,11 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
         folder=source,
         trusted=trusted,
     )
-    scorers = {task.name: _resolve_scorers(task) for task in tasks}
+    check_trusted(run, trusted=trusted)
+    scorers = {
+        task.name: _resolve_scorers(task, converses=task.source == RUN and has_environment(run))
+        for task in tasks
+    }
     announce_hosts(scorer for task_scorers in scorers.values() for scorer in task_scorers.values())
     folders: list[Path] = []
     baseline: dict[str, np.ndarray] = {}
@@ -109,12 +122,16 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
                 del policy
                 policy = open_policy(config.source, adapter=adapter, bases=bases, **options)
             name, folder = results_folder.locate_results(policy, config)
-            prompts = _encode_tasks(policy, tasks, folder, config)
+            conversations = environments_of(run, policy.model.tokenizer, trusted=trusted)
+            prompts = _encode_tasks(policy, tasks, folder, config, conversations)
             digests = {task: task_prompts.digest for task, task_prompts in prompts.items()}
             results = results_folder.open_folder(folder, policy, tasks, digests, config)
             print(visible(f"{name or config.source}: {folder}"), flush=True)
             for task in tasks:
-                job = _Job(policy, task, prompts[task.name].prompts, scorers[task.name], config)
+                job = _Job(
+                    *(policy, task, prompts[task.name].prompts, scorers[task.name], config),
+                    environments=conversations if task.source == RUN else None,
+                )
                 entry = results["tasks"][task.name]
                 if not _is_described(policy):
                     entry["max_rows"] = entry.get("max_rows") or _estimate_rows(job)
@@ -144,7 +161,11 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
 
 
 def _encode_tasks(
-    policy: LoadedPolicy, tasks: Sequence[Task], folder: Path, config: EvaluateConfig
+    policy: LoadedPolicy,
+    tasks: Sequence[Task],
+    folder: Path,
+    config: EvaluateConfig,
+    environments: RunEnvironments | None,
 ) -> dict[str, TaskPrompts]:
     """Returns the prompts of the training, or else of the first start, also where they have a date.
 
@@ -153,9 +174,21 @@ def _encode_tasks(
         tasks: the tasks.
         folder: folder of the results.
         config: settings of the evaluation.
+        environments: what the policy of a run talks to; None without environments.
     """
+
+    def encode(task: Task) -> TaskPrompts:
+        if environments is None or task.source != RUN or policy.run is None:
+            return encode_task(policy.model, task, config.limit)
+        turns = turns_of(policy.run, task.max_new_tokens)
+        return encode_task(
+            *(policy.model, task, config.limit),
+            tools=environments.prompts["tools"],
+            new_tokens=turns.context_tokens if turns else 0,
+        )
+
     with template_date(policy.created or results_folder.first_start(folder)):
-        return {task.name: encode_task(policy.model, task, config.limit) for task in tasks}
+        return {task.name: encode(task) for task in tasks}
 
 
 def _is_described(policy: LoadedPolicy) -> bool:
@@ -183,15 +216,15 @@ def _program_folder(run: Path) -> Path:
     return programs
 
 
-def _resolve_scorers(task: Task) -> dict[str, Reward]:
+def _resolve_scorers(task: Task, *, converses: bool) -> dict[str, Reward]:
     scorers = {"correct": resolve(task.scorer, **task.options.get("scorer", {}))}
     if task.format_scorer:
         options = task.options.get("format_scorer", {})
         scorers["format"] = resolve(task.format_scorer, **options)
+    later = dict.fromkeys(CONVERSATION_COLUMNS) if converses else {}
+    rows = [{**problem.columns, **later} for problem in task.problems]
     for name, scorer in scorers.items():
-        check_columns(
-            f"{task.name}: {name}", scorer, [problem.columns for problem in task.problems]
-        )
+        check_columns(f"{task.name}: {name}", scorer, rows)
     return scorers
 
 
@@ -210,6 +243,7 @@ class _Job:
         prompts: P prompts of the task.
         scorers: rewards that score a completion: 'correct' and, if the task has one, 'format'.
         config: settings of the evaluation, with S samples per prompt.
+        environments: what the policy talks to; None for completions of one turn.
     """
 
     policy: LoadedPolicy
@@ -217,6 +251,14 @@ class _Job:
     prompts: Sequence[Prompt]
     scorers: Mapping[str, Reward]
     config: EvaluateConfig
+    environments: RunEnvironments | None = None
+
+    @property
+    def turns(self) -> TurnConfig | None:
+        """The limits of conversations with an environment."""
+        if self.environments is None or self.policy.run is None:
+            return None
+        return turns_of(self.policy.run, self.task.max_new_tokens)
 
 
 def _complete(
@@ -276,7 +318,7 @@ def _complete_problems(
     engine = dataclasses.replace(
         _engine(job),
         max_rows=min(max_rows, size * samples),
-        prompt_width=max(len(prompt.ids) for prompt in job.prompts),
+        prompt_width=_prompt_width(job),
         num_prompts=size,
         compact="once",
     )
@@ -308,6 +350,11 @@ def _complete_problems(
                     f"{share} % correct so far, {rate:.0f} tok/s",
                     flush=True,
                 )
+
+
+def _prompt_width(job: _Job) -> int:
+    width = max(len(prompt.ids) for prompt in job.prompts)
+    return width if job.environments is None else max(width, job.environments.max_prompt_tokens)
 
 
 def _sample_id(path: Path, row: Any) -> tuple[int, int]:
@@ -400,12 +447,19 @@ def _completions(
     yielded = np.zeros(len(problems) * samples, bool)
 
     def take(rollout: Rollout) -> list[dict[str, Any]]:
-        indices = np.flatnonzero((rollout.finished | (rollout.lengths == limit)) & ~yielded)
+        over = rollout.finished | (rollout.lengths == limit)
+        if rollout.endings is not None:
+            over = rollout.endings != OPEN
+        indices = np.flatnonzero(over & ~yielded)
         yielded[indices] = True
-        return [_draft(job, problems, rollout, row) for row in indices.tolist()]
+        return [_draft(job, problems, rollout, row, episodes) for row in indices.tolist()]
 
-    prompts = [job.prompts[problem].ids for problem in problems]
-    for step in sampler.steps(_key(job), job.policy.policy, prompts, ids=problems):
+    batch, episodes = [job.prompts[problem] for problem in problems], None
+    if job.environments is not None:
+        batch, episodes = job.environments.begin(_key(job), batch, samples, numbers=problems)
+    prompts = [prompt.ids for prompt in batch]
+    steps = sampler.steps(_key(job), job.policy.policy, prompts, ids=problems, dialog=episodes)
+    for step in steps:
         if (
             step.ended_rows - yielded.sum() >= sampler.engine.max_rows
             or step.ended_rows == step.rows
@@ -421,11 +475,13 @@ def _completions(
             raise
 
 
-def _draft(job: _Job, problems: list[int], rollout: Rollout, row: int) -> dict[str, Any]:
+def _draft(
+    job: _Job, problems: list[int], rollout: Rollout, row: int, episodes: Episodes | None
+) -> dict[str, Any]:
     """Returns a completion of a rollout of these problems, without its scores."""
     index, sample = divmod(row, job.config.samples)
     prompt, length = job.prompts[problems[index]], int(rollout.lengths[row])
-    return {
+    draft = {
         "task": job.task.name,
         "problem": problems[index],
         "sample": sample,
@@ -434,6 +490,18 @@ def _draft(job: _Job, problems: list[int], rollout: Rollout, row: int) -> dict[s
         "completion": job.policy.model.tokenizer.decode(rollout.tokens[row, :length].tolist()),
         "tokens": length,
         "finished": bool(rollout.finished[row]),
+    }
+    if episodes is None:
+        return draft
+    episode = episodes.episodes[row]
+    return draft | {
+        "completion": episode.answer,
+        "tokens": int(rollout.sampled_lengths[row]),
+        "conversation": [{"role": role, "text": text} for role, text in episode.parts],
+        "ending": ENDINGS[episode.ending],
+        "environment_reward": episode.reward,
+        "environments": episode.facts,
+        **({"error": episode.error} if episode.error else {}),
     }
 
 
@@ -449,7 +517,8 @@ def _sampler(job: _Job, engine: EngineConfig) -> Sampler:
         stop=job.task.stop,
     )
     model = job.policy.model
-    return Sampler(model.config, model.tokenizer, sampling, engine, job.config.samples)
+    options = model.config, model.tokenizer, sampling, engine, job.config.samples
+    return Sampler(*options, turns=job.turns)
 
 
 def _score(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) -> _Rows:
@@ -469,6 +538,7 @@ def _score(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) 
         [draft["completion"] for draft in drafts],
         [draft["tokens"] for draft in drafts],
         [draft["finished"] for draft in drafts],
+        columns=None if job.environments is None else [_columns(job, draft) for draft in drafts],
         time_limit=results_folder.time_limit_of(job.config, job.policy.run),
         on_wait=on_wait,
     )
@@ -476,11 +546,19 @@ def _score(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) 
     for i, draft in enumerate(drafts):
         outcomes: dict[str, bool | None] = {"correct": None, "format": None}
         for name, values in scores.parts.items():
-            outcomes[name] = None if np.isnan(values[i]) else bool(is_correct(values[i]))
+            missing = np.isnan(values[i]) or draft.get("ending") == ENDINGS[FAILURE]
+            outcomes[name] = None if missing else bool(is_correct(values[i]))
         prompt = job.prompts[draft["problem"]].text
         answer = extracted_answer(draft["completion"], job.task.scorer, prompt)
         rows[draft["problem"], draft["sample"]] = {**draft, "extracted": answer, **outcomes}
     return rows
+
+
+def _columns(job: _Job, draft: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a conversation, from its line in the file."""
+    parts = [(turn["role"], turn["text"]) for turn in draft["conversation"]]
+    episode = Episode(parts, reward=draft["environment_reward"], facts=draft["environments"])
+    return {**job.prompts[draft["problem"]].problem.columns, **conversation_columns(episode)}
 
 
 def _estimate_rows(job: _Job) -> int:
@@ -488,10 +566,11 @@ def _estimate_rows(job: _Job) -> int:
 
     The result is at least 1: the estimate is rough, so one row may fit even if it says otherwise.
     """
-    model = job.policy.model
+    model, turns = job.policy.model, job.turns
+    new_tokens = turns.context_tokens if turns else job.task.max_new_tokens
     rows = rows_left(
         model.params,
-        positions=bucket(max(len(prompt.ids) for prompt in job.prompts)) + job.task.max_new_tokens,
+        positions=bucket(_prompt_width(job)) + new_tokens,
         model_config=model.config,
         engine=_engine(job),
     )

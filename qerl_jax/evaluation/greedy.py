@@ -8,11 +8,14 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+from qerl_jax.data.environments import RunEnvironments, conversation_columns
 from qerl_jax.data.prompts import Prompt
+from qerl_jax.environments.roles import FAILURE
 from qerl_jax.policy.policy import Policy
 from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rewards.functions import Reward
@@ -49,6 +52,7 @@ def greedy_accuracy(
     processes: Processes = ALONE,
     on_progress: Callable[[int, int], None] | None = None,
     on_wait: Callable[[], None] | None = None,
+    environments: RunEnvironments | None = None,
 ) -> GreedyScore:
     """Returns the fraction of prompts whose greedy completion is correct, or cut off.
 
@@ -64,27 +68,47 @@ def greedy_accuracy(
         on_progress: callback for the number of completions that have ended and the number of
             sampled tokens, called after every chunk but the last.
         on_wait: as in `score.Scoring`.
+        environments: what the policy talks to; None without environments.
     """
     shares = deal([len(prompt.ids) for prompt in prompts], processes.count)
     own_prompts = [prompts[i] for i in shares[processes.index]]
     correct, finished = np.zeros(0), np.zeros(0, bool)
     if own_prompts:  # There may be fewer prompts than processes.
-        key, ids = jax.random.key(0, impl="threefry2x32"), [prompt.ids for prompt in own_prompts]
-        with contextlib.closing(sampler.greedy().steps(key, policy, ids)) as steps:
+        key, episodes = jax.random.key(0, impl="threefry2x32"), None
+        if environments is not None:
+            own_prompts, episodes = environments.begin(key, own_prompts, 1, on_wait)
+        ids = [prompt.ids for prompt in own_prompts]
+        with (
+            contextlib.nullcontext() if episodes is None else episodes,
+            contextlib.closing(sampler.greedy().steps(key, policy, ids, dialog=episodes)) as steps,
+        ):
             for step in steps:
                 if on_progress is not None and step.ended_rows < step.rows:
                     on_progress(step.ended_rows, step.tokens)
         rollout = step.rollout
+        texts, columns = detokenize(rollout, sampler.tokenizer.decode), None
+        if episodes is not None:
+            texts = [episode.answer for episode in episodes.episodes]
+            columns = [
+                {**prompt.problem.columns, **conversation_columns(episode)}
+                for prompt, episode in zip(own_prompts, episodes.episodes, strict=True)
+            ]
         scores = score_completions(
             {"correct": correctness},
             own_prompts,
-            detokenize(rollout, sampler.tokenizer.decode),
-            rollout.lengths,
+            texts,
+            rollout.sampled_lengths,
             rollout.finished,
+            columns=columns,
             time_limit=time_limit,
             on_wait=on_wait,
         )
         correct, finished = is_correct(scores.parts["correct"]), rollout.finished
+        if episodes is not None:
+            failed = rollout.endings == FAILURE
+            correct = np.where(failed, np.nan, correct)
+            for error in episodes.failures():
+                print(f"warning: {error}", file=sys.stderr, flush=True)
     results = processes.exchange({"right": correct, "finished": finished})
     correct = np.concatenate([share["right"] for share in results])
     judged = correct[~np.isnan(correct)]
@@ -102,6 +126,7 @@ def score_completions(
     lengths: Sequence[int] | np.ndarray,
     finished: Sequence[bool] | np.ndarray,
     *,
+    columns: Sequence[Mapping[str, Any]] | None = None,
     time_limit: float,
     on_wait: Callable[[], None] | None = None,
 ) -> Scores:
@@ -113,6 +138,7 @@ def score_completions(
         completions: B completions as text.
         lengths: B completion lengths in tokens.
         finished: B flags, True where the completion ended by itself.
+        columns: B rows of columns; None for those of the problems.
         time_limit: time limit for one call of a reward in seconds, for rewards without their own.
         on_wait: as in `score.Scoring`.
 
@@ -126,7 +152,7 @@ def score_completions(
         [prompt.problem.answer for prompt in prompts],
         lengths,
         finished,
-        columns=[prompt.problem.columns for prompt in prompts],
+        columns=columns or [prompt.problem.columns for prompt in prompts],
         time_limit=time_limit,
         on_wait=on_wait,
     )

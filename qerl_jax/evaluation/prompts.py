@@ -2,12 +2,12 @@
 
 import hashlib
 import sys
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from qerl_jax.data.prompts import Prompt, encode_prompts
+from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import Task
 from qerl_jax.weights.load import LoadedModel
@@ -25,13 +25,22 @@ class TaskPrompts(NamedTuple):
     digest: str
 
 
-def encode_task(model: LoadedModel, task: Task, limit: int) -> TaskPrompts:
+def encode_task(
+    model: LoadedModel,
+    task: Task,
+    limit: int,
+    *,
+    tools: Callable[[Problem], Any] | None = None,
+    new_tokens: int = 0,
+) -> TaskPrompts:
     """Renders and tokenizes the problems of a task.
 
     Args:
         model: the model, with its tokenizer.
         task: the task.
         limit: number of problems to take from the start; 0 takes all.
+        tools: function from a problem to the JSON schemas of its tools; None for no tools.
+        new_tokens: largest number of tokens after a prompt; 0 is that of the task.
 
     Raises:
         UserError: a prompt and a completion exceed the positions of the model.
@@ -42,15 +51,17 @@ def encode_task(model: LoadedModel, task: Task, limit: int) -> TaskPrompts:
         system_prompt=task.system_prompt,
         question_suffix=task.question_suffix,
         chat_template_args=task.chat_template_args,
+        tools=tools,
         max_prompt_tokens=sys.maxsize,
     )
     prompts = all_prompts[: limit or None]
     positions, lengths = model.config.max_position, [len(prompt.ids) for prompt in prompts]
-    too_long = sum(length + task.max_new_tokens > positions for length in lengths)
+    new_tokens = new_tokens or task.max_new_tokens
+    too_long = sum(length + new_tokens > positions for length in lengths)
     if too_long:
         raise UserError(
             f"{task.name}: {too_long} of {len(prompts)} prompts (up to {max(lengths)} tokens) with "
-            f"{task.max_new_tokens} new tokens exceed the model's {positions} positions: pass "
+            f"{new_tokens} new tokens exceed the model's {positions} positions: pass "
             f"--max-new-tokens={max(1, positions - max(lengths))}, or leave out these problems"
         )
     return TaskPrompts(prompts, digest_of_prompts(all_prompts))

@@ -10,10 +10,14 @@ from typing import Any
 import jax
 
 from qerl_jax.compile.run_cache import keep_programs, user_folder
-from qerl_jax.data.prompts import Problem, encode_prompts
+from qerl_jax.data.environment_config import check_problems
+from qerl_jax.data.environments import RunEnvironments
+from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
+from qerl_jax.environments.roles import ENDINGS
 from qerl_jax.errors import UserError, check_limits, memory_errors, visible
+from qerl_jax.evaluation.conversations import environments_of, has_environment, turns_of
 from qerl_jax.evaluation.flags import check_sampling, template_arguments
-from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy
+from qerl_jax.evaluation.load_policy import OWN, LoadedPolicy, open_policy
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -107,6 +111,10 @@ def chat(config: SampleConfig, lines: Iterable[str]) -> None:
         name, policy, lora = _policies(config)[-1]
         if name:
             print(f"--- {visible(name)}", file=sys.stderr, flush=True)
+        if has_environment(policy.run):
+            raise UserError(
+                "the policy talks to an environment of its own in each chat: pass one question"
+            )
         run = {} if policy.run is None else policy.run["config"]
         suffix = run.get("data", {}).get("question_suffix", "")
         suffix = suffix if config.suffix is None else config.suffix
@@ -189,8 +197,10 @@ def _answer(
         messages: role and content of the messages before the question.
     """
     model, run = policy.model, {} if policy.run is None else policy.run["config"]
+    own = policy.run is not None and policy.run[OWN]
+    environments = environments_of(policy.run, model.tokenizer, trusted=own)
     with template_date(policy.created):
-        prompt, limit = _prompt(config, model, run, messages)
+        prompt, limit = _prompt(config, model, run, messages, environments)
     rollout_settings = run.get("rollout", {})
     engine = EngineConfig(
         chunk_steps=_CHUNK_STEPS,
@@ -207,7 +217,10 @@ def _answer(
     )
     key = jax.random.key(config.seed, impl="threefry2x32")
     sampler = Sampler(model.config, model.tokenizer, sampling, engine)
-    for step in _compile_first(sampler.steps(key, Policy(model.params, lora), [prompt])):
+    if environments is not None and policy.run is not None:
+        sampler = dataclasses.replace(sampler, turns=turns_of(policy.run, limit))
+        return _converse(sampler, key, Policy(model.params, lora), prompt, environments)
+    for step in _compile_first(sampler.steps(key, Policy(model.params, lora), [prompt.ids])):
         rollout, length = step.rollout, step.tokens
         updates.append((time.perf_counter(), length))
         show(rollout.tokens[0, :length].tolist())
@@ -220,6 +233,29 @@ def _answer(
         facts.append(f"{rate:.1f} tokens/s")
     print(", ".join(facts), file=sys.stderr, flush=True)
     return model.tokenizer.decode(rollout.tokens[0, :length].tolist())
+
+
+def _converse(
+    sampler: Sampler,
+    key: jax.Array,
+    policy: Policy,
+    prompt: Prompt,
+    environments: RunEnvironments,
+) -> str:
+    """Prints a conversation with an environment turn by turn, and returns the last turn."""
+    (prompt,), episodes = environments.begin(key, [prompt], 1)
+    episode, shown = episodes.episodes[0], 0
+    with episodes:
+        for _ in _compile_first(sampler.steps(key, policy, [prompt.ids], dialog=episodes)):
+            for role, text in episode.parts[shown:]:
+                _write(f"[{role}] {text}\n")
+            shown = len(episode.parts)
+    facts = [f"ended by {ENDINGS[episode.ending]}", f"{episode.turns} turns"]
+    facts += [f"{episode.calls} calls"] if episode.calls else []
+    facts += [] if episode.reward is None else [f"reward {episode.reward:g}"]
+    facts += [visible(episode.error)] if episode.error else []
+    print(", ".join(facts), file=sys.stderr, flush=True)
+    return episode.answer
 
 
 def _compile_first(steps: Iterable[RolloutProgress]) -> Generator[RolloutProgress]:
@@ -236,20 +272,25 @@ def _prompt(
     model: LoadedModel,
     run: Mapping[str, Any],
     messages: tuple[tuple[str, str], ...],
-) -> tuple[Sequence[int], int]:
-    """Returns the token ids of the prompt and the limit on new tokens."""
+    environments: RunEnvironments | None,
+) -> tuple[Prompt, int]:
+    """Returns the prompt and the limit on new tokens."""
     data = run.get("data", {})
     system = data.get("system_prompt", "") if config.system is None else config.system
     suffix = data.get("question_suffix", "") if config.suffix is None else config.suffix
     arguments = data.get("chat_template_args", {})
     if config.chat_template_args is not None:
         arguments = template_arguments(config.chat_template_args)
+    problem = Problem(config.question, "", (*messages, ("user", config.question)))
+    if environments is not None:
+        check_problems([problem], list(environments.environments.contracts))
     (prompt,) = encode_prompts(
-        [Problem(config.question, "", (*messages, ("user", config.question)))],
+        [problem],
         model.tokenizer,
         system_prompt=system,
         question_suffix=suffix,
         chat_template_args=arguments,
+        tools=None if environments is None else environments.prompts["tools"],
         max_prompt_tokens=sys.maxsize,
     )
     limit = config.max_new_tokens or run.get("eval", {}).get("max_new_tokens", _MAX_NEW_TOKENS)
@@ -259,4 +300,4 @@ def _prompt(
             f"the prompt has {len(prompt.ids)} tokens and with {limit} new tokens exceeds the "
             f"model's {positions} positions: shorten it or pass a smaller --max-new-tokens"
         )
-    return prompt.ids, limit
+    return prompt, limit

@@ -385,6 +385,8 @@ def _held_out_problems(
         saved = problems_of.get("eval") if isinstance(problems_of, dict) else None
         # A run without evaluations has the fingerprint of no problems.
         columns = columns_read(readers, [problem.columns for problem in problems])
+        if run.get("environment", {}).get("function"):  # It gets whole rows.
+            columns = {name for problem in problems for name in problem.columns}
         if run["eval"]["every"] and saved not in (None, digest_of_problems(problems, columns)):
             raise UserError(
                 f"the problems that {folder} held out have changed since, so that it may have "

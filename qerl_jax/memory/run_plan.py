@@ -17,7 +17,7 @@ from qerl_jax.memory.update_plan import LongestRows, MemoryPlan, plan_update, re
 from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.tensor_parallel import shard_of
-from qerl_jax.rollout.config import EngineConfig
+from qerl_jax.rollout.config import EngineConfig, completion_tokens
 from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.shapes import (
     cache_dtype,
@@ -199,7 +199,7 @@ def plan_run(
     free = None if device.usable is None else device.usable - weights - training
     longest = LongestRows(
         prompt=prompt,
-        new_tokens=config.rollout.max_new_tokens,
+        new_tokens=completion_tokens(config, config.rollout.max_new_tokens),
         group_size=config.rollout.group_size,
         num_prompts=config.rollout.prompts_per_step,
         devices=groups,
@@ -221,7 +221,7 @@ def plan_run(
     if config.eval.every:
         evaluation_rows = LongestRows(
             prompt=prompt,
-            new_tokens=config.eval.max_new_tokens,
+            new_tokens=completion_tokens(config, config.eval.max_new_tokens),
             group_size=1,
             num_prompts=config.eval.problems or _EVAL_PROBLEMS,
             devices=groups,
@@ -244,7 +244,10 @@ def _plan_rollout(
     compute = jnp.dtype(config.model.dtype)
     dtype = cache_dtype(config.rollout.kv_cache_dtype, compute)
     dequantize, dense_copy = _dequantize(config, model, device)
-    width, positions = row_positions(longest.prompt, longest.new_tokens)
+    extends = bool(config.environment.function)
+    # A turn may be decoded past its limit until the end of a chunk.
+    overshoot = config.rollout.chunk_steps if extends else 0
+    width, positions = row_positions(longest.prompt, longest.new_tokens + overshoot)
     num_prompts = largest_share(longest.num_prompts, longest.devices)
     engine = EngineConfig(
         max_rows=max_rows,
@@ -260,6 +263,7 @@ def _plan_rollout(
         positions=positions,
         compute=compute,
         free=None if free is None else max(0, free - policy_copy - dense_copy),
+        extends=extends,
     )
     prefilled = prefill_bytes(model, num_prompts=prefill, width=width, dtype=dtype, compute=compute)
     state = state_bytes(model)

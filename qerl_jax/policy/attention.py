@@ -130,6 +130,29 @@ def attend_to_cache(
     return out.reshape(queries.shape)
 
 
+def attend_from(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Grouped-query attention of several tokens per row to the cache that holds them.
+
+    Args:
+        queries: [B, T, N, H].
+        keys: [B, K, S, H], N a multiple of K.
+        values: [B, K, S, H].
+        positions: int32 [B, T], cache position of each token, which sees those up to its own.
+
+    Returns:
+        [B, T, N, H].
+    """
+    batch, tokens, _, head_dim = queries.shape
+    grouped = queries.reshape(batch, tokens, keys.shape[1], -1, head_dim)
+    scores = jnp.einsum("btkgh,bksh->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+    seen = jnp.arange(keys.shape[2]) <= positions[:, None, None, :, None]
+    weights = jax.nn.softmax(jnp.where(seen, head_dim**-0.5 * scores, -jnp.inf))
+    out = jnp.einsum("bkgts,bksh->btkgh", weights.astype(values.dtype), values)
+    return out.reshape(queries.shape)
+
+
 def _use_cudnn(queries: jax.Array) -> bool:
     head_dim = queries.shape[-1]
     return (

@@ -37,6 +37,7 @@ from qerl_jax.policy import recurrent
 from qerl_jax.policy.attention import (
     KVCache,
     attend,
+    attend_from,
     attend_to_cache,
     rotary_angles,
     rotate,
@@ -266,6 +267,43 @@ def decode_step(
     return whole_vocabulary(logits(params, x)[: len(tokens)], config), cache
 
 
+def extend(
+    params: dict,
+    lora_layers: list[dict],
+    tokens: jax.Array,
+    positions: jax.Array,
+    last: jax.Array,
+    cache: KVCache,
+    *,
+    config: ModelConfig,
+) -> tuple[jax.Array, KVCache]:
+    """Appends several tokens to every row of a cache.
+
+    Args:
+        params: the frozen policy.
+        lora_layers: the policy's adapter as `lora.fuse` returns it.
+        tokens: int32 [B, T] new tokens.
+        positions: int32 [B, T], cache position of each token; S for padding, which is not written.
+        last: int32 [B], index of the token of each row after which the logits are wanted.
+        cache: keys and values so far, of S positions; its lengths are not read.
+        config: the architecture.
+
+    Returns:
+        float32 logits [B, V], and the cache with the tokens.
+    """
+    angles = rotary_angles(positions, config)
+    x, keys, values = embed(params["embed_tokens"], tokens, config), [], []
+    layers = zip(params["layers"], lora_layers, cache.keys, cache.values, strict=True)
+    for layer in layers:
+        x, k, v = _extend_layer(*layer, x, positions, angles, config=config)
+        keys.append(k)
+        values.append(v)
+    x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    x = logits(params, _rms_norm(x, params["norm"], config.norm_eps))
+    cache = KVCache(keys=keys, values=values, lengths=cache.lengths)
+    return whole_vocabulary(x, config), cache
+
+
 def layer_with_inputs(
     layer: dict,
     x: jax.Array,
@@ -401,6 +439,19 @@ def _decode_layer(layer, adapters, keys, values, x, lengths, angles, *, config):
         keys = keys.at[position].set(to_cache(k[:, 0], keys.dtype), unique_indices=True)
         values = values.at[position].set(to_cache(v[:, 0], values.dtype), unique_indices=True)
         attended = attend_to_cache(q, keys.astype(q.dtype), values.astype(q.dtype), lengths + 1)
+    return _finish_layer(layer, adapters, x, _gated(attended, gate), config), keys, values
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _extend_layer(layer, adapters, keys, values, x, positions, angles, *, config):
+    """One block over several new tokens per row; returns the output and the extended cache."""
+    q, k, v, gate = _project_qkv(layer, adapters, x, angles, config)
+    with jax.named_scope("attention"):
+        rows, heads = jnp.ogrid[: keys.shape[0], : keys.shape[1]]
+        place = rows[..., None], heads[..., None], positions[:, None, :]
+        keys = keys.at[place].set(to_cache(k.swapaxes(1, 2), keys.dtype), mode="drop")
+        values = values.at[place].set(to_cache(v.swapaxes(1, 2), values.dtype), mode="drop")
+        attended = attend_from(q, keys.astype(q.dtype), values.astype(q.dtype), positions)
     return _finish_layer(layer, adapters, x, _gated(attended, gate), config), keys, values
 
 

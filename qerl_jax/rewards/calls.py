@@ -7,12 +7,12 @@
     def f(completions, answers, tests)                                lists: a call for a rollout
     http://localhost:8000/score                                       a POST for a rollout
 
-A function with an argument named `completions` takes lists, by name: any of `prompts`,
-`completions`, `answers`, `num_tokens` and `finished`, and columns. A function of one completion
-takes its first five arguments by position. Further arguments are columns of the row, by name; one
-with a default value may be missing in a row, and `**columns` gets all columns. As in TRL, the
-columns are the raw ones: the list `answers` holds the short reference answers, the column `answer`
-what the row has.
+A function with an argument named `completions` or `environments` takes lists, by name: any of
+`prompts`, `completions`, `answers`, `num_tokens` and `finished`, and columns. A function of one
+completion takes its first five arguments by position. Further arguments are columns of the row, by
+name; one with a default value may be missing in a row, and `**columns` gets all columns. As in TRL,
+the columns are the raw ones: the list `answers` holds the short reference answers, the column
+`answer` what the row has.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ def call_of(reward: Reward) -> Call:
     except (TypeError, ValueError):  # some functions in C have no signature
         parameters = []
     keywords = [parameter for parameter in parameters if parameter.kind in _NAMED]
-    takes_lists = any(parameter.name == "completions" for parameter in keywords)
+    takes_lists = any(parameter.name in ("completions", "environments") for parameter in keywords)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     if takes_lists:
         names = {parameter.name for parameter in keywords}

@@ -163,6 +163,25 @@ def number_only_format(
     return float(whole_number(answer_part(prompt, completion)) is not None)
 
 
+# --- Environments ---------------------------------------------------------------------------------
+
+
+def environment_reward(
+    prompt: str,
+    completion: str,
+    answer: str,
+    num_tokens: int,
+    finished: bool,
+    *,
+    environment_reward: float | None,
+) -> float | None:
+    """Returns what the environment rewarded, the sum over the turns; None where it did not.
+
+    It is that of `step` of an environment of texts, and of `get_reward` at the end.
+    """
+    return environment_reward
+
+
 # The rewards that a config may name; a run of another person may call no others.
 BUILT_IN: tuple[Reward, ...] = (
     numeric_answer,
@@ -173,7 +192,12 @@ BUILT_IN: tuple[Reward, ...] = (
     think_format,
     boxed_format,
     number_only_format,
+    environment_reward,
 )
+
+# Columns that a row has once its conversation with an environment has ended: its reward; the
+# environment's attributes that are data, as an object; and the texts of the policy's turns.
+CONVERSATION_COLUMNS = ("environment_reward", "environments", "turns")
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:

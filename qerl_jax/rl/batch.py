@@ -7,6 +7,7 @@ import chex
 import flax.struct
 import numpy as np
 
+from qerl_jax.environments.roles import SAMPLED
 from qerl_jax.errors import UserError
 from qerl_jax.rl.losses import custom_weights, token_weights
 from qerl_jax.system.import_path import names_function
@@ -31,7 +32,10 @@ class TrainBatch:
         advantages: float32 [B] advantages.
         weights: float32 [B, C] weight of each token in the loss, 0 outside the mask.
         rollout_logprobs: float32 [B, C] log-probabilities that the sampler recorded; NaN for a
-            token without a record, 0 past the end of a completion.
+            token without a record, 0 for the tokens of an environment and past the end of a
+            completion.
+        sampled: float32 [B, C] mask, 1 for the tokens that the policy sampled. All tokens of a
+            completion are, but for those of an environment.
     """
 
     tokens: Array
@@ -41,6 +45,7 @@ class TrainBatch:
     advantages: Array
     weights: Array
     rollout_logprobs: Array
+    sampled: Array
 
 
 class SampledRows(Protocol):
@@ -52,12 +57,15 @@ class SampledRows(Protocol):
         finished: bool [B] flags, True where the completion ended by itself.
         logprobs: [B, M] log-probabilities that the sampler recorded; NaN for a token without a
             record.
+        roles: int [B, M] where each token comes from, see `environments.roles`; None where the
+            policy sampled all of them.
     """
 
     tokens: Array
     lengths: Array
     finished: Array
     logprobs: Array
+    roles: Array | None
 
 
 def make_batch(
@@ -69,12 +77,14 @@ def make_batch(
     aggregation: str,
     pad_id: int,
     micro_batch_rows: int | None = None,
+    max_new_tokens: int | None = None,
 ) -> TrainBatch:
     """Returns the batch of one rollout.
 
-    The masks follow from the lengths alone, never from token ids, so the padding may be an EOS: the
-    tokens of a completion, its first EOS included, are in the loss, and what follows is not. A row
-    that is masked out does not count in a denominator over tokens.
+    The masks follow from the lengths and roles, never from token ids, so the padding may be an EOS:
+    the tokens that the policy sampled, its first EOS included, are in the loss, and what an
+    environment wrote or what follows is not. A token or row that is masked out does not count in a
+    denominator over tokens.
 
     Args:
         prompts: B non-empty lists of token ids.
@@ -87,6 +97,7 @@ def make_batch(
         pad_id: token id that fills `tokens` past the end of a row.
         micro_batch_rows: number of consecutive rows whose tokens form a denominator; only the
             aggregation 'micro_batch' needs it.
+        max_new_tokens: limit on sampled tokens of a completion; None is M.
 
     Returns:
         The batch, as NumPy arrays.
@@ -94,8 +105,8 @@ def make_batch(
     Raises:
         UserError: a prompt is empty.
     """
-    rows, max_new_tokens = rollout.tokens.shape
-    chex.assert_shape(rollout.logprobs, (rows, max_new_tokens))
+    rows, width = rollout.tokens.shape
+    chex.assert_shape(rollout.logprobs, (rows, width))
     columns = max(1, int(np.max(rollout.lengths)))
     completions = np.asarray(rollout.tokens, np.int32)[:, :columns]
     rollout_logprobs = rollout.logprobs[:, :columns]
@@ -115,10 +126,13 @@ def make_batch(
         tokens[row, len(prompt) : total_lengths[row]] = completions[row, : lengths[row]]
 
     in_completion = np.arange(completions.shape[1]) < lengths[:, None]
-    in_loss = in_completion & finished[:, None] if mask_truncated else in_completion
+    sampled = in_completion
+    if (roles := getattr(rollout, "roles", None)) is not None:
+        sampled = in_completion & (np.asarray(roles)[:, :columns] == SAMPLED)
+    in_loss = sampled & finished[:, None] if mask_truncated else sampled
     loss_mask = in_loss.astype(np.float32)
     advantages = np.asarray(advantages, np.float32)
-    rollout_logprobs = np.where(in_completion, rollout_logprobs, 0.0).astype(np.float32)
+    rollout_logprobs = np.where(sampled, rollout_logprobs, 0.0).astype(np.float32)
     if names_function(aggregation):
         weights = custom_weights(
             loss_mask, aggregation, advantages=advantages, logprobs=rollout_logprobs
@@ -127,7 +141,7 @@ def make_batch(
         weights = token_weights(
             loss_mask,
             aggregation,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max_new_tokens or width,
             micro_batch_rows=micro_batch_rows,
         )
     return TrainBatch(
@@ -138,4 +152,5 @@ def make_batch(
         advantages=advantages,
         weights=weights,
         rollout_logprobs=rollout_logprobs,
+        sampled=sampled.astype(np.float32),
     )

@@ -46,7 +46,7 @@ class PackedBuffer:
         order: int32 [N] permutation of the positions; entry m predicts at position order[m].
         targets: int32 [N] predicted token ids.
         rows: int32 [N] number of the completion within the buffer, ascending.
-        mask: float32 [N] mask, 1 for a token of a completion.
+        mask: float32 [N] mask, 1 for a token of a completion that the policy sampled.
         advantages: float32 [N] advantage of the completion.
         weights: float32 [N] weights of the tokens in the loss, 0 outside the mask.
         rollout_logprobs: float32 [N] log-probabilities that the sampler recorded; NaN for a token
@@ -158,8 +158,8 @@ def layout(
 def pack(batch: TrainBatch, rows: np.ndarray, *, buffer_tokens: int) -> list[PackedBuffer]:
     """Packs rows of a batch into buffers.
 
-    Rows with equal prompts share them. All tokens of a completion are predicted. Rows without a
-    token take no positions.
+    Rows with equal prompts share them. All tokens of a completion are predicted, and the mask
+    leaves out those of an environment. Rows without a token take no positions.
 
     Args:
         batch: all rows of a step.
@@ -228,7 +228,7 @@ def _buffer(batch: TrainBatch, parts: Sequence[Part], size: int) -> PackedBuffer
         order=np.argsort(~predicts, kind="stable").astype(np.int32),
         targets=predicted(batch.tokens[rows, batch.prompt_lengths[rows] + columns]),
         rows=predicted(np.repeat(np.arange(len(spans), dtype=np.int32), counts), len(spans)),
-        mask=predicted(np.ones(len(rows), np.float32)),
+        mask=predicted(batch.sampled[rows, columns]),
         advantages=predicted(batch.advantages[rows]),
         weights=predicted(batch.weights[rows, columns]),
         rollout_logprobs=predicted(batch.rollout_logprobs[rows, columns]),
@@ -262,11 +262,11 @@ def packing_metrics(batch: TrainBatch, buffers: Sequence[PackedBuffer]) -> dict[
         buffers: its buffers.
 
     Returns:
-        forwarded_fraction, completion tokens in the buffers as a fraction of all completion tokens
-        of the step; packed_tokens, number of positions that hold a token; update_buffers, number
+        forwarded_fraction, sampled tokens in the buffers as a fraction of all sampled tokens of the
+        step; packed_tokens, number of positions that hold a token; update_buffers, number
         of buffers.
     """
-    sampled_tokens = float((batch.lengths - batch.prompt_lengths).sum())
+    sampled_tokens = float(batch.sampled.sum())
     forwarded_tokens = sum(float(buffer.mask.sum()) for buffer in buffers)
     return {
         "forwarded_fraction": forwarded_tokens / sampled_tokens if sampled_tokens else 0.0,

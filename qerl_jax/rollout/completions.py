@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from flax import struct
 
-from qerl_jax.rollout.config import SamplingConfig, Tokenizer
+from qerl_jax.environments.roles import ENVIRONMENT, SAMPLED
+from qerl_jax.rollout.config import SamplingConfig, Tokenizer, TurnConfig
 from qerl_jax.rollout.decode import Samples
 
 Array = Any  # NumPy on the host, jax.Array inside of jit
@@ -20,9 +21,13 @@ class Rollout:
     Attributes:
         tokens: int32 [B, C] completions, padded on the right.
         lengths: int32 [B], number of tokens of each completion, its end-of-sequence token included.
-        finished: bool [B], whether it ended with an end-of-sequence token or a stop string.
+        finished: bool [B], whether it ended with an end-of-sequence token or a stop string; with an
+            environment, whether the policy or the environment ended the conversation.
         logprobs: float32 [B, C], log-probability of each token under the sampling temperature.
         entropies: float32 [B, C], entropy of the distribution of each token, in nats.
+        roles: int8 [B, C], whether the policy sampled a token or an environment wrote it, see
+            `environments.roles`; None where the policy sampled all of them.
+        endings: int8 [B], what ended a conversation, see `environments.roles`; None without one.
     """
 
     tokens: Array
@@ -30,6 +35,15 @@ class Rollout:
     finished: Array
     logprobs: Array
     entropies: Array
+    roles: Array | None = None
+    endings: Array | None = None
+
+    @property
+    def sampled_lengths(self) -> Array:
+        """Number of sampled tokens of each completion, int32 [B]."""
+        if self.roles is None:
+            return self.lengths
+        return (self.roles == SAMPLED).sum(axis=1, dtype=np.int32)
 
 
 def detokenize(rollout: Rollout, decode_text: Callable[[Sequence[int]], str]) -> list[str]:
@@ -52,14 +66,23 @@ class Completions:
         rows: B, number of completions.
         sampling: limit of their lengths, and stop strings.
         tokenizer: tokenizer of the policy.
+        turns: limits of conversations with an environment; None without one.
 
     Attributes:
         rollout: the completions; NumPy arrays that `append` writes to.
-        ended: bool [B], whether a completion is complete.
+        ended: bool [B], whether a completion, or its turn, is complete.
+        limits: int [B], length at which a completion, or its turn, is cut off.
+        starts: int [B], length at which the turn began.
     """
 
-    def __init__(self, rows: int, sampling: SamplingConfig, tokenizer: Tokenizer) -> None:
-        width = sampling.max_new_tokens
+    def __init__(
+        self,
+        rows: int,
+        sampling: SamplingConfig,
+        tokenizer: Tokenizer,
+        turns: TurnConfig | None = None,
+    ) -> None:
+        width = sampling.max_new_tokens if turns is None else turns.context_tokens
         self._sampling, self._tokenizer = sampling, tokenizer
         # Stop strings, and the function to the text in which they are looked for.
         self._stops: list[tuple[list[str], Callable[[Sequence[int]], str]]] = []
@@ -74,8 +97,15 @@ class Completions:
             finished=np.zeros(rows, bool),
             logprobs=np.zeros((rows, width), np.float32),
             entropies=np.zeros((rows, width), np.float32),
+            roles=None if turns is None else np.zeros((rows, width), np.int8),
+            endings=None if turns is None else np.zeros(rows, np.int8),
         )
         self.ended = np.zeros(rows, bool)
+        self.starts = np.zeros(rows, int)
+        first = sampling.max_new_tokens
+        if turns is not None:
+            first = min(first, turns.turn_tokens or first, width)
+        self.limits = np.full(rows, first)
 
     @property
     def pad_id(self) -> int:
@@ -88,24 +118,25 @@ class Completions:
         return self._sampling.divisor
 
     def append(self, rows: np.ndarray, samples: Samples) -> None:
-        """Appends samples to the completions that have not ended, up to their ends.
+        """Appends samples to the completions that have not ended, up to the ends of their turns.
 
         Args:
             rows: int [R], completion that each row of the samples belongs to, or -1.
             samples: samples [R, steps] on the host.
         """
-        rollout, limit = self.rollout, self._sampling.max_new_tokens
+        rollout = self.rollout
         live = np.flatnonzero((rows >= 0) & ~self.ended[rows])
         rows, tokens = rows[live], np.asarray(samples.tokens)[live]
-        starts = rollout.lengths[rows]
+        starts, limits = rollout.lengths[rows], self.limits[rows]
         ends = np.isin(tokens, self._tokenizer.eos_ids)
-        ends &= np.arange(tokens.shape[1]) < (limit - starts)[:, None]
+        ends &= np.arange(tokens.shape[1]) < (limits - starts)[:, None]
         finished = ends.any(axis=1)
         counts = np.where(finished, ends.argmax(axis=1) + 1, tokens.shape[1])
-        counts = np.minimum(counts, limit - starts)
+        counts = np.minimum(counts, limits - starts)
         for i, row in enumerate(rows) if self._stops else ():
             for stop, decode in self._stops:
-                context, added = rollout.tokens[row, : starts[i]], tokens[i, : counts[i]]
+                context = rollout.tokens[row, self.starts[row] : starts[i]]
+                added = tokens[i, : counts[i]]
                 count = _tokens_to_stop(context, added, stop, decode)
                 if count is not None:
                     counts[i], finished[i] = count, True
@@ -114,9 +145,26 @@ class Completions:
         rollout.tokens[index] = tokens[row, step]
         rollout.logprobs[index] = samples.logprobs[live[row], step]
         rollout.entropies[index] = samples.entropies[live[row], step]
+        if rollout.roles is not None:
+            rollout.roles[index] = SAMPLED
         rollout.lengths[rows] = starts + counts
         rollout.finished[rows] = finished
-        self.ended[rows] = finished | (rollout.lengths[rows] == limit)
+        self.ended[rows] = finished | (rollout.lengths[rows] == limits)
+
+    def go_on(self, row: int, ids: Sequence[int], *, limit: int) -> None:
+        """Appends what an environment wrote to a completion whose turn has ended.
+
+        Args:
+            row: number of the completion.
+            ids: the environment's tokens.
+            limit: length of the completion at which its next turn is cut off.
+        """
+        rollout, start = self.rollout, int(self.rollout.lengths[row])
+        end = start + len(ids)
+        rollout.tokens[row, start:end] = ids
+        rollout.roles[row, start:end] = ENVIRONMENT  # pyrefly: ignore[unsupported-operation]
+        rollout.lengths[row], self.starts[row], self.limits[row] = end, end, limit
+        rollout.finished[row] = self.ended[row] = False
 
 
 def _tokens_to_stop(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
 
@@ -84,6 +85,36 @@ class SamplingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TurnConfig:
+    """The limits of a conversation with an environment, beside that on all sampled tokens.
+
+    Attributes:
+        max_turns: largest number of turns of the policy.
+        turn_tokens: largest number of sampled tokens of a turn; 0 is that of the conversation.
+        reply_tokens: largest number of tokens of what an environment writes after a turn, those of
+            the chat template included.
+        context_tokens: largest number of tokens of a completion, those of the environment included.
+
+    Raises:
+        UserError: a value is out of its range.
+    """
+
+    max_turns: int
+    turn_tokens: int
+    reply_tokens: int
+    context_tokens: int
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            max_turns=(self.max_turns >= 1, "at least 1"),
+            turn_tokens=(self.turn_tokens >= 0, "at least 0"),
+            reply_tokens=(self.reply_tokens >= 1, "at least 1"),
+            context_tokens=(self.context_tokens >= 1, "at least 1"),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """How the engine samples: batches, memory and number formats.
 
@@ -134,3 +165,28 @@ class EngineConfig:
 
 
 DEFAULT_ENGINE = EngineConfig()
+
+
+def turn_config(config: ConfigDict, *, max_new_tokens: int = 0) -> TurnConfig | None:
+    """Returns the limits of conversations; None where the run has no environment.
+
+    Args:
+        config: the resolved config.
+        max_new_tokens: sampled tokens of a conversation; 0 is rollout.max_new_tokens.
+    """
+    if not config.environment.function:
+        return None
+    options, sampled = config.environment, max_new_tokens or config.rollout.max_new_tokens
+    replies = (options.max_turns - 1) * options.reply_tokens
+    return TurnConfig(
+        max_turns=options.max_turns,
+        turn_tokens=options.turn_tokens,
+        reply_tokens=options.reply_tokens,
+        context_tokens=options.context_tokens or sampled + replies,
+    )
+
+
+def completion_tokens(config: ConfigDict, max_new_tokens: int) -> int:
+    """Returns the largest number of tokens of a completion, those of environments included."""
+    turns = turn_config(config, max_new_tokens=max_new_tokens)
+    return max_new_tokens if turns is None else turns.context_tokens

@@ -331,6 +331,98 @@ def decode_chunk(
     return state, jax.tree.map(lambda x: x.T, samples)
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames="model_config",
+    donate_argnames=("keys", "values"),
+    compiler_options=UNTUNED,
+)
+def extend_rows(
+    params: dict,
+    lora_layers: list[dict],
+    keys: list[jax.Array],
+    values: list[jax.Array],
+    tokens: jax.Array,
+    positions: jax.Array,
+    last: jax.Array,
+    *,
+    model_config: ModelConfig,
+) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+    """Appends tokens that were not sampled to N rows that were taken out of the batch.
+
+    Args:
+        params: the policy.
+        lora_layers: result of `fuse_adapter`.
+        keys: keys [N, K, S, H] of every layer; donated.
+        values: values [N, K, S, H] of every layer; donated.
+        tokens: int32 [N, T] tokens.
+        positions: int32 [N, T], cache position of each token; S for padding.
+        last: int32 [N], index of the last token of each row.
+        model_config: the architecture.
+
+    Returns:
+        float32 logits [N, V] after the last token, keys and values.
+    """
+    cache = KVCache(keys=keys, values=values, lengths=last)
+    logits, cache = transformer.extend(
+        params, lora_layers, tokens, positions, last, cache, config=model_config
+    )
+    return logits, cache.keys, cache.values
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
+def resume_rows(
+    key: jax.Array,
+    state: DecodeState,
+    logits: jax.Array,
+    slots: jax.Array,
+    lengths: jax.Array,
+    rows: jax.Array,
+    counts: jax.Array,
+    temperature: jax.Array,
+    *,
+    config: DecodeConfig,
+) -> tuple[DecodeState, Samples]:
+    """Samples the first token of the next turn of N rows.
+
+    Args:
+        key: PRNG key of the rollout.
+        state: the batch without keys and values; donated.
+        logits: float32 [N, V] after the tokens of each row.
+        slots: int32 [N], slot of each row; B where no row goes on.
+        lengths: int32 [N], number of filled cache positions.
+        rows: int32 [N], identity of each row.
+        counts: int32 [N], number of tokens sampled before.
+        temperature: float32 scalar that the logits are divided by.
+        config: static arguments.
+
+    Returns:
+        The state, and the samples [N, 1].
+    """
+    samples = _sample(key, logits, rows, counts, temperature, config)
+    counts = counts + 1
+    done = _ends(samples.tokens, config) | (counts >= config.sampling.max_new_tokens)
+
+    def put(array, values):
+        return array.at[slots].set(values, mode="drop")
+
+    state = dataclasses.replace(
+        state,
+        lengths=put(state.lengths, jnp.where(done, 0, lengths)),
+        rows=put(state.rows, rows),
+        counts=put(state.counts, counts),
+        last=put(state.last, samples.tokens),
+        done=put(state.done, done),
+    )
+    return state, jax.tree.map(lambda x: x[:, None], samples)
+
+
+@functools.partial(jax.jit, donate_argnames="x")
+def restore_rows(x: jax.Array, rows: jax.Array, indices: jax.Array | np.ndarray) -> jax.Array:
+    """Writes N rows [N, ...] into an array [R, ...] at int32 [N] indices; R drops a row."""
+    return x.at[indices].set(rows, mode="drop")
+
+
 @jax.jit
 def gather_rows(x: jax.Array, indices: jax.Array | np.ndarray) -> jax.Array:
     """Returns N rows of an array [R, ...] by their int32 [N] indices."""

@@ -62,8 +62,7 @@ def operations(
     key, (params, lora) = abstract((key, policy))
     model, dtype, steps = config.model, shapes.dtype, shapes.chunk_steps
     num_prompts, widest = shapes.prefill_batch, shapes.prompt_widths[-1]
-    compute, sharding = params["embed_tokens"].dtype, key.sharding
-    mesh = mesh_of(params)
+    compute, sharding, mesh = params["embed_tokens"].dtype, key.sharding, mesh_of(params)
     on_devices = functools.partial(_abstract_on_devices, mesh, sharding)
     functions = decode if mesh is None else tensor_parallel.functions(mesh)
     dense_weights = None if config.dequantize == "step" else dequantization(params)
@@ -143,6 +142,7 @@ def operations(
             *(shapes.cache_positions, dtype, model),
             of_any_policy=True,
         )
+    _add_extensions(add, shapes, config, key, dense, state, result, on_devices)
     return table
 
 
@@ -166,6 +166,58 @@ def _compactions(
                 lambda state, layer=layer, keys=keys: (state.keys if keys else state.values)[layer],
             )
     return table
+
+
+def _add_extensions(
+    add: Callable[..., None],
+    shapes: RolloutShapes,
+    config: DecodeConfig,
+    key: Any,
+    dense: Callable[[], dict],
+    state: Callable[[int], decode.DecodeState],
+    result: Callable[[Any], Any],
+    on_devices: Callable[[Any], Any],
+) -> None:
+    """Adds what appends the tokens of environments, if any, to rows: take, extend, restore, resume.
+
+    The rows are taken out of the batch, as few of them go on at the same time.
+    """
+    rows, cache = shapes.batch_sizes[0], (shapes.cache_positions, shapes.dtype)
+    sizes = [(count,) for count in shapes.extend_sizes]
+    if not sizes:
+        return
+    widths = [(count, width) for (count,) in sizes for width in shapes.extend_widths]
+    add(
+        *("take", sizes, decode.gather_rows, {}),
+        lambda count: (state(rows).keys[0], _int32(count)),
+        *(rows, *cache, config.model),
+        of_any_policy=True,
+    )
+    add(
+        *("restore", sizes, decode.restore_rows, {}),
+        lambda count: (state(rows).keys[0], state(count).keys[0], _int32(count)),
+        *(rows, *cache, config.model),
+        of_any_policy=True,
+    )
+    add(
+        *("extend", widths, decode.extend_rows, {"model_config": config.model}),
+        lambda count, width: (
+            *(dense(), on_devices(result("fuse_adapter")), state(count).keys, state(count).values),
+            *(_int32(count, width), _int32(count, width), _int32(count)),
+        ),
+        *(*cache, config.dequantize),
+    )
+    add(
+        *("resume", sizes, decode.resume_rows, {"config": config}),
+        lambda count: (
+            *(key, dataclasses.replace(state(1), keys=[], values=[])),
+            on_devices(result(("extend", *widths[0])))[0],
+            *(_int32(count) for _ in range(4)),
+            np.float32(1),
+        ),
+        *(rows, str(key.dtype)),
+        of_any_policy=True,
+    )
 
 
 def _abstract_on_devices(mesh: Mesh | None, sharding: jax.sharding.Sharding, tree: Any) -> Any:

@@ -15,11 +15,15 @@ class Statistics:
             batch.
         decoded: row-steps of all chunks, the steps of a chunk times its rows.
         live: row-steps that sampled a token of a completion.
+        idle: row-steps of slots whose rows waited for an environment.
+        waiting_seconds: time in which the device waited for environments.
     """
 
     prefilled_prompts: int
     decoded: int
     live: int
+    idle: int = 0
+    waiting_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +62,8 @@ def combine(parts: Collection[RolloutProgress], rollout: Rollout) -> RolloutProg
             prefilled_prompts=sum(part.prefilled_prompts for part in work),
             decoded=sum(part.decoded for part in work),
             live=sum(part.live for part in work),
+            idle=sum(part.idle for part in work),
+            waiting_seconds=sum(part.waiting_seconds for part in work),
         ),
         rollout=rollout,
     )

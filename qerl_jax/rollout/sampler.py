@@ -24,13 +24,20 @@ from qerl_jax.policy.dequantize import dequantized
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import programs
 from qerl_jax.rollout.completions import Completions, Rollout
-from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig, Tokenizer
+from qerl_jax.rollout.config import (
+    DEFAULT_ENGINE,
+    EngineConfig,
+    SamplingConfig,
+    Tokenizer,
+    TurnConfig,
+)
 from qerl_jax.rollout.decode import DecodeConfig, decode_config
 from qerl_jax.rollout.programs import RolloutPrograms
 from qerl_jax.rollout.progress import RolloutProgress, combine
 from qerl_jax.rollout.replicas import deal, in_threads, largest_share, rows_of
 from qerl_jax.rollout.scheduler import Scheduler
 from qerl_jax.rollout.shapes import RolloutShapes, plan_shapes
+from qerl_jax.rollout.turns import Dialog, TurnScheduler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Sampler:
         group_size: G, number of completions of each prompt.
         executables: programs for policies of the shapes on the devices for which `compiled` made
             them. With None, jit compiles each program when it is first used.
+        turns: limits of conversations with environments; None for completions of one turn.
     """
 
     model_config: ModelConfig
@@ -55,6 +63,7 @@ class Sampler:
     engine: EngineConfig = DEFAULT_ENGINE
     group_size: int = 1
     executables: Executables | None = None
+    turns: TurnConfig | None = None
 
     def at_temperature(self, temperature: float) -> "Sampler":
         """Returns the sampler with another temperature, for which it has the same programs."""
@@ -73,9 +82,11 @@ class Sampler:
         prompts: Sequence[Sequence[int]],
         *,
         ids: Sequence[int] | None = None,
+        dialog: Dialog | None = None,
     ) -> Rollout:
         """Returns the whole rollout of `steps`, as NumPy arrays."""
-        (last,) = collections.deque(self.steps(key, policy, prompts, ids=ids), maxlen=1)
+        steps = self.steps(key, policy, prompts, ids=ids, dialog=dialog)
+        (last,) = collections.deque(steps, maxlen=1)
         return last.rollout
 
     def steps(
@@ -85,6 +96,7 @@ class Sampler:
         prompts: Sequence[Sequence[int]],
         *,
         ids: Sequence[int] | None = None,
+        dialog: Dialog | None = None,
     ) -> Generator[RolloutProgress, None, Rollout]:
         """Samples G completions of every prompt, and yields the progress after every chunk.
 
@@ -98,13 +110,16 @@ class Sampler:
             prompts: P lists of token ids.
             ids: identity [P] of each prompt, which the samples of its rows depend on; by default
                 its index. Pass them when sampling a part of the prompts.
+            dialog: the environments of the rows; needed if the sampler has `turns`.
 
         Raises:
-            UserError: there is no prompt, a prompt is empty or too long, or the memory does not
-                hold a row.
+            UserError: there is no prompt, a prompt is empty or too long, the memory does not hold a
+                row, or several devices would share environments.
             MissingProgramError: a program is missing from the executables.
         """
         groups = sharding.groups_of(policy.params)
+        if self.turns is not None and (len(groups) > 1 or sharding.mesh_of(policy.params)):
+            raise UserError("environments work on one device: pass mesh.data=1 and mesh.tensor=1")
         shares = deal([len(prompt) for prompt in prompts], len(groups))
         identities = np.arange(len(prompts)) if ids is None else np.asarray(ids)
         samplers = self._group_samplers(len(groups), largest_share(len(prompts), len(groups)))
@@ -113,7 +128,7 @@ class Sampler:
             own_key, own_policy = sharding.take_group((key, policy), groups[number])
             own_prompts = [prompts[i] for i in shares[number]]
             return samplers[number]._steps_on_group(
-                own_key, own_policy, own_prompts, identities[shares[number]]
+                own_key, own_policy, own_prompts, identities[shares[number]], dialog
             )
 
         if len(groups) == 1:
@@ -207,6 +222,7 @@ class Sampler:
             model_config=model_config,
             sampling=self.sampling,
             engine=self.engine,
+            turns=self.turns,
         )
         return shapes, decode_config(model_config, self.sampling, self.engine, self.tokenizer)
 
@@ -216,6 +232,7 @@ class Sampler:
         policy: Policy,
         prompts: Sequence[Sequence[int]],
         ids: np.ndarray,
+        dialog: Dialog | None,
     ) -> Generator[RolloutProgress, None, Rollout]:
         """Samples as `steps` does, on one group of devices that hold the policy together."""
         longest = _longest(prompts, self.engine.prompt_width)
@@ -223,15 +240,20 @@ class Sampler:
         key, policy = commit((sharding.replicate_like(key, policy.params), policy))
         table = Programs(programs.operations(key, policy, shapes, config), self.executables)
         identities = rows_of(ids, self.group_size).astype(np.int32)
-        completions = Completions(len(identities), self.sampling, self.tokenizer)
-        scheduler = Scheduler(
-            key,
-            policy._replace(params=dequantized(policy.params, table)),
-            prompts,
-            identities,
-            programs=RolloutPrograms(shapes, config, table),
-            completions=completions,
-        )
+        completions = Completions(len(identities), self.sampling, self.tokenizer, self.turns)
+        policy = policy._replace(params=dequantized(policy.params, table))
+        options = {"programs": RolloutPrograms(shapes, config, table), "completions": completions}
+        if self.turns is not None:
+            assert dialog is not None
+            scheduler = TurnScheduler(
+                *(key, policy, prompts, identities),
+                dialog=dialog,
+                turns=self.turns,
+                max_new_tokens=self.sampling.max_new_tokens,
+                **options,
+            )
+            return (yield from self._converse(scheduler))
+        scheduler = Scheduler(key, policy, prompts, identities, **options)
         try:
             while not completions.ended.all():
                 free = scheduler.free_slots()
@@ -252,6 +274,35 @@ class Sampler:
                     rows=len(identities),
                     ended_rows=int(completions.ended.sum()),
                     tokens=int(completions.rollout.lengths.sum()),
+                    statistics=scheduler.statistics,
+                    rollout=completions.rollout,
+                )
+        finally:
+            scheduler.close()
+        return completions.rollout
+
+    def _converse(self, scheduler: TurnScheduler) -> Generator[RolloutProgress, None, Rollout]:
+        """The loop of `_steps_on_group` for rows that talk to environments."""
+        completions = scheduler.completions
+        try:
+            while not scheduler.over.all():
+                # 1. Rows whose environment has replied go on, on their live caches.
+                scheduler.take_replies(waits=scheduler.stuck)
+                scheduler.extend()
+                # 2. Prefill and insert rows that wait for a slot.
+                free = scheduler.free_slots()
+                while len(free) and scheduler.waiting:
+                    scheduler.prefill()
+                    free = free[scheduler.insert(free) :]
+                # 3. Decode a chunk, and drain what was in flight before.
+                older = len(scheduler.in_flight)
+                if scheduler.active.any():
+                    scheduler.decode_chunk()
+                scheduler.drain(older)
+                yield RolloutProgress(
+                    rows=len(scheduler.over),
+                    ended_rows=int(scheduler.over.sum()),
+                    tokens=int(completions.rollout.sampled_lengths.sum()),
                     statistics=scheduler.statistics,
                     rollout=completions.rollout,
                 )

@@ -81,10 +81,14 @@ class Scheduler:
     @property
     def active(self) -> np.ndarray:
         """Cache rows, bool [R], whose rows may continue after the samples in flight."""
-        rows = self._rows
-        limit = self.completions.rollout.tokens.shape[1]
-        over = self.completions.ended[rows] | (self._scheduled_tokens[rows] >= limit)
+        rows, limits = self._rows, self.completions.limits
+        over = self.completions.ended[rows] | (self._scheduled_tokens[rows] >= limits[rows])
         return (rows != _NO_ROW) & ~over
+
+    @property
+    def occupied(self) -> np.ndarray:
+        """Cache rows, bool [R], whose keys and values are still needed."""
+        return self.active
 
     @property
     def waiting(self) -> bool:
@@ -92,8 +96,8 @@ class Scheduler:
         return self._next_row < len(self._identities)
 
     def free_slots(self) -> np.ndarray:
-        """Returns the slots without an active row while rows wait, and none otherwise."""
-        return np.flatnonzero(~self.active) if self.waiting else np.array([], int)
+        """Returns the slots that are not occupied while rows wait, and none otherwise."""
+        return np.flatnonzero(~self.occupied) if self.waiting else np.array([], int)
 
     def prefill(self) -> None:
         """Starts the prefill of the next prompts, unless rows of the last ones still wait."""

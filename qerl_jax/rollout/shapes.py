@@ -13,7 +13,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.recurrent import CHUNK
 from qerl_jax.policy.sharding import mesh_of
 from qerl_jax.policy.tensor_parallel import TENSOR
-from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 
 _NARROWEST = 64  # tokens; a narrower row takes as much time
 # Cache positions of a row are a multiple of 8, as attention on a Hopper GPU requires.
@@ -25,6 +25,8 @@ _PREFILL_DIVISOR = 8  # prefilled prompts take at most this part of kv_cache_byt
 _FEWEST_ROWS, _FEWEST_ROWS_ON_GPU = 4, 32
 # Rows of the smaller batch, where there is only one: long completions are few and end late.
 _ONCE_DIVISOR = 4
+# Part of the rows that are extended together by what environments wrote, out of a copy of them.
+_EXTEND_DIVISOR = 4
 _FINE_FROM = 64  # rows; from here on an inactive slot costs as much time as an active one
 _FREE_FRACTION = 0.9  # part of a device's memory; the rest is for temporaries of the programs
 _LOGITS = 4  # copies of the logits that sampling with top-k and top-p holds
@@ -46,6 +48,9 @@ class RolloutShapes:
         prompt_widths: T, numbers of tokens that prompts are padded to, ascending.
         insert_sizes: N, numbers of rows that are inserted together, ascending.
         dtype: dtype of the cache.
+        extend_sizes: N, the number of rows that are extended together by what environments wrote;
+            () without environments.
+        extend_widths: T, the number of tokens that such extensions are padded to.
     """
 
     cache_positions: int
@@ -55,6 +60,8 @@ class RolloutShapes:
     prompt_widths: tuple[int, ...]
     insert_sizes: tuple[int, ...]
     dtype: jnp.dtype
+    extend_sizes: tuple[int, ...] = ()
+    extend_widths: tuple[int, ...] = ()
 
 
 def plan_shapes(
@@ -66,6 +73,7 @@ def plan_shapes(
     model_config: ModelConfig,
     sampling: SamplingConfig,
     engine: EngineConfig,
+    turns: TurnConfig | None = None,
 ) -> RolloutShapes:
     """Decides on the shapes of a rollout.
 
@@ -77,19 +85,27 @@ def plan_shapes(
         model_config: the architecture of one device.
         sampling: length of the completions.
         engine: bounds of rows and memory.
+        turns: limits of conversations with an environment; None without one.
 
     Raises:
         UserError: a row is longer than the model's positions, or one row does not fit into the
-            memory that is allowed or into the device.
+            memory that is allowed or into the device, or rows of the model cannot be extended.
     """
-    if longest + sampling.max_new_tokens > model_config.max_position:
+    if turns is not None and model_config.recurrent is not None:
         raise UserError(
-            f"a prompt of {longest} tokens and {sampling.max_new_tokens} new ones are over the "
-            f"model's {model_config.max_position} positions: shorten the prompt or lower "
-            "max_new_tokens"
+            f"environments append to keys and values, and {model_config.model_type} has recurrent "
+            "layers: leave out environment.function, or take a model without recurrent layers"
+        )
+    new_tokens = sampling.max_new_tokens if turns is None else turns.context_tokens
+    if longest + new_tokens > model_config.max_position:
+        limit = "max_new_tokens" if turns is None else "environment.context_tokens"
+        raise UserError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones are over the model's "
+            f"{model_config.max_position} positions: shorten the prompt or lower {limit}"
         )
     num_prompts = max(num_prompts, engine.num_prompts)
-    width, positions = row_positions(longest, sampling.max_new_tokens)
+    # A turn may be decoded past its limit until the end of a chunk.
+    width, positions = row_positions(longest, new_tokens + (engine.chunk_steps if turns else 0))
     compute = params["embed_tokens"].dtype
     rows = num_prompts * group_size
     measures = not engine.max_rows and not engine.kv_cache_bytes
@@ -102,6 +118,7 @@ def plan_shapes(
         positions=positions,
         compute=compute,
         free=bytes_left(params, engine=engine) if measures else None,
+        extends=turns is not None,
     )
     if not max_rows:
         raise UserError(
@@ -114,15 +131,20 @@ def plan_shapes(
     # Each prefill has the same number of prompts.
     prefill = -(-num_prompts // -(-num_prompts // prefill))
     # The host sees which rows ended in the first chunk while the second one runs.
-    smaller = _smaller_batches(max_rows, engine.compact) if chunks > 2 else ()
+    smaller = _smaller_batches(max_rows, engine.compact) if chunks > 2 and not turns else ()
+    inserts = _insert_sizes(min(max_rows, prefill * group_size), refills=max_rows < rows)
     return RolloutShapes(
         cache_positions=positions,
         batch_sizes=(max_rows, *smaller),
         chunk_steps=steps,
         prefill_batch=prefill,
         prompt_widths=width_buckets(width),
-        insert_sizes=_insert_sizes(min(max_rows, prefill * group_size), refills=max_rows < rows),
+        # Where environments are waited for, all batches have one size, see `turns`.
+        insert_sizes=inserts[-1:] if turns else inserts,
         dtype=cache_dtype(engine.kv_cache_dtype, compute),
+        extend_sizes=(-(-max_rows // _EXTEND_DIVISOR),) if turns else (),
+        # The first token of the row and the last of the turn are fed with the environment's.
+        extend_widths=(bucket(turns.reply_tokens + 2),) if turns else (),
     )
 
 
@@ -147,6 +169,7 @@ def fit_rows(
     positions: int,
     compute: jnp.dtype,
     free: int | None,
+    extends: bool = False,
 ) -> tuple[int, int]:
     """Decides how many rows decode together, and how many prompts are in one prefill.
 
@@ -159,6 +182,7 @@ def fit_rows(
         positions: cache positions of a row.
         compute: dtype of the computation.
         free: bytes of the device that a rollout may take; None does not compare with the device.
+        extends: whether rows are extended by environments, which takes a copy of a part of them.
 
     Returns:
         The two numbers; the first is 0 where a prefill of one prompt leaves no memory for a row.
@@ -176,7 +200,8 @@ def fit_rows(
         prefill = min(prefill, max(1, budget // (_PREFILL_DIVISOR * of_prompt)))
         if of_row + prefill * of_prompt > budget:
             prefill = 1
-        fitting = (budget - prefill * of_prompt) // of_row
+        row = of_row + (of_row // _EXTEND_DIVISOR if extends else 0)
+        fitting = (budget - prefill * of_prompt) // row
         if fitting < 1:
             raise UserError(
                 f"kv_cache_bytes={budget}: one row of {positions} positions and its prompt take "
@@ -186,6 +211,7 @@ def fit_rows(
     if free is None:
         return max_rows, prefill
     row = row_bytes(model_config, positions=positions, dtype=dtype)
+    row += row // _EXTEND_DIVISOR if extends else 0
     for size in (prefill, 1):
         prompt_bytes = prefill_bytes(
             model_config, num_prompts=size, width=width, dtype=dtype, compute=compute

@@ -170,6 +170,7 @@ _Field = tuple[str, Callable[[Any], bool]]
 _TEXT: _Field = "a text", _is_text
 _OBJECT: _Field = "an object", _is_object
 _COUNT: _Field = f"a whole number from 0 to {_MOST - 1}", _is_count
+_LIMIT: _Field = "a number that is not negative", lambda value: _is_number(value) and value >= 0
 _NAMES: _Field = "an object of texts", _are_names
 _REWARDS: _Field = f"an object of rewards, which have {', '.join(sorted(_REWARD))}", _are_rewards
 
@@ -197,6 +198,14 @@ _FIELDS: dict[str, _Field] = {
     "config.data.question_suffix": _TEXT,
     "config.data.source": _TEXT,
     "config.data.system_prompt": _TEXT,
+    "config.environment": _OBJECT,
+    "config.environment.context_tokens": _COUNT,
+    "config.environment.function": _TEXT,
+    "config.environment.max_turns": _COUNT,
+    "config.environment.processes": _COUNT,
+    "config.environment.reply_tokens": _COUNT,
+    "config.environment.time_limit": _LIMIT,
+    "config.environment.turn_tokens": _COUNT,
     "config.eval": _OBJECT,
     "config.eval.every": _COUNT,
     "config.eval.max_new_tokens": _COUNT,
@@ -205,10 +214,7 @@ _FIELDS: dict[str, _Field] = {
     "config.model.dtype": _TEXT,
     "config.model.format": _TEXT,
     "config.model.source": _TEXT,
-    "config.reward_time_limit": (
-        "a number that is not negative",
-        lambda value: _is_number(value) and value >= 0,
-    ),
+    "config.reward_time_limit": _LIMIT,
     "config.rewards": _REWARDS,
     "config.rollout": _OBJECT,
     "config.rollout.chunk_steps": _COUNT,

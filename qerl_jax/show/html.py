@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.errors import UserError, visible
-from qerl_jax.show.view import Condition, View, curves, parts_of
+from qerl_jax.show.view import Condition, View, conversation_of, curves, parts_of
 from qerl_jax.system.atomic import write_atomic
 from qerl_jax.system.jsonl import is_number
 from qerl_jax.system.paths import user_path
@@ -181,6 +181,8 @@ def _plain(sample: Mapping[str, Any]) -> dict[str, Any]:
     texts = {
         key: visible(sample[key]) for key in ("prompt", "completion", "answer") if key in sample
     }
+    if turns := conversation_of(sample):
+        texts["completion"] = "\n".join(f"[{visible(r)}]\n{visible(text)}" for r, text in turns)
     numbers = {
         key: sample[key] if is_number(sample[key]) else None
         for key in ("reward", "advantage", "tokens")

@@ -8,7 +8,7 @@ from typing import Any
 from qerl_jax.errors import visible
 from qerl_jax.run.terminal import format_row
 from qerl_jax.show.text import pad, shorten, width, wrap
-from qerl_jax.show.view import Condition, View, curves, parts_of
+from qerl_jax.show.view import Condition, View, conversation_of, curves, parts_of
 from qerl_jax.system.jsonl import is_number
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -190,9 +190,15 @@ def _block(sample: Mapping[str, Any], step: int, columns: int) -> list[str]:
         facts.append(f"{sample['tokens']} tokens")
     if "finished" in sample:
         facts.append("finished" if sample["finished"] else "cut off")
+    if isinstance(sample.get("ending"), str):
+        facts.append(f"ended by {sample['ending']}")
     lines = wrap(visible(", ".join(facts)), columns)
     for title in ("prompt", "completion", "answer"):
-        if title in sample:
+        if title == "completion" and (turns := conversation_of(sample)):
+            for role, text in turns:
+                lines.append(f"{visible(role)}:")
+                lines += [f"  {line}" for line in wrap(visible(text), columns - 2)]
+        elif title in sample:
             lines.append(f"{title}:")
             lines += [f"  {line}" for line in wrap(visible(sample[title]), columns - 2)]
     return lines

@@ -200,6 +200,14 @@ def parts_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def conversation_of(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The roles and texts of a conversation with an environment; [] of a completion of one turn."""
+    turns = sample.get("conversation")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return []
+    return [(str(turn.get("role", "")), str(turn.get("text", ""))) for turn in turns]
+
+
 @dataclasses.dataclass(frozen=True)
 class Condition:
     """A condition on completions.

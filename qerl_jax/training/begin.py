@@ -68,7 +68,8 @@ def begin(
     processes = setup.processes
     restored = checkpoints.restore_latest(setup.state_shapes)
     prompts = by_source(setup.collect.order, setup.train_prompts) | {EVAL: setup.eval_prompts}
-    digests = problem_digests(prompts, setup.rewards)
+    whole_rows = bool(setup.config.environment.function)
+    digests = problem_digests(prompts, setup.rewards, whole_rows=whole_rows)
     prompts_digest = digest_of_prompts((*setup.train_prompts, *setup.eval_prompts))
     _check_processes(setup, digests, None if restored is None else restored[0], prompts_digest)
     if restored is None:

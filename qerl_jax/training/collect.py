@@ -9,6 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from qerl_jax.data.environments import (
+    RunEnvironments,
+    conversation_columns,
+    conversation_metrics,
+)
 from qerl_jax.data.order import (
     Cursor,
     Order,
@@ -20,6 +25,8 @@ from qerl_jax.data.order import (
     take_turns,
 )
 from qerl_jax.data.prompts import Prompt
+from qerl_jax.environments.episodes import Episode, Episodes
+from qerl_jax.environments.roles import FAILURE, OPEN
 from qerl_jax.errors import UserError
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rewards.scores import Completion, Scores
@@ -58,6 +65,7 @@ class CollectConfig:
         order: rule by which the prompts are drawn.
         advantage: 'grpo' or 'gdpo', whose differences count where the metric is 'total'.
         advantage_eps: `eps` of the advantages.
+        environments: what the policy talks to; None without environments.
     """
 
     prompts_per_step: int
@@ -71,6 +79,7 @@ class CollectConfig:
     order: Order
     advantage: str
     advantage_eps: float
+    environments: RunEnvironments | None = None
 
     @property
     def weights(self) -> dict[str, float]:
@@ -162,15 +171,17 @@ def collect(
         shares = deal([len(prompt.ids) for prompt in round_prompts], processes.count)
         share = shares[processes.index]
         own_prompts = [round_prompts[i] for i in share]
-        texts = _Texts(own_prompts, options.sampler)
-        started = time.perf_counter()
-        steps = options.sampler.steps(
-            jax.random.fold_in(key, index),
-            policy,
-            [prompt.ids for prompt in own_prompts],
-            ids=share.tolist(),
-        )
+        own_key, started, episodes = jax.random.fold_in(key, index), time.perf_counter(), None
+        if options.environments is not None:
+            group_size = options.sampler.group_size
+            own_prompts, episodes = options.environments.begin(
+                own_key, own_prompts, group_size, on_wait
+            )
+        texts = _Texts(own_prompts, options.sampler, episodes)
+        ids = [prompt.ids for prompt in own_prompts]
+        steps = options.sampler.steps(own_key, policy, ids, ids=share.tolist(), dialog=episodes)
         with (
+            contextlib.nullcontext() if episodes is None else episodes,
             contextlib.closing(steps),
             options.scoring(len(texts.prompts), on_wait=on_wait) as scoring,
         ):
@@ -188,7 +199,10 @@ def collect(
                 scores=scoring.finish(),
                 statistics=[progress.statistics],
                 seconds=seconds,
+                episodes=[] if episodes is None else episodes.episodes,
             )
+        if episodes is not None:
+            experience.scores.errors += episodes.failures()
         tokenizer = options.sampler.tokenizer
         experience = gather(
             experience, round_prompts, places, shares, tokenizer=tokenizer, processes=processes
@@ -216,7 +230,10 @@ class _Texts:
         by_row: texts by row.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], sampler: Sampler):
+    def __init__(
+        self, prompts: Sequence[Prompt], sampler: Sampler, episodes: Episodes | None = None
+    ):
+        self._episodes = episodes
         self.prompts = [prompt for prompt in prompts for _ in range(sampler.group_size)]
         self.by_row: dict[int, str] = {}
         self._tokenizer, self._limit = sampler.tokenizer, sampler.sampling.max_new_tokens
@@ -224,6 +241,8 @@ class _Texts:
     def ended(self, progress: RolloutProgress) -> dict[int, Completion]:
         """Returns the completions that have ended since the last call, by row."""
         rollout = progress.rollout
+        if self._episodes is not None:
+            return self._ended_episodes(rollout, self._episodes.episodes)
         ended = rollout.finished | (rollout.lengths == self._limit)
         if progress.ended_rows == progress.rows:
             ended = np.ones(progress.rows, bool)
@@ -241,6 +260,27 @@ class _Texts:
                 bool(rollout.finished[row]),
                 prompt.problem.columns,
             )
+        return completions
+
+    def _ended_episodes(
+        self, rollout: Rollout, episodes: Sequence[Episode]
+    ) -> dict[int, Completion]:
+        """`ended` of conversations; one whose environment failed is not scored."""
+        completions = {}
+        for row in np.flatnonzero(rollout.endings != OPEN).tolist():
+            if row in self.by_row:
+                continue
+            episode, prompt = episodes[row], self.prompts[row]
+            self.by_row[row] = episode.answer
+            if episode.ending != FAILURE:
+                completions[row] = Completion(
+                    prompt.text,
+                    episode.answer,
+                    prompt.problem.answer,
+                    int(rollout.sampled_lengths[row]),
+                    bool(rollout.finished[row]),
+                    {**prompt.problem.columns, **conversation_columns(episode)},
+                )
         return completions
 
 
@@ -270,7 +310,7 @@ def _sample_rounds(
     informative, sources = np.zeros(0, bool), options.order.sources
     lack = quota = np.bincount(turns, minlength=len(sources))
     while lack.any() and len(rounds) < options.rounds:
-        tokens = sum(int(one.rollout.lengths.sum()) for one in rounds)
+        tokens = sum(int(one.rollout.sampled_lengths.sum()) for one in rounds)
         if rounds:
             turns = refill_turns(lack, options.prompts_per_step)
         experience, cursor = sample(len(rounds), cursor, turns, tokens)
@@ -334,7 +374,8 @@ def _add_length_penalty(scores: Scores, rollout: Rollout, options: CollectConfig
     """
     if options.length_penalty is None:
         return scores
-    penalty = np.array([options.length_penalty(int(length)) for length in rollout.lengths])
+    lengths = rollout.sampled_lengths
+    penalty = np.array([options.length_penalty(int(length)) for length in lengths])
     penalty = np.where(np.isnan(scores.total), np.nan, penalty)
     return dataclasses.replace(
         scores,
@@ -354,14 +395,15 @@ def _metrics(
 ) -> dict[str, float]:
     """Values to log of what was sampled, and of the part that the step trains on."""
     rollout, scores = experience.rollout, experience.scores
-    tokens = max(1, int(rollout.lengths.sum()))
+    lengths = rollout.sampled_lengths
+    tokens = max(1, int(lengths.sum()))
     groups = scores.total.reshape(-1, options.sampler.group_size)
     metrics = {
         "reward": _mean(scores.total),
         "reward_std": _mean(np.array([_std(group) for group in groups])),
         "accuracy": _mean(scores.parts.get("correctness", np.array([]))),
         "format": _mean(scores.parts.get("format", np.array([]))),
-        "length": float(rollout.lengths.mean()),
+        "length": float(lengths.mean()),
         "finished": float(rollout.finished.mean()),
         "entropy": float(rollout.entropies.sum() / tokens),
         "advantage_zero_groups": float(np.mean(~_total_differs(scores, options))),
@@ -371,12 +413,14 @@ def _metrics(
         ),
     }
     metrics |= {
-        "rollout_tokens": int(rollout.lengths.sum()),
+        "rollout_tokens": int(lengths.sum()),
         "rollout_live_share": live_fraction(experience.statistics),
         "rollout_seconds": experience.seconds,
         "reward_seconds": scores.seconds,
-        "rollout_tokens_per_second": float(rollout.lengths.sum()) / experience.seconds,
+        "rollout_tokens_per_second": float(lengths.sum()) / experience.seconds,
     }
+    if experience.episodes:
+        metrics |= conversation_metrics(experience.episodes, experience.statistics)
     metrics |= {f"reward/{name}": _mean(values) for name, values in scores.parts.items()}
     values = {"reward": groups} | (
         {"accuracy": scores.parts["correctness"].reshape(groups.shape)}

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from qerl_jax.data.prompts import Prompt
+from qerl_jax.environments.episodes import Episode
 from qerl_jax.rewards.scores import Scores
 from qerl_jax.rollout.completions import Rollout, detokenize
 from qerl_jax.rollout.config import Tokenizer
@@ -49,6 +50,8 @@ class Experience:
         scores: rewards of the B completions.
         statistics: work of the devices, by rollout.
         seconds: duration of the rollouts.
+        episodes: what happened between each row and its environment; [] without environments,
+            whose texts are those of the last turns.
     """
 
     prompts: list[Prompt]
@@ -58,6 +61,7 @@ class Experience:
     scores: Scores
     statistics: list[Statistics]
     seconds: float
+    episodes: list[Episode] = dataclasses.field(default_factory=list)
 
     @property
     def group_size(self) -> int:
@@ -89,6 +93,7 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
         ),
         statistics=[work for part in parts for work in part.statistics],
         seconds=sum(part.seconds for part in parts),
+        episodes=[episode for part in parts for episode in part.episodes],
     )
 
 
@@ -107,6 +112,7 @@ def choose(experience: Experience, groups: np.ndarray) -> Experience:
         places=[experience.places[group] for group in groups],
         texts=[experience.texts[row] for row in rows],
         rollout=jax.tree.map(lambda x: x[rows], experience.rollout),
+        episodes=[experience.episodes[row] for row in rows] if experience.episodes else [],
         scores=dataclasses.replace(
             scores,
             total=scores.total[rows],

@@ -282,6 +282,7 @@ def _evaluate(run: Run) -> None:
         processes=setup.processes,
         on_progress=_watch(run, f"evaluation after step {step}:", len(setup.eval_prompts)),
         on_wait=run.stop_if_asked,
+        environments=setup.collect.environments,
     )
     seconds = time.perf_counter() - began
     if not score.missing:

@@ -15,6 +15,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.data.order import Order
+from qerl_jax.environments.episodes import Episode
+from qerl_jax.environments.roles import ENDINGS
 from qerl_jax.policy.trainable import Trainable, checksum, current_policy
 from qerl_jax.run.folder import OpenRun, RunFolder
 from qerl_jax.run.plots import plot_run
@@ -152,11 +154,19 @@ def sample_rows(
             "reward": float(experience.scores.total[row]),
             **{f"reward/{name}": float(v[row]) for name, v in experience.scores.parts.items()},
             "advantage": float(result.advantages[row]),
-            "tokens": int(experience.rollout.lengths[row]),
+            "tokens": int(experience.rollout.sampled_lengths[row]),
             "finished": bool(experience.rollout.finished[row]),
+            **(_conversation(experience.episodes[row]) if experience.episodes else {}),
         }
         for row in rows[:count].tolist()
     ]
+
+
+def _conversation(episode: Episode) -> dict[str, Any]:
+    """What completions.jsonl has of a conversation, beside its last turn."""
+    turns = [{"role": role, "text": text} for role, text in episode.parts]
+    values = {"conversation": turns, "ending": ENDINGS[episode.ending], "calls": episode.calls}
+    return values | ({"error": episode.error} if episode.error else {})
 
 
 def save_policy(

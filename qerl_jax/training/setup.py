@@ -9,6 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from qerl_jax.data.environment_config import contracts_of, make_environments
+from qerl_jax.data.environments import RunEnvironments
 from qerl_jax.data.from_config import (
     EVAL,
     load_problems,
@@ -25,7 +27,8 @@ from qerl_jax.policy.kl_control import noise_level
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.sharding import abstract_on, bytes_per_device, make_mesh, shard, shard_params
 from qerl_jax.processes.group import ALONE, Processes
-from qerl_jax.rewards.functions import Reward, overlong_penalty
+from qerl_jax.rewards.calls import call_of
+from qerl_jax.rewards.functions import CONVERSATION_COLUMNS, Reward, overlong_penalty
 from qerl_jax.rewards.score import Scoring
 from qerl_jax.rl.advantages import check_custom_advantages
 from qerl_jax.rl.losses import LossConfig, check_custom_weights, loss_config
@@ -36,7 +39,7 @@ from qerl_jax.rl.train_step import (
     init_state,
     make_optimizer,
 )
-from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, turn_config
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.sampler import Sampler
@@ -132,6 +135,7 @@ def check_method(
         UserError: an option is out of range.
     """
     _metric(config, rewards)
+    _check_environment_rewards(config, rewards)
     method = make_method(config, schedule_steps)
     if names_function(config.rl.aggregation):
         rows = config.rollout.prompts_per_step * config.rollout.group_size
@@ -149,6 +153,21 @@ def check_method(
         for step in range(config.steps):
             kl_control.sigma_of_step(method.sigma, kl_control.NOTHING_MEASURED, step)
     return method
+
+
+def _check_environment_rewards(
+    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]
+) -> None:
+    """Refuses an environment that gives rewards which no reward of the run reads."""
+    contracts = contracts_of(config)
+    needed = {name for reward, _ in rewards.values() for name in call_of(reward).needed}
+    gives = [name for name, contract in contracts.items() if contract.rewards]
+    if gives and not needed & set(CONVERSATION_COLUMNS):
+        raise UserError(
+            f"environment.function={config.environment.function} gives rewards that no reward of "
+            "the run reads: pass --config.rewards.correctness.function="
+            "qerl_jax.rewards.functions:environment_reward"
+        )
 
 
 def _metric(config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]) -> str:
@@ -195,7 +214,7 @@ def assemble(
         state_shapes = abstract_on(state_shapes, mesh)
     size = bytes_per_device(model.params)
     plan = plan_run(
-        config, model.config, this_device(), prompt=_longest_prompt(prompts), weights=size
+        config, model.config, this_device(), prompt=_longest_prompt(config, prompts), weights=size
     )
     check_fits(plan, config, model.config)
     sampler, eval_sampler = _samplers(config, model, plan, prompts)
@@ -207,7 +226,13 @@ def assemble(
         rollout_head=head,
         reference=reference,
         train_prompts=training_prompts(prompts),
-        collect=_collect_config(config, rewards, sampler, order_of(config, prompts)),
+        collect=_collect_config(
+            config,
+            rewards,
+            sampler,
+            order_of(config, prompts),
+            make_environments(config, model.tokenizer),
+        ),
         update=UpdateConfig(
             model=model.config,
             loss=method.loss,
@@ -231,6 +256,7 @@ def _collect_config(
     rewards: Mapping[str, tuple[Reward, float]],
     sampler: Sampler,
     order: Order,
+    environments: RunEnvironments | None,
 ) -> CollectConfig:
     """Options of a step's completions."""
     penalty, buffer = None, config.rl.overlong_buffer
@@ -249,6 +275,7 @@ def _collect_config(
         order=order,
         advantage=config.rl.advantage,
         advantage_eps=config.rl.advantage_eps,
+        environments=environments,
     )
 
 
@@ -286,10 +313,13 @@ def _samplers(
         kv_cache_bytes=config.rollout.kv_cache_bytes,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         dequantize=plan.rollout.dequantize,
-        prompt_width=_longest_prompt(prompts),
+        prompt_width=_longest_prompt(config, prompts),
         num_prompts=largest_share(config.rollout.prompts_per_step, config.mesh.data),
     )
-    steps = Sampler(model.config, model.tokenizer, sampling, engine, config.rollout.group_size)
+    steps = Sampler(
+        *(model.config, model.tokenizer, sampling, engine, config.rollout.group_size),
+        turns=turn_config(config),
+    )
     if plan.evaluation:
         engine = dataclasses.replace(
             engine,
@@ -304,11 +334,14 @@ def _samplers(
             engine, num_prompts=largest_share(len(prompts.get(EVAL, [])), config.mesh.data)
         ),
         group_size=1,
+        turns=turn_config(config, max_new_tokens=config.eval.max_new_tokens),
     )
     return steps, evaluation.greedy()
 
 
-def _longest_prompt(prompts: Mapping[str, list[Prompt]]) -> int:
+def _longest_prompt(config: ConfigDict, prompts: Mapping[str, list[Prompt]]) -> int:
+    if config.environment.function:
+        return config.data.max_prompt_tokens  # An environment may say something at its reset.
     return max(len(prompt.ids) for split_prompts in prompts.values() for prompt in split_prompts)
 
 

@@ -259,6 +259,7 @@ def _batch(setup: StepSetup, experience: Experience, advantages: np.ndarray) -> 
         aggregation=setup.update.loss.aggregation,
         pad_id=setup.collect.sampler.tokenizer.pad_id,
         micro_batch_rows=config.train.micro_batch_rows,
+        max_new_tokens=config.rollout.max_new_tokens,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.config.fields import ROWS, Field, keys_of
+from qerl_jax.data.environment_config import environment_functions
 from qerl_jax.data.from_config import mixture_of
 from qerl_jax.errors import UserError, check_limits, check_unicode
 from qerl_jax.memory.update_plan import recomputation
@@ -78,6 +79,7 @@ def validate(config: ConfigDict) -> None:
             f"init_from={config.init_from} with lora.init={config.lora.init}: both are where the "
             "adapter comes from, leave out one"
         )
+    _check_environment(config)
     recomputation(config.train.recompute)
     check_mesh(config.mesh.data, prompts=config.rollout.prompts_per_step)
     if config.mesh.tensor > 1 and config.train.parameters == "full":
@@ -103,6 +105,29 @@ def validate(config: ConfigDict) -> None:
     start, stop = config.profile.start, config.profile.stop
     if (start, stop) != (0, 0) and not 1 <= start <= stop:
         raise UserError(f"profile.start={start}, profile.stop={stop}: 1 <= start <= stop, or 0, 0")
+
+
+def _check_environment(config: ConfigDict) -> None:
+    """Refuses what does not work with an environment."""
+    if not environment_functions(config):
+        return
+    devices = config.mesh.data * config.mesh.tensor
+    if devices > 1:
+        raise UserError(
+            f"environment.function={config.environment.function} on {devices} devices: "
+            "environments work on one device, pass mesh.data=1 and mesh.tensor=1"
+        )
+    if config.rollout.max_new_tokens < 2 or config.eval.max_new_tokens < 2:
+        raise UserError(
+            "environment.function needs rollout.max_new_tokens and eval.max_new_tokens of at least "
+            "2"
+        )
+    context = config.environment.context_tokens
+    if 0 < context < config.environment.turn_tokens:
+        raise UserError(
+            f"environment.context_tokens={context} is less than "
+            f"environment.turn_tokens={config.environment.turn_tokens}: raise it, or 0"
+        )
 
 
 def check_extension(config: ConfigDict, *, schedule_steps: int, target: Path) -> None:

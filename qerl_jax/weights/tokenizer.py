@@ -75,6 +75,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, str]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **arguments: Any,
     ) -> str:
         """Renders a conversation.
@@ -82,6 +83,7 @@ class Tokenizer:
         Args:
             messages: dicts with 'role' and 'content'.
             add_generation_prompt: whether to append the beginning of the assistant's reply.
+            tools: JSON schemas of tools that the policy may call; None for no tools.
             **arguments: further variables of the template, such as Qwen3's `enable_thinking`.
 
         Raises:
@@ -90,7 +92,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise UserError("the tokenizer has no chat template; use an instruction-tuned model")
-        standard_variables = {"messages": messages, "tools": None, "documents": None}
+        standard_variables = {"messages": messages, "tools": tools, "documents": None}
         standard_variables |= {
             "add_generation_prompt": add_generation_prompt,
             **self.special_tokens,

@@ -1,0 +1,200 @@
+"""Measures conversations with environments: waiting for them, agreement, and learning with a tool.
+
+    uv run --extra cuda python -m benchmarks.environments rollout \
+        --model=Qwen/Qwen2.5-1.5B-Instruct
+    uv run --extra cuda python -m benchmarks.environments learning calculator \
+        runs/tool-0 runs/tool-1 --control runs/no-tool-0 runs/no-tool-1
+
+Both write a part of benchmarks/results/environments.json. `rollout` decodes 64 episodes on 32
+slots, three turns of 512 tokens each, with replies that come at once and after 0.5 s: the time of
+the one relative to the other, whether the tokens are equal, and the share of slots that waited.
+`learning` compares the last fifth of the steps of runs with the first (examples/calculator.py has
+the commands): reward, and the share of rows with a call that succeeded.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.run_summary import describe_run
+from qerl_jax.environments.roles import DONE, OPEN, Reply, Turn
+from qerl_jax.errors import UserError
+from qerl_jax.policy.policy import Policy
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
+from qerl_jax.rollout.sampler import Sampler
+from qerl_jax.rollout.shapes import dequantize_mode
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.metrics import read_steps
+from qerl_jax.system.atomic import write_json
+from qerl_jax.system.paths import user_path
+from qerl_jax.weights.load import load
+
+_OUT = "benchmarks/results/environments.json"
+_REPLY = 32  # tokens of a reply
+_PROMPT = 128  # tokens of a prompt
+
+
+@dataclasses.dataclass
+class Timer:
+    """A dialog whose replies come a fixed time after their turns.
+
+    Attributes:
+        seconds: time of a reply.
+        turns: number of turns of a row.
+        ids: token ids of a reply.
+    """
+
+    seconds: float
+    turns: int
+    ids: Sequence[int]
+    _counts: dict[int, int] = dataclasses.field(default_factory=dict)
+    _due: list[tuple[float, Reply]] = dataclasses.field(default_factory=list)
+
+    def submit(self, turn: Turn) -> None:
+        """Takes a turn; the last one of a row is answered at once."""
+        count = self._counts[turn.row] = self._counts.get(turn.row, 0) + 1
+        over = count >= self.turns
+        reply = Reply(turn.row, (), DONE) if over else Reply(turn.row, self.ids, OPEN)
+        self._due.append((time.monotonic() + (0.0 if over else self.seconds), reply))
+
+    def replies(self, seconds: float) -> list[Reply]:
+        """Returns the replies that are due, or waits for one."""
+        ends = time.monotonic() + (seconds if self._due else 0.0)
+        while not any(due <= time.monotonic() for due, _ in self._due):
+            if time.monotonic() >= ends:
+                return []
+            time.sleep(0.001)
+        now = time.monotonic()
+        ready = [reply for due, reply in self._due if due <= now]
+        self._due = [(due, reply) for due, reply in self._due if due > now]
+        return ready
+
+
+def measure_rollout(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns seconds of rollouts with instant and with slow replies, and how they agree.
+
+    Args:
+        arguments: those of the command line.
+    """
+    model = load(arguments.model, format=arguments.format)
+    turns, tokens = arguments.turns, arguments.turn_tokens
+    replies = (turns - 1) * (_REPLY + 1)
+    sampler = Sampler(
+        model.config,
+        # No token ends a turn, so that all turns are of equal length.
+        dataclasses.replace(model.tokenizer, eos_ids=(-1,)),
+        SamplingConfig(max_new_tokens=turns * tokens),
+        EngineConfig(
+            chunk_steps=32,
+            max_rows=arguments.slots,
+            prompt_width=_PROMPT,
+            dequantize=dequantize_mode(model.params),
+        ),
+        turns=TurnConfig(turns, tokens, _REPLY, turns * tokens + replies),
+    )
+    key, policy = jax.random.key(0, impl="threefry2x32"), Policy(model.params, None)
+    sampler = sampler.compiled(key, policy, num_prompts=arguments.episodes)
+    rng = np.random.default_rng(0)
+    vocabulary = min(1000, model.config.vocab_size)
+    prompts = rng.integers(vocabulary, size=(arguments.episodes, _PROMPT)).tolist()
+    ids = rng.integers(vocabulary, size=_REPLY).tolist()
+    rows, rollouts = {}, []
+    for seconds in (0.0, 0.0, arguments.seconds):  # The first one warms up.
+        began = time.perf_counter()
+        steps = sampler.steps(key, policy, prompts, dialog=Timer(seconds, turns, ids))
+        *_, last = steps
+        rollouts.append(last.rollout)
+        rows[f"{seconds:g}"] = {
+            "seconds": time.perf_counter() - began,
+            "idle_share": last.statistics.idle / max(1, last.statistics.decoded),
+            "waiting_seconds": last.statistics.waiting_seconds,
+        }
+    instant, slow = rollouts[1:]
+    return {
+        "model": arguments.model,
+        "device": jax.devices()[0].device_kind,
+        "episodes": arguments.episodes,
+        "slots": arguments.slots,
+        "turns": turns,
+        "turn_tokens": tokens,
+        "by_reply_seconds": rows,
+        "slowdown": rows[f"{arguments.seconds:g}"]["seconds"] / rows["0"]["seconds"],
+        "equal_tokens": float(np.mean(instant.tokens == slow.tokens)),
+        "largest_logprob_difference": float(np.abs(instant.logprobs - slow.logprobs).max()),
+    }
+
+
+def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
+    """Returns means over the first and the last fifth of the steps of runs.
+
+    Args:
+        folders: run folders, one for each seed.
+    """
+    runs = [read_steps(RunFolder(user_path(folder)).metrics) for folder in folders]
+    fifth = max(1, min(map(len, runs)) // 5)
+    names = ("reward", "accuracy", "environment/rows_with_right_call", "environment/calls")
+
+    def mean(name: str, part: slice) -> float | None:
+        values = [row[name] for rows in runs for row in rows[part] if name in row]
+        return statistics.fmean(values) if values else None
+
+    return {
+        "steps": min(map(len, runs)),
+        "first": {name: mean(name, slice(0, fifth)) for name in names},
+        "last": {name: mean(name, slice(-fifth, None)) for name in names},
+        "logprob_diff_mean": mean("logprob_diff_mean", slice(None)),
+        "reward_by_step": [[row["reward"] for row in rows] for rows in runs],
+        "run": describe_run(user_path(folders[0])),
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=user_path, default=pathlib.Path(_OUT))
+    commands = parser.add_subparsers(dest="command", required=True)
+    rollout = commands.add_parser("rollout")
+    rollout.add_argument("--model", default="Qwen/Qwen2.5-1.5B-Instruct")
+    rollout.add_argument("--format", default="nvfp4")
+    rollout.add_argument("--episodes", type=int, default=64)
+    rollout.add_argument("--slots", type=int, default=32)
+    rollout.add_argument("--turns", type=int, default=3)
+    rollout.add_argument("--turn_tokens", type=int, default=512)
+    rollout.add_argument("--seconds", type=float, default=0.5)
+    learning = commands.add_parser("learning")
+    learning.add_argument("name", help="name of the comparison in the file")
+    learning.add_argument("runs", nargs="+", help="run folders with the environment")
+    learning.add_argument("--control", nargs="+", default=[], help="run folders without it")
+    return parser
+
+
+def main() -> None:
+    """Measures, and writes a part of the file."""
+    arguments = make_parser().parse_args()
+    content = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    if arguments.command == "rollout":
+        content["rollout"] = measure_rollout(arguments)
+        print(json.dumps(content["rollout"], indent=2))
+    else:
+        result = {"runs": summarize_learning(arguments.runs)}
+        if arguments.control:
+            result["control"] = summarize_learning(arguments.control)
+        content.setdefault("learning", {})[arguments.name] = result
+        print(json.dumps(result, indent=2))
+    write_json(arguments.out, content)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,0 +1,139 @@
+"""The environments that a config names: their processes, and how a chat template writes them."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from qerl_jax.data.environments import RunEnvironments
+from qerl_jax.data.prompts import Problem
+from qerl_jax.environments.episodes import Contract, Environments, environment_of
+from qerl_jax.environments.pool import CallError, Pool
+from qerl_jax.environments.replies import ReplyWriter
+from qerl_jax.environments.tools import tool_format
+from qerl_jax.errors import UserError
+from qerl_jax.weights.tokenizer import Tokenizer
+
+_DESCRIBE_SECONDS = 120.0
+_WHOLE = "environment"  # the name where there is only one environment
+
+
+def environment_functions(config: ConfigDict) -> dict[str, str]:
+    """Returns the import paths of the environments by name; {} where the run has none.
+
+    Raises:
+        UserError: the field is malformed.
+    """
+    text = config.environment.function
+    if not text:
+        return {}
+    if "=" not in text:
+        return {_WHOLE: text.strip()}
+    entries = [entry.strip().partition("=") for entry in text.split(",")]
+    functions = {name.strip(): path.strip() for name, _, path in entries}
+    if len(functions) != len(entries) or not all(functions) or not all(functions.values()):
+        raise UserError(
+            f"environment.function={text!r}: write package.module:Class, or several with the names "
+            "that the column `environment` has, such as 'sums=my_env:Sums, game=my_env:Game'"
+        )
+    return functions
+
+
+@functools.cache
+def _open(functions: tuple[tuple[str, str], ...]) -> tuple[Pool, dict[str, Contract]]:
+    """Opens the processes of environments, which end with this process, and asks what they are."""
+    pool, contracts = Pool(dict(functions)), {}
+    for name, path in functions:
+        try:
+            answer = pool.ask({"op": "describe", "name": name}, limit=_DESCRIBE_SECONDS)
+        except (CallError, EOFError, TimeoutError) as error:
+            pool.close()
+            reason = str(error) or "its process ended, or did not answer"
+            raise UserError(
+                f"environment.function={path}: {' '.join(reason.split())}; an environment has a "
+                "method reset, and public methods with type hints and Google docstrings, or a "
+                "method step (docs/environments.md)"
+            ) from error
+        contracts[name] = Contract(answer["kind"], tuple(answer["tools"]), answer["rewards"])
+    return pool, contracts
+
+
+def contracts_of(config: ConfigDict) -> dict[str, Contract]:
+    """Returns what the environments of a run are, by name; {} where it has none.
+
+    The first call starts their processes.
+
+    Raises:
+        UserError: one cannot be imported or made, or is no environment.
+    """
+    functions = environment_functions(config)
+    return _open(tuple(functions.items()))[1] if functions else {}
+
+
+def check_problems(problems: Sequence[Problem], names: Sequence[str]) -> None:
+    """Refuses problems whose column `environment` names no environment.
+
+    Raises:
+        UserError: one does.
+    """
+    for problem in problems:
+        if len(names) > 1 and environment_of(problem.columns, names) not in names:
+            raise UserError(
+                f"a problem has environment={problem.columns.get('environment')!r}; "
+                f"environment.function names {', '.join(names)}: correct the column"
+            )
+
+
+def tools_of(contracts: Mapping[str, Contract]) -> Callable[[Problem], Any]:
+    """Returns a function from a problem to the tools of its prompt, None for no tools."""
+
+    def tools(problem: Problem) -> Any:
+        if not contracts:
+            return None
+        return contracts[environment_of(problem.columns, list(contracts))].tools or None
+
+    return tools
+
+
+def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> RunEnvironments | None:
+    """Makes the environments of a run; None where it has none.
+
+    Raises:
+        UserError: the chat template cannot write what they say.
+    """
+    if not config.environment.function:
+        return None
+    pool, contracts = _open(tuple(environment_functions(config).items()))
+    form, data = "", config.data
+    arguments = data.chat_template_args.to_dict()
+    if any(contract.kind == "tools" for contract in contracts.values()):
+        form = tool_format(tokenizer.chat_template or "", tokenizer.template_source)
+    writers = {
+        name: ReplyWriter(tokenizer, arguments, contract.kind == "tools", data.system_prompt)
+        for name, contract in contracts.items()
+    }
+    for writer in writers.values():
+        writer.check()
+    options = config.environment
+    environments = Environments(
+        pool=pool,
+        contracts=contracts,
+        writers=writers,
+        form=form,
+        tokenizer=tokenizer,
+        max_turns=options.max_turns,
+        time_limit=options.time_limit,
+        processes=options.processes,
+    )
+    return RunEnvironments(
+        environments,
+        tokenizer,
+        {
+            "system_prompt": data.system_prompt,
+            "question_suffix": data.question_suffix,
+            "chat_template_args": arguments,
+            "tools": tools_of(contracts),
+        },
+        data.max_prompt_tokens,
+    )

@@ -1,0 +1,142 @@
+"""Conversations with environments: prompts and seeds, and what rewards and metrics get of them."""
+
+import collections
+import dataclasses
+import hashlib
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from qerl_jax.data.prompts import ChatTokenizer, Problem, Prompt, encode_prompts
+from qerl_jax.environments.episodes import Environments, Episode, Episodes
+from qerl_jax.environments.roles import ENDINGS, FAILURE
+from qerl_jax.rewards.functions import CONVERSATION_COLUMNS
+from qerl_jax.rollout.progress import Statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class RunEnvironments:
+    """The environments of a run, and how their prompts are written.
+
+    Attributes:
+        environments: the environments.
+        tokenizer: tokenizer of the policy.
+        prompts: how prompts are written, as `prompts.encode_prompts` takes it.
+        max_prompt_tokens: largest number of tokens of a prompt.
+    """
+
+    environments: Environments
+    tokenizer: ChatTokenizer
+    prompts: Mapping[str, Any]
+    max_prompt_tokens: int
+
+    def begin(
+        self,
+        key: jax.Array,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        on_wait: Callable[[], None] | None = None,
+        *,
+        numbers: Sequence[int] | None = None,
+    ) -> tuple[list[Prompt], Episodes]:
+        """Begins the episodes of a rollout.
+
+        Args:
+            key: PRNG key; the environments of a group have one seed, which follows from it.
+            prompts: P prompts.
+            group_size: G, number of rows of each prompt.
+            on_wait: as in `Environments.resets`.
+            numbers: number of each prompt, which its seed depends on; by default its index.
+
+        Returns:
+            The prompts with what the environments say at their reset, and the episodes of all rows.
+        """
+        seeds = [environment_seed(key, number) for number in numbers or range(len(prompts))]
+        columns = [columns_of(prompt.problem) for prompt in prompts]
+        texts = self.environments.resets(columns, seeds, on_wait)
+        prompts = [
+            self._with_text(prompt, text) if text else prompt
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+
+        def rows(values: Sequence[Any]) -> list[Any]:
+            return [value for value in values for _ in range(group_size)]
+
+        return prompts, Episodes(
+            self.environments,
+            rows(columns),
+            rows(seeds),
+            rows(texts),
+            in_reasoning=rows([prompt.text.rstrip().endswith("<think>") for prompt in prompts]),
+        )
+
+    def _with_text(self, prompt: Prompt, text: str) -> Prompt:
+        (changed,) = encode_prompts(
+            [prompt.problem],
+            self.tokenizer,
+            **self.prompts,
+            observation=text,
+            max_prompt_tokens=self.max_prompt_tokens,
+            what="prompts with what environment.function says at its reset",
+        )
+        return changed
+
+
+def environment_seed(key: jax.Array, number: int) -> int:
+    """Returns the seed of the environment of a prompt, from 0 to 2^31 - 1.
+
+    Args:
+        key: PRNG key of the rollout.
+        number: number of the prompt.
+    """
+    data = jax.device_get(jax.random.key_data(key)).tobytes() + number.to_bytes(8, "little")
+    return int.from_bytes(hashlib.sha256(data).digest()[:4], "little") >> 1
+
+
+def columns_of(problem: Problem) -> dict[str, Any]:
+    """Returns what an environment gets of a problem: its row, its question and its answer."""
+    return {"question": problem.question, "answer": problem.answer} | dict(problem.columns)
+
+
+def conversation_columns(episode: Episode) -> dict[str, Any]:
+    """Returns what rewards get of a conversation, see `rewards.functions.CONVERSATION_COLUMNS`."""
+    values = (
+        episode.reward,
+        types.SimpleNamespace(**episode.facts),
+        [text for role, text in episode.parts if role == "assistant"],
+    )
+    return dict(zip(CONVERSATION_COLUMNS, values, strict=True))
+
+
+def conversation_metrics(
+    episodes: Sequence[Episode], work: Sequence[Statistics]
+) -> dict[str, float]:
+    """Returns values to log of the conversations of a step.
+
+    Args:
+        episodes: the conversations.
+        work: work of the device, by rollout.
+    """
+    calls = sum(episode.calls for episode in episodes)
+    endings = collections.Counter(episode.ending for episode in episodes)
+    decoded = sum(one.decoded for one in work)
+    metrics = {
+        "environment/turns": sum(episode.turns for episode in episodes) / len(episodes),
+        "environment/failures": endings[FAILURE],
+        "environment/waiting_seconds": sum(one.waiting_seconds for one in work),
+        "environment/idle_share": sum(one.idle for one in work) / decoded if decoded else 0.0,
+    }
+    if calls:
+        right = sum(episode.calls > episode.failed_calls for episode in episodes)
+        metrics |= {
+            "environment/calls": calls / len(episodes),
+            "environment/failed_calls": sum(episode.failed_calls for episode in episodes) / calls,
+            "environment/rows_with_right_call": right / len(episodes),
+        }
+    return metrics | {
+        f"environment/ending/{name}": endings[number] / len(episodes)
+        for number, name in enumerate(ENDINGS)
+        if endings[number]
+    }

@@ -1,0 +1,406 @@
+"""The episodes of a rollout: each row's turns go to its environment, and its replies come back.
+
+Nothing here waits for an environment unless it is asked to: requests are sent to processes, and
+their answers are taken as they arrive. An environment that raises, hangs or ends its process costs
+its row the reward, or the policy one message; it is counted, and other rows go on.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from qerl_jax.environments.pool import Pool, Process
+from qerl_jax.environments.replies import ReplyWriter
+from qerl_jax.environments.roles import (
+    ANSWER,
+    CONTEXT,
+    DONE,
+    FAILURE,
+    OPEN,
+    TOKENS,
+    TURNS,
+    Reply,
+    Turn,
+)
+from qerl_jax.environments.tools import Call, read_calls
+from qerl_jax.errors import visible
+
+_TICK = 0.1  # seconds between two calls of `on_wait`
+
+
+@dataclasses.dataclass(frozen=True)
+class Contract:
+    """What an environment is.
+
+    Attributes:
+        kind: 'tools', whose methods the policy calls, or 'text', which reads what it writes.
+        tools: JSON schemas of its tools.
+        rewards: whether it gives rewards.
+    """
+
+    kind: str
+    tools: tuple[Mapping[str, Any], ...] = ()
+    rewards: bool = False
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that episodes use."""
+
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Token ids that end a turn."""
+        ...
+
+    def decode(self, ids: Sequence[int], /, *, skip_special: bool = True) -> str:
+        """Returns the text of token ids."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Environments:
+    """The environments of a run, and how the policy talks to them.
+
+    Attributes:
+        pool: processes in which they run.
+        contracts: what each of them is, by name.
+        writers: writer of the replies of each, by name.
+        form: how the chat template writes calls; '' where no environment has tools.
+        tokenizer: tokenizer of the policy.
+        max_turns: largest number of turns of the policy.
+        time_limit: seconds of a call; 0 sets no limit.
+        processes: largest number of environments that are alive at the same time.
+    """
+
+    pool: Pool
+    contracts: Mapping[str, Contract]
+    writers: Mapping[str, ReplyWriter]
+    form: str
+    tokenizer: Tokenizer
+    max_turns: int
+    time_limit: float
+    processes: int
+
+    def name_of(self, columns: Mapping[str, Any]) -> str:
+        """Returns the name of the environment of a problem."""
+        return environment_of(columns, list(self.contracts))
+
+    def resets(
+        self,
+        columns: Sequence[Mapping[str, Any]],
+        seeds: Sequence[int],
+        on_wait: Callable[[], None] | None = None,
+    ) -> list[str | None]:
+        """Returns what environments say at their reset; None where one says nothing, or fails.
+
+        Args:
+            columns: columns of each problem.
+            seeds: seed of each environment.
+            on_wait: called every tenth of a second; an exception that it raises ends the wait.
+        """
+        texts: list[str | None] = [None] * len(columns)
+        waiting = collections.deque(range(len(columns)))
+        busy: dict[Process, int] = {}
+        while waiting or busy:
+            while waiting and len(busy) < self.processes:
+                number = waiting.popleft()
+                process = self.pool.take()
+                request = self.reset_request(columns[number], seeds[number])
+                if _send(process, request, self.time_limit):
+                    busy[process] = number
+                    self.pool.watch(process)
+                else:
+                    self.pool.kill(process)
+            for process in [*self.pool.ready(_TICK), *busy]:
+                if process in busy and (answer := _answer(process)) is not None:
+                    number = busy.pop(process)
+                    texts[number] = answer.get("text")
+                    self.pool.unwatch(process)
+                    (self.pool.kill if "dead" in answer else self.pool.give)(process)
+            if on_wait is not None:
+                on_wait()
+        return texts
+
+    def reset_request(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """Returns the request that begins an episode."""
+        return {
+            "op": "reset",
+            "name": self.name_of(columns),
+            "columns": dict(columns),
+            "seed": seed,
+        }
+
+
+def environment_of(columns: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Returns the name of the environment of a problem: its column where there are several."""
+    return str(columns.get("environment")) if len(names) > 1 else names[0]
+
+
+@dataclasses.dataclass
+class Episode:
+    """What has happened to a row.
+
+    Attributes:
+        parts: role ('assistant' or 'environment') and text of everything after the prompt.
+        turns: number of turns of the policy.
+        calls: number of calls of tools.
+        failed_calls: number of those that failed or could not be read.
+        reward: sum of the environment's rewards; None without any.
+        facts: the environment's attributes at the end, those that are data.
+        ending: what ended the row, see `environments.roles`; OPEN while it goes on.
+        error: why the environment failed; '' where it did not.
+    """
+
+    parts: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    turns: int = 0
+    calls: int = 0
+    failed_calls: int = 0
+    reward: float | None = None
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ending: int = OPEN
+    error: str = ""
+
+    @property
+    def answer(self) -> str:
+        """The text of the policy's last turn."""
+        return next((text for role, text in reversed(self.parts) if role == "assistant"), "")
+
+
+class Episodes:
+    """The episodes of a rollout of B rows; the `Dialog` of the sampler.
+
+    Attributes:
+        episodes: what has happened to each row.
+        errors: failures of environments, with their counts.
+        cut_replies: number of replies that were cut off because they were too long.
+    """
+
+    def __init__(
+        self,
+        environments: Environments,
+        columns: Sequence[Mapping[str, Any]],
+        seeds: Sequence[int],
+        observations: Sequence[str | None],
+        *,
+        in_reasoning: Sequence[bool] | None = None,
+    ):
+        """Prepares the episodes; an environment begins when the first turn of its row has ended.
+
+        Args:
+            environments: the environments.
+            columns: columns of the problem of each row.
+            seeds: seed of the environment of each row.
+            observations: what each environment must say at its reset, as it is in the prompt.
+            in_reasoning: whether the prompt of each row has opened the reasoning; None for no row.
+        """
+        self._all, self._columns, self._seeds = environments, columns, seeds
+        self._observations = observations
+        self._in_reasoning = in_reasoning or [False] * len(columns)
+        self._names = [environments.name_of(one) for one in columns]
+        self.episodes = [Episode() for _ in columns]
+        self.errors: collections.Counter[str] = collections.Counter()
+        self.cut_replies = 0
+        self._requests = [collections.deque[tuple[dict, float]]() for _ in columns]
+        self._turn: dict[int, tuple[Turn, list[Call]]] = {}
+        self._process: dict[int, Process] = {}
+        self._busy: dict[Process, int] = {}
+        self._starved: collections.deque[int] = collections.deque()
+        self._out: list[Reply] = []
+
+    def __enter__(self) -> "Episodes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for row, process in self._process.items():
+            if process in self._busy or self.episodes[row].ending == OPEN:
+                self._all.pool.kill(process)
+
+    def failures(self) -> list[str]:
+        """Returns one line for each distinct failure of an environment, with its count."""
+        return [
+            f"the environment failed in {count} of {len(self.episodes)} rows: {error}"
+            for error, count in self.errors.items()
+        ]
+
+    def submit(self, turn: Turn) -> None:
+        """Hands a turn to the environment of its row."""
+        row, episode = turn.row, self.episodes[turn.row]
+        episode.turns += 1
+        ids = list(turn.ids)
+        if turn.complete and ids[-1] in self._all.tokenizer.eos_ids:
+            ids = ids[:-1]
+        text = self._all.tokenizer.decode(ids)
+        episode.parts.append(("assistant", text))
+        if episode.turns == 1:
+            self._request(row, self._all.reset_request(self._columns[row], self._seeds[row]))
+        calls: list[Call] = []
+        if self._all.contracts[self._names[row]].kind == "text":
+            self._request(row, {"op": "step", "text": text})
+        else:
+            marked = self._all.tokenizer.decode(ids, skip_special=False)
+            calls = read_calls(marked, self._all.form, in_reasoning=self._in_reasoning[row])
+            ending = self._ending_of_calls(turn, calls, episode)
+            if ending != OPEN:
+                self._finish(row, ending)
+            else:
+                episode.calls += len(calls)
+                readable = [(call.name, call.arguments) for call in calls if not call.error]
+                limit = self._all.time_limit * len(readable)
+                self._request(row, {"op": "calls", "calls": readable}, limit)
+        self._turn[row] = turn, calls
+        self._advance(row)
+
+    def replies(self, seconds: float) -> list[Reply]:
+        """Returns the replies that are there, or waits until one is or the seconds have passed."""
+        ends = time.monotonic() + seconds
+        while True:
+            while self._starved and len(self._process) < self._all.processes:
+                self._advance(self._starved.popleft())
+            if self._out or not self._busy:
+                replies, self._out = self._out, []
+                return replies
+            now = time.monotonic()
+            waits = min([ends, *(process.deadline for process in self._busy)]) - now
+            self._all.pool.ready(max(0.0, waits))
+            for process, row in list(self._busy.items()):
+                if (answer := _answer(process)) is not None:
+                    del self._busy[process]
+                    self._all.pool.unwatch(process)
+                    self._take(row, answer)
+            if not self._out and time.monotonic() >= ends:
+                return []
+
+    def _ending_of_calls(self, turn: Turn, calls: Sequence[Call], episode: Episode) -> int:
+        """What a turn of an environment of tools ends the row with; OPEN where calls are made."""
+        if not turn.space or (not turn.complete and not calls):
+            return TOKENS
+        if not calls:
+            return ANSWER
+        return TURNS if episode.turns >= self._all.max_turns else OPEN
+
+    def _request(self, row: int, request: dict[str, Any], limit: float | None = None) -> None:
+        limit = self._all.time_limit if limit is None else limit
+        self._requests[row].append((request, limit))
+
+    def _finish(self, row: int, ending: int) -> None:
+        self.episodes[row].ending = ending
+        self._request(row, {"op": "finish"})
+
+    def _advance(self, row: int) -> None:
+        """Sends the next request of a row, if it has one and a process is free."""
+        if not self._requests[row]:
+            return
+        process = self._process.get(row)
+        if process is None:
+            if len(self._process) >= self._all.processes:
+                self._starved.append(row)
+                return
+            process = self._process[row] = self._all.pool.take()
+        request, limit = self._requests[row][0]
+        if _send(process, request, limit):
+            self._busy[process] = row
+            self._all.pool.watch(process)
+        else:
+            self._fail(row, "its process has ended", dead=True)
+
+    def _take(self, row: int, answer: dict[str, Any]) -> None:
+        """Takes the answer to the oldest request of a row."""
+        request, _ = self._requests[row].popleft()
+        if "error" in answer:
+            self._fail(row, f"{request['op']}: {answer['error']}", dead="dead" in answer)
+            return
+        take = {
+            "reset": self._take_reset,
+            "step": self._take_step,
+            "calls": self._take_calls,
+            "finish": self._take_finish,
+        }
+        take[request["op"]](row, answer)
+        self._advance(row)
+
+    def _take_reset(self, row: int, answer: dict[str, Any]) -> None:
+        if answer["text"] != self._observations[row]:
+            self._requests[row].clear()
+            self._fail(row, "reset: it says another thing to the same columns and seed")
+
+    def _take_step(self, row: int, answer: dict[str, Any]) -> None:
+        episode, (turn, _) = self.episodes[row], self._turn[row]
+        if answer["reward"] is not None:
+            episode.reward = (episode.reward or 0.0) + answer["reward"]
+        if answer["done"]:
+            self._finish(row, DONE)
+        elif not turn.space:
+            self._finish(row, TOKENS)
+        elif episode.turns >= self._all.max_turns:
+            self._finish(row, TURNS)
+        else:
+            self._reply(row, [answer["text"]], ())
+
+    def _take_calls(self, row: int, answer: dict[str, Any]) -> None:
+        results, texts = iter(answer["results"]), []
+        episode, (_, calls) = self.episodes[row], self._turn[row]
+        for call in calls:
+            text, succeeded = (str({"error": call.error}), False) if call.error else next(results)
+            episode.failed_calls += not succeeded
+            texts.append(text)
+        self._reply(row, texts, [(call.name or "unknown", call.id) for call in calls])
+
+    def _take_finish(self, row: int, answer: dict[str, Any]) -> None:
+        episode = self.episodes[row]
+        if answer["reward"] is not None:
+            episode.reward = (episode.reward or 0.0) + answer["reward"]
+        episode.facts = answer["facts"]
+        self._out.append(Reply(row, (), episode.ending))
+        self._all.pool.give(self._process.pop(row))
+
+    def _reply(self, row: int, texts: Sequence[str], calls: Sequence[tuple[str, str]]) -> None:
+        """Sends an environment's texts to the policy, or ends a row that has no tokens for them."""
+        writer, (turn, _) = self._all.writers[self._names[row]], self._turn[row]
+        end = []
+        if turn.ids[-1] not in self._all.tokenizer.eos_ids:
+            end = [writer.end_id()]
+        ids, cut = writer.fit(texts, calls, turn.space - len(end))
+        if not ids:
+            self._finish(row, CONTEXT)
+            return
+        self.cut_replies += cut
+        # A text that was cut is what the policy reads, and what the page of a run shows.
+        text = "\n".join(texts) if not cut else self._all.tokenizer.decode(ids)
+        self.episodes[row].parts.append(("environment", text))
+        self._out.append(Reply(row, [*end, *ids], OPEN))
+
+    def _fail(self, row: int, error: str, *, dead: bool = False) -> None:
+        """Ends a row whose environment has failed."""
+        episode, process = self.episodes[row], self._process.pop(row)
+        self._requests[row].clear()
+        episode.ending, episode.reward, episode.error = FAILURE, None, error
+        self.errors[visible(error)] += 1
+        self._out.append(Reply(row, (), FAILURE))
+        (self._all.pool.kill if dead else self._all.pool.give)(process)
+
+
+def _send(process: Process, request: Mapping[str, Any], limit: float) -> bool:
+    """Sends a request; returns whether the process took it."""
+    try:
+        process.send(request, limit=limit)
+    except OSError:
+        return False
+    return True
+
+
+def _answer(process: Process) -> dict[str, Any] | None:
+    """The answer of a process, or None while it has not arrived.
+
+    A process that ended, or exceeded its time limit, has an answer with 'error' and 'dead'.
+    """
+    try:
+        answer = process.read()
+    except BlockingIOError:
+        answer = None
+    except (EOFError, OSError, ValueError) as error:
+        reason = "its process ended" if isinstance(error, EOFError | OSError) else str(error)
+        return {"error": reason, "dead": True}
+    if answer is None and time.monotonic() >= process.deadline:
+        return {"error": "exceeded environment.time_limit", "dead": True}
+    return answer

@@ -1,0 +1,45 @@
+"""What rollouts and environments say to each other: roles, turns, replies and endings."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Roles of the tokens of a completion, int8; 0 is past its end.
+SAMPLED, ENVIRONMENT = 1, 2
+
+# What ends a row with an environment, int8 as an index.
+ENDINGS = ("", "answer", "done", "turns", "tokens", "context", "failure")
+# answer: the policy ended a turn without a call; done: the environment is done. Both are ends by
+# itself. The others are the limits on turns, sampled tokens and all tokens, and a failure of the
+# environment, which leaves the row without the environment's reward.
+OPEN, ANSWER, DONE, TURNS, TOKENS, CONTEXT, FAILURE = range(len(ENDINGS))
+
+
+class Turn(NamedTuple):
+    """A turn of the policy that has ended.
+
+    Attributes:
+        row: number of the row.
+        ids: its sampled tokens.
+        complete: whether the policy or a stop string ended it, and not a limit.
+        space: largest number of tokens that an environment may add; 0 where the row cannot go on,
+            because the limit on sampled tokens is reached.
+    """
+
+    row: int
+    ids: Sequence[int]
+    complete: bool
+    space: int
+
+
+class Reply(NamedTuple):
+    """What comes back for a turn: tokens after which the policy goes on, or the end of the row.
+
+    Attributes:
+        row: number of the row.
+        ids: the environment's tokens; () where the row ends.
+        ending: what ends the row, one of the above; OPEN where it goes on.
+    """
+
+    row: int
+    ids: Sequence[int]
+    ending: int

@@ -1,0 +1,139 @@
+"""Tools in the chat templates of Qwen 2.5, Qwen 3, Llama 3 and Mistral: reading their calls."""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from qerl_jax.errors import UserError
+
+_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_LLAMA = re.compile(r"\s*(<\|python_tag\|>\s*)?(?=\{\s*\"(name|type|function)\")")
+_MISTRAL = "[TOOL_CALLS]"
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+NO_ID = "000000000"  # where a template wants an id of a call and the policy wrote none
+
+
+class Call(NamedTuple):
+    """A call of a tool that the policy wrote.
+
+    Attributes:
+        name: name of the tool; '' where it cannot be read.
+        arguments: its arguments by name.
+        id: id that the policy gave the call, or `NO_ID`.
+        error: why the call cannot be read; '' where it can.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = NO_ID
+    error: str = ""
+
+
+def tool_format(template: str, source: str = "") -> str:
+    """Returns how a chat template writes calls: 'hermes' (Qwen 2.5 and 3), 'llama' or 'mistral'.
+
+    Args:
+        template: the chat template.
+        source: place of the template for the message, '' if unknown.
+
+    Raises:
+        UserError: the template has no tools, or writes their calls in another way.
+    """
+    if re.search(r"\btools\b", template):
+        if _MISTRAL in template and "[ARGS]" not in template:
+            return "mistral"
+        if "<tool_call>" in template and '{"name": ' in template.replace("\\", ""):
+            return "hermes"
+        if "<|start_header_id|>" in template and '"parameters": ' in template.replace("\\", ""):
+            return "llama"
+    place = f"{source}: " if source else ""
+    raise UserError(
+        f"{place}the chat template does not write tools as those of Qwen2.5, Qwen3, Llama 3.1 and "
+        "Mistral do: take one of these models, or an environment of texts with a method step"
+    )
+
+
+def read_calls(text: str, form: str, *, in_reasoning: bool = False) -> list[Call]:
+    """Reads the calls in a turn of the policy, in their order.
+
+    What the policy writes while it reasons is no call.
+
+    Args:
+        text: the turn with its special tokens, without the token that ends it.
+        form: how the template writes calls, as `tool_format` returns it.
+        in_reasoning: whether the prompt has opened the reasoning.
+
+    Returns:
+        The calls; one that cannot be read has an error. [] where the turn has none.
+    """
+    if "</think>" in text:
+        text = text.rpartition("</think>")[2]
+    elif in_reasoning or "<think>" in text:
+        return []
+    if form == "hermes":
+        return _hermes(text)
+    if form == "mistral":
+        if _MISTRAL not in text:
+            return []
+        return _array(text.partition(_MISTRAL)[2])
+    match = _LLAMA.match(text)
+    return _objects(text[match.end() :]) if match else []
+
+
+def _hermes(text: str) -> list[Call]:
+    calls = []
+    for body in _HERMES.findall(text):
+        try:
+            calls.append(_call(json.loads(body)))
+        except ValueError as error:
+            calls.append(_unreadable(error))
+    rest = _HERMES.sub("", text)
+    if "<tool_call>" in rest:
+        calls.append(Call("", {}, error="the call has no end, </tool_call>"))
+    return calls
+
+
+def _array(text: str) -> list[Call]:
+    try:
+        values, _ = json.JSONDecoder().raw_decode(text.strip())
+    except ValueError as error:
+        return [_unreadable(error)]
+    if not isinstance(values, list) or not values:
+        return [Call("", {}, error="expected a JSON list of calls")]
+    return [_call(value) for value in values]
+
+
+def _objects(text: str) -> list[Call]:
+    calls, decoder = [], json.JSONDecoder()
+    while text := text.strip().removeprefix(";").strip():
+        try:
+            value, end = decoder.raw_decode(text)
+        except ValueError as error:
+            # Text after a call is an answer, and no call.
+            return calls if calls and not text.startswith("{") else [*calls, _unreadable(error)]
+        calls.append(_call(value))
+        text = text[end:]
+    return calls
+
+
+def _call(value: Any) -> Call:
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str):
+        return Call("", {}, error='expected {"name": ..., "arguments": {...}}')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        return Call(name, {}, error="the arguments are no JSON object")
+    number = value.get("id")
+    known = isinstance(number, str) and _ID.fullmatch(number)
+    return Call(name, arguments, number if known else NO_ID)
+
+
+def _unreadable(error: ValueError) -> Call:
+    return Call("", {}, error=f"the call is not valid JSON: {error}")

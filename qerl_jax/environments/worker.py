@@ -1,0 +1,301 @@
+"""The processes in which environments run: one for each environment that is alive.
+
+    python -m qerl_jax.environments.worker FD
+
+is the parent of these processes. It imports the user's modules once and forks a child for each
+environment, so that a child starts in milliseconds and its failure is its own. The parent and its
+children end with the process that started them, even if that one is killed.
+
+Only the standard library and the user's modules are imported here.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+LONGEST_TEXT = 200_000  # characters of a text that an environment returns; the rest is cut off
+_LONGEST_FACT = 10_000  # characters, as JSON, of an attribute that rewards may read
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+_NOT_TOOLS = ("reset", "get_reward", "step", "init", "close")
+
+
+# --- Messages -------------------------------------------------------------------------------------
+
+
+def send(connection: socket.socket, message: Any) -> None:
+    """Sends a message; JSON, so that what comes from an environment is data and not code."""
+    data = json.dumps(message).encode()
+    connection.sendall(struct.pack("!I", len(data)) + data)
+
+
+def receive(connection: socket.socket) -> Any:
+    """Receives what `send` has sent; raises EOFError where the other side has closed."""
+    (size,) = struct.unpack("!I", _read(connection, 4))
+    return json.loads(_read(connection, size))
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(min(1 << 20, size - len(data)))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+# --- The parent of the processes ------------------------------------------------------------------
+
+
+def main(control: socket.socket) -> None:
+    """Imports the user's modules, and forks a process for every connection that arrives."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # The step that is under way ends first.
+        signal.signal(number, signal.SIG_IGN)
+    makers, error = {}, ""
+    for name, path in receive(control).items():
+        try:
+            module, _, attribute = path.partition(":")
+            makers[name] = getattr(importlib.import_module(module), attribute)
+        except BaseException as failure:
+            error = f"{path}: {_line(failure)}"
+            break
+    send(control, error)
+    children: set[int] = set()
+    try:
+        while not error:
+            ready, _, _ = select.select([control], [], [], 1.0)
+            _reap(children)
+            if not ready:
+                continue
+            data, files, _, _ = socket.recv_fds(control, 16, 1)
+            if not data:
+                return
+            if files:
+                _start(files[0], control, makers, children)
+            else:
+                _kill(int(data.split(b"\0")[0]), children)
+    finally:
+        for pid in list(children):
+            _kill(pid, children)
+
+
+def _start(
+    file: int, control: socket.socket, makers: Mapping[str, Callable[[], Any]], children: set[int]
+) -> None:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(file)
+        children.add(pid)
+        send(control, pid)
+        return
+    code = 1
+    try:
+        control.close()
+        os.setsid()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() == parent:
+            _serve(socket.socket(fileno=file), makers)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _kill(pid: int, children: set[int]) -> None:
+    """Kills a child and what it has started."""
+    if pid in children:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # It may not have a group of its own yet.
+        os.waitpid(pid, 0)
+        children.discard(pid)
+
+
+def _reap(children: set[int]) -> None:
+    """Forgets children that have ended, and kills what they have left."""
+    for pid in list(children):
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            _kill(pid, children)
+
+
+# --- A process with one environment ---------------------------------------------------------------
+
+
+def _serve(connection: socket.socket, makers: Mapping[str, Callable[[], Any]]) -> None:
+    """Answers requests until the other side closes."""
+    host, pid = _Host(makers), os.getpid()
+    while True:
+        try:
+            request = pickle.loads(_read(connection, struct.unpack("!I", _read(connection, 4))[0]))
+        except (EOFError, OSError):
+            return
+        try:
+            reply = getattr(host, request.pop("op"))(**request)
+        except (Exception, SystemExit) as error:
+            reply = {"error": _line(error)}
+        if os.getpid() != pid:
+            return  # The environment forked, and this is the copy.
+        try:
+            send(connection, reply)
+        except (TypeError, ValueError) as error:
+            send(connection, {"error": f"it returned no data: {_line(error)}"})
+
+
+class _Host:
+    """An environment, of any of the contracts, and what it is asked to do."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Any]]):
+        self._makers, self._name = makers, ""
+        self._environment: Any = None
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Returns the kind of an environment, its tools as JSON schemas, and if it has a reward."""
+        if _is_skyrl(self._makers[name]):  # Its constructor needs the columns of a problem.
+            return {"kind": "text", "tools": [], "rewards": True}
+        environment = self._make(name, {})
+        tools = _tools(environment)
+        if hasattr(environment, "step"):
+            return {"kind": "text", "tools": [], "rewards": True}
+        if not callable(getattr(environment, "reset", None)):
+            raise TypeError("it has no method reset")
+        if not tools:
+            raise TypeError(
+                "it has neither a method step, as an environment of texts has, nor a public method "
+                "that is a tool"
+            )
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        from transformers.utils.chat_template_utils import get_json_schema
+
+        schemas = [get_json_schema(tool) for tool in tools.values()]
+        return {"kind": "tools", "tools": schemas, "rewards": hasattr(environment, "get_reward")}
+
+    def reset(self, name: str, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """Begins an episode; the instance of the last one is used again, as in TRL."""
+        random.seed(seed)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(seed % 2**32)
+        if self._environment is None or name != self._name:
+            self._environment, self._name = self._make(name, columns), name
+        environment = self._environment
+        if not hasattr(environment, "reset"):  # skyrl-gym: the constructor gets the columns.
+            with contextlib.suppress(Exception):
+                environment.close()
+            self._environment = self._make(name, columns)
+            self._environment.init([])
+            return {"text": None}
+        text = _call(environment.reset, {**columns, "seed": seed})
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"reset returned a {type(text).__name__}, expected a text or None")
+        return {"text": None if text is None else text[:LONGEST_TEXT]}
+
+    def calls(self, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+        """Calls tools one after the other; the text of each, and whether it succeeded."""
+        tools, results = _tools(self._environment), []
+        for name, arguments in calls:
+            try:
+                if name not in tools:
+                    raise ValueError(f"Tool {name} not found.")
+                result, succeeded = _awaited(tools[name](**arguments)), True
+            except (Exception, SystemExit) as error:
+                result, succeeded = {"error": str(error)}, False
+            results.append((str(result)[:LONGEST_TEXT], succeeded))
+        return {"results": results}
+
+    def step(self, text: str) -> dict[str, Any]:
+        """Takes a text of the policy; returns the environment's text, a reward, and if it ends."""
+        result = _awaited(self._environment.step(text))
+        if isinstance(result, Mapping):
+            observation, reward, done = (
+                result.get("observations"),
+                result.get("reward"),
+                result.get("done"),
+            )
+            if not isinstance(observation, str | None):
+                observation = "\n".join(str(message["content"]) for message in observation)
+        else:
+            observation, reward, done = result
+        if not done and not isinstance(observation, str):
+            raise TypeError(f"step returned {observation!r:.50}, expected a text")
+        return {
+            "text": (observation or "")[:LONGEST_TEXT],
+            "reward": None if reward is None else float(reward),
+            "done": bool(done),
+        }
+
+    def finish(self) -> dict[str, Any]:
+        """Ends the episode: its reward, if there is one, and the attributes that are data."""
+        environment, reward = self._environment, None
+        if hasattr(environment, "get_reward"):
+            reward = _awaited(environment.get_reward())
+        facts = {}
+        for name, value in dict(getattr(environment, "__dict__", {})).items():
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
+                if not name.startswith("_") and len(json.dumps(value)) <= _LONGEST_FACT:
+                    facts[name] = value
+        return {"reward": None if reward is None else float(reward), "facts": facts}
+
+    def _make(self, name: str, columns: Mapping[str, Any]) -> Any:
+        make: Any = self._makers[name]
+        if _is_skyrl(make):
+            extras = {"reward_spec": {"ground_truth": columns.get("answer", "")}} | dict(columns)
+            return make({}, extras)
+        return make()
+
+
+def _is_skyrl(make: Any) -> bool:
+    """Whether it is a class in the contract of skyrl-gym, `init` and `step`."""
+    return inspect.isclass(make) and hasattr(make, "init") and hasattr(make, "step")
+
+
+def _tools(environment: Any) -> dict[str, Callable[..., Any]]:
+    """The public methods of the class of an environment; properties are not evaluated."""
+    members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    names = [name for name, _ in members if not name.startswith("_") and name not in _NOT_TOOLS]
+    return {name: getattr(environment, name) for name in names}
+
+
+def _call(function: Callable[..., Any], columns: Mapping[str, Any]) -> Any:
+    """Calls a method with the columns that it has arguments for."""
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        columns = {p.name: columns[p.name] for p in parameters if p.name in columns}
+    return _awaited(function(**columns))
+
+
+def _awaited(value: Any) -> Any:
+    if inspect.iscoroutine(value):
+        return asyncio.run(value)
+    return value
+
+
+def _line(error: BaseException) -> str:
+    """An exception in one line, with the last place in the user's code."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [frame.f_code.co_filename for frame in frames]
+    places = [i for i, file in enumerate(files) if file != __file__]
+    place = ""
+    if places and not isinstance(error, ImportError):
+        frame = frames[places[-1]]
+        place = f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,64 @@
+"""Evaluations and answers of a run whose policy talks to an environment."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from qerl_jax.data.environment_config import make_environments
+from qerl_jax.data.environments import RunEnvironments
+from qerl_jax.errors import UserError
+from qerl_jax.rollout.config import TurnConfig, turn_config
+from qerl_jax.weights.tokenizer import Tokenizer
+
+
+def has_environment(run: Mapping[str, Any] | None) -> bool:
+    """Returns whether a run's config names an environment.
+
+    Args:
+        run: content of config.json, or None.
+    """
+    environment = (run or {}).get("config", {}).get("environment", {})
+    return bool(environment.get("function"))
+
+
+def environments_of(
+    run: Mapping[str, Any] | None, tokenizer: Tokenizer, *, trusted: bool
+) -> RunEnvironments | None:
+    """Makes the environments of a run; None where it has none.
+
+    Args:
+        run: content of config.json, or None.
+        tokenizer: tokenizer of the policy.
+        trusted: whether the run is the user's own, or its folder is trusted.
+
+    Raises:
+        UserError: the run is that of another person, or an environment cannot be made.
+    """
+    if run is None or not has_environment(run):
+        return None
+    check_trusted(run, trusted=trusted)
+    return make_environments(ConfigDict(run["config"]), tokenizer)
+
+
+def check_trusted(run: Mapping[str, Any] | None, *, trusted: bool) -> None:
+    """Refuses the environment of a run of another person.
+
+    Args:
+        run: content of config.json, or None.
+        trusted: whether the run is the user's own, or its folder is trusted.
+
+    Raises:
+        UserError: the run has one, and is not trusted.
+    """
+    if run is not None and has_environment(run) and not trusted:
+        raise UserError(
+            f"the environment {run['config']['environment']['function']!r} is named by the folder "
+            "of a run that is not yours, so it is not imported: evaluate the run with --trust if "
+            "you trust all that the folder names"
+        )
+
+
+def turns_of(run: Mapping[str, Any], max_new_tokens: int) -> TurnConfig | None:
+    """Returns the limits of the conversations of a run, with a limit on their sampled tokens."""
+    return turn_config(ConfigDict(run["config"]), max_new_tokens=max_new_tokens)

@@ -1,0 +1,124 @@
+"""Environments for tests; this file is imported by their processes."""
+
+import os
+import subprocess
+import sys
+import time
+
+
+class Echo:
+    """An environment of texts: rewards a turn by its number of words, and ends on request."""
+
+    def reset(self, question, seed):
+        self.question, self.seed, self.turns = question, seed, []
+        return f" t{seed % 40}"
+
+    def step(self, text):
+        self.turns.append(text)
+        words = text.split()
+        done = bool(words) and int(words[-1][1:]) % 5 == 0
+        return (
+            " ".join(f"t{(len(word) + len(self.turns)) % 40}" for word in words[:3]),
+            len(words),
+            done,
+        )
+
+
+class Calculator:
+    """A tool, as TRL's environments have them."""
+
+    def reset(self, answer=None, **kwargs):
+        self.answer, self.results = answer, []
+
+    def add(self, a: int, b: int) -> int:
+        """Adds two numbers.
+
+        Args:
+            a: the first number.
+            b: the second number.
+
+        Returns:
+            The sum.
+        """
+        self.results.append(a + b)
+        return a + b
+
+    async def later(self, text: str) -> str:
+        """Returns a text later.
+
+        Args:
+            text: the text.
+        """
+        return text.upper()
+
+    def get_reward(self) -> float:
+        return float(len(self.results))
+
+
+class Faults:
+    """Does what a question says, in the step whose number the text has."""
+
+    def reset(self, question, **columns):
+        self.what = question
+        if question == "reset":
+            raise ValueError("no reset")
+
+    def step(self, text):
+        what = self.what
+        if what == "raise":
+            raise RuntimeError("broken")
+        if what == "exit":
+            sys.exit(3)
+        if what == "nothing":
+            return None, 1.0, False
+        if what == "number":
+            return 7, 1.0, False
+        if what == "megabyte":
+            return "t1 " * 350_000, 1.0, False
+        if what == "hang":
+            time.sleep(1000)
+        if what == "kill":
+            os.kill(os.getpid(), 9)
+        if what == "print":
+            print("noise" * 10_000, flush=True)
+            print("noise", file=sys.stderr)
+            os.write(1, b"\0\0\0\1x")
+        if what == "fork":
+            os.fork()
+        if what == "start":
+            subprocess.Popen(["sleep", "1000"])
+            time.sleep(1000)
+        if what == "read":
+            return input() or "t1", 1.0, False
+        if what == "stdin":
+            return f"t{len(sys.stdin.read())}", 1.0, False
+        if what == "infinite":
+            return "t1", float("inf"), False
+        return "t1", 1.0, False
+
+
+class NoTools:
+    def reset(self):
+        pass
+
+
+class NoDocstring:
+    def reset(self):
+        pass
+
+    def add(self, a, b):
+        return a + b
+
+
+class SlowEcho(Echo):
+    def step(self, text):
+        time.sleep(0.1 if self.seed % 2 else 0.02)
+        return super().step(text)
+
+
+class Broken:
+    def reset(self):
+        pass
+
+    def step(self, text):
+        raise RuntimeError("broken")

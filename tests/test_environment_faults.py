@@ -1,0 +1,359 @@
+"""Environments that fail: each costs its row the reward or the policy a message, never the step."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tiny_checkpoints import write_tokenizer
+
+from qerl_jax.environments.episodes import Contract, Environments, Episodes
+from qerl_jax.environments.pool import CallError, Pool
+from qerl_jax.environments.replies import ReplyWriter
+from qerl_jax.environments.roles import ANSWER, CONTEXT, FAILURE, OPEN, TOKENS, TURNS, Turn
+from qerl_jax.environments.tools import NO_ID, read_calls, tool_format
+from qerl_jax.errors import UserError
+from qerl_jax.weights.tokenizer import from_folder
+
+TEMPLATE = (
+    "{% if tools %}[TOOL_CALLS] {% endif %}{% for message in messages %}{{ message.content }} "
+    "{% if message.role == 'assistant' %}<|im_end|> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}t1 t2{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, chat_template=TEMPLATE)
+    return from_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    names = ("Faults", "Calculator", "Echo")
+    pool = Pool({name.lower(): f"environment_cases:{name}" for name in names})
+    yield pool
+    pool.close()
+
+
+def environments(pool, tokenizer, name, **options):
+    kind = "tools" if name == "calculator" else "text"
+    defaults = {"max_turns": 3, "time_limit": 0.5, "processes": 8}
+    return Environments(
+        pool=pool,
+        contracts={name: Contract(kind)},
+        writers={name: ReplyWriter(tokenizer, {}, kind == "tools")},
+        form="hermes" if kind == "tools" else "",
+        tokenizer=tokenizer,
+        **defaults | options,
+    )
+
+
+def take_turn(episodes, row=0, text="t3 t4", *, complete=True, space=1000):
+    """Hands in a turn, and returns its reply."""
+    tokenizer = episodes._all.tokenizer
+    ids = tokenizer.encode(text) + [tokenizer.eos_ids[-1]] * complete
+    episodes.submit(Turn(row, ids, complete, space))
+    ends = time.monotonic() + 20
+    while time.monotonic() < ends:
+        if replies := episodes.replies(0.2):
+            assert [reply.row for reply in replies] == [row]
+            return replies[0]
+    raise AssertionError("no reply")
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("raise", "step: RuntimeError: broken (environment_cases.py:"),
+        ("exit", "step: SystemExit: 3"),
+        ("nothing", "step: TypeError: step returned None"),
+        ("number", "step: TypeError: step returned 7"),
+        ("hang", "step: exceeded environment.time_limit"),
+        ("start", "step: exceeded environment.time_limit"),
+        ("kill", "step: its process ended"),
+        ("read", "step: EOFError"),
+        ("reset", "reset: ValueError: no reset"),
+    ],
+)
+def test_a_failure_ends_its_row_alone(pool, tokenizer, what, error):
+    columns = [{"question": what}, {"question": "fine"}]
+    with Episodes(environments(pool, tokenizer, "faults"), columns, [0, 0], [None] * 2) as episodes:
+        reply = take_turn(episodes, 0)
+        assert reply.ending == FAILURE
+        assert episodes.episodes[0].error.startswith(error)
+        assert episodes.episodes[0].reward is None
+        (line,) = episodes.failures()
+        assert "failed in 1 of 2 rows" in line
+        assert take_turn(episodes, 1).ending == OPEN
+        assert episodes.episodes[1].reward == 1.0
+    # The next episode begins with an environment that works.
+    with Episodes(environments(pool, tokenizer, "faults"), columns[1:], [0], [None]) as episodes:
+        assert take_turn(episodes).ending == OPEN
+
+
+@pytest.mark.parametrize("what", ["print", "fork", "stdin", "megabyte"])
+def test_what_does_no_harm(pool, tokenizer, what):
+    with Episodes(
+        environments(pool, tokenizer, "faults", time_limit=5.0), [{"question": what}], [0], [None]
+    ) as episodes:
+        for _ in range(2):
+            reply = take_turn(episodes, space=10)
+            assert reply.ending == OPEN
+            assert 0 < len(reply.ids) <= 10
+        assert episodes.cut_replies == (2 if what == "megabyte" else 0)
+
+
+def test_what_a_process_started_ends_with_it(pool, tokenizer):
+    def sleepers():
+        found = subprocess.run(["pgrep", "-f", "^sleep 1000$"], capture_output=True, text=True)
+        return set(found.stdout.split())
+
+    before = sleepers()
+    with Episodes(
+        environments(pool, tokenizer, "faults"), [{"question": "start"}], [0], [None]
+    ) as episodes:
+        assert take_turn(episodes).ending == FAILURE
+    ends = time.monotonic() + 5
+    while sleepers() - before and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not sleepers() - before
+
+
+def test_a_reward_that_is_no_number_is_none(pool, tokenizer):
+    with Episodes(
+        environments(pool, tokenizer, "faults"), [{"question": "infinite"}], [0], [None]
+    ) as episodes:
+        assert take_turn(episodes).ending == OPEN
+        assert episodes.episodes[0].reward == float("inf")  # as a reward it is missing, see score
+
+
+def test_a_group_must_see_one_reset(pool, tokenizer):
+    columns = [{"question": "t1"}] * 2
+    with Episodes(
+        environments(pool, tokenizer, "echo"), columns, [5, 5], [" t5", " t6"]
+    ) as episodes:
+        assert take_turn(episodes, 0).ending == OPEN
+        assert take_turn(episodes, 1).ending == FAILURE
+        assert "another thing" in episodes.episodes[1].error
+
+
+def test_few_processes_serve_many_rows(pool, tokenizer):
+    columns = [{"question": "t1"}] * 5
+    many = environments(pool, tokenizer, "echo", processes=1, max_turns=1)
+    with Episodes(many, columns, [1] * 5, [" t1"] * 5) as episodes:
+        for row in range(5):
+            ids = [*tokenizer.encode("t3 t4"), tokenizer.eos_ids[-1]]
+            episodes.submit(Turn(row, ids, complete=True, space=9))
+        replies = []
+        while len(replies) < 5:
+            replies += episodes.replies(5.0)
+    assert {reply.ending for reply in replies} == {TURNS}
+
+
+# --- Calls of tools -------------------------------------------------------------------------------
+
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        ("hermes", f"so {ADD}", [("add", "")]),
+        ("hermes", f"{ADD}\n{ADD}", [("add", ""), ("add", "")]),
+        ("hermes", "no call", []),
+        ("hermes", f"<think>{ADD}</think> 3", []),
+        ("hermes", f"<think>{ADD}", []),
+        ("hermes", f"<think>x</think>{ADD}", [("add", "")]),
+        ("hermes", ADD[:40], [("", "the call has no end")]),
+        ("hermes", "<tool_call>{x}</tool_call>", [("", "the call is not valid JSON")]),
+        ("hermes", "<tool_call>[1]</tool_call>", [("", "expected {")]),
+        (
+            "hermes",
+            '<tool_call>{"name": "add", "arguments": 3}</tool_call>',
+            [("add", "the arguments are no JSON object")],
+        ),
+        ("llama", '{"name": "add", "parameters": {"a": 1}}', [("add", "")]),
+        ("llama", '<|python_tag|>{"name": "add", "parameters": {}}', [("add", "")]),
+        (
+            "llama",
+            '{"name": "add", "parameters": {}}; {"name": "add", "parameters": {}}',
+            [("add", ""), ("add", "")],
+        ),
+        ("llama", '{"name": "add", "parameters": {"a"', [("", "the call is not valid JSON")]),
+        ("llama", '{"a": 1}', []),
+        ("llama", "The answer is 3.", []),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {}}]', [("add", "")]),
+        ("mistral", '[TOOL_CALLS] [{"name"', [("", "the call is not valid JSON")]),
+        ("mistral", "[TOOL_CALLS] {}", [("", "expected a JSON list")]),
+        ("mistral", " It is 3.", []),
+    ],
+)
+def test_calls_are_read(form, text, expected):
+    calls = read_calls(text, form)
+    assert [call.name for call in calls] == [name for name, _ in expected]
+    for call, (_, error) in zip(calls, expected, strict=True):
+        assert call.error.startswith(error)
+        assert bool(call.error) == bool(error)
+
+
+def test_a_prompt_may_have_opened_the_reasoning():
+    assert read_calls(ADD, "hermes", in_reasoning=True) == []
+    assert len(read_calls(f"x</think>{ADD}", "hermes", in_reasoning=True)) == 1
+
+
+def test_the_id_of_a_call_is_kept():
+    text = '[TOOL_CALLS] [{"name": "a", "arguments": {}, "id": "%s"}]'
+    assert read_calls(text % "abc123XYZ", "mistral")[0].id == "abc123XYZ"
+    assert read_calls(text % "short", "mistral")[0].id == NO_ID
+
+
+@pytest.mark.parametrize(
+    "template", ["", "{{ messages }}", "{{ tools }}", "{{ tools }}<tool_call><function=name>"]
+)
+def test_templates_without_these_tools_are_refused(template):
+    with pytest.raises(UserError, match=r"Qwen2\.5, Qwen3, Llama 3\.1"):
+        tool_format(template, "model")
+
+
+class Written:
+    """A tokenizer that is its text: an id is a character, and 0 ends a turn."""
+
+    eos_ids = (0,)
+
+    def encode(self, text):
+        return [ord(character) if character != "|" else 0 for character in text]
+
+    def decode(self, ids, *, skip_special=True):
+        return "".join(chr(i) if i else "" if skip_special else "|" for i in ids)
+
+    def apply_chat_template(self, messages, *, add_generation_prompt=True, **_):
+        parts = [f"<{m['role']}>{m['content']}|" for m in messages]
+        return "".join(parts) + "<assistant>" * add_generation_prompt
+
+
+def calculate(pool, turns, **options):
+    """The episode of one row with a calculator; its replies as texts, and its ending."""
+    written = Written()
+    calculator = environments(pool, written, "calculator", time_limit=10.0)
+    replies = []
+    with Episodes(calculator, [{"answer": "3"}], [0], [None]) as episodes:
+        for number, text in enumerate(turns):
+            last = options if number == len(turns) - 1 else {}
+            reply = take_turn(episodes, text=text, **last)
+            replies.append(written.decode(reply.ids))
+    return replies, reply.ending, episodes.episodes[0]
+
+
+def test_calls_that_fail_are_messages(pool):
+    turns = [
+        ADD.replace('"b"', '"c"'),
+        ADD.replace("add", "mul") + ADD.replace('"add", "arguments"', '"later", "arguments"'),
+        "done",
+    ]
+    replies, ending, episode = calculate(pool, turns)
+    assert "Calculator.add() got an unexpected keyword argument 'c'" in replies[0]
+    assert "Tool mul not found." in replies[1]
+    assert "unexpected keyword argument 'a'" in replies[1]
+    assert ending == ANSWER
+    assert (episode.calls, episode.failed_calls, episode.reward) == (3, 3, 0.0)
+    assert episode.answer == "done"
+
+
+def test_calls_of_tools_that_wait(pool):
+    call = '<tool_call>{"name": "later", "arguments": {"text": "abc"}}</tool_call>'
+    replies, _, episode = calculate(pool, [call + ADD, "done"])
+    assert replies[0] == "<tool>ABC<tool>3<assistant>"
+    assert (episode.calls, episode.failed_calls, episode.reward) == (2, 0, 1.0)
+    assert episode.facts == {"answer": "3", "results": [3]}
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "ending"),
+    [
+        (ADD[:30], {"complete": False, "space": 0}, TOKENS),
+        (ADD, {"complete": True, "space": 0}, TOKENS),
+        (ADD, {"complete": True, "space": 5}, CONTEXT),
+        ("no call", {"complete": False}, TOKENS),
+        (ADD[:30], {"complete": False}, OPEN),
+    ],
+    ids=["half a call", "a call at the limit", "no tokens for a reply", "cut", "half a turn"],
+)
+def test_limits_end_a_row(pool, text, options, ending):
+    replies, actual, _ = calculate(pool, [text], **options)
+    assert actual == ending
+    if ending == OPEN:
+        assert "the call has no end" in replies[0]
+        assert replies[0].startswith("<tool>")
+
+
+# --- Processes ------------------------------------------------------------------------------------
+
+OWNER = """
+import sys, time
+from qerl_jax.environments.pool import Pool
+pool = Pool({"faults": "environment_cases:Faults"})
+process = pool.take()
+process.send({"op": "reset", "name": "faults", "columns": {"question": "hang"}, "seed": 0}, limit=9)
+while process.read is None: pass
+time.sleep(0.2)
+process._data.clear(); process.connection.settimeout(5); process.connection.recv(1000)
+process.send({"op": "step", "text": ""}, limit=1000)
+print(pool._parent.pid, process.pid, flush=True)
+exec(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "number"),
+    [("time.sleep(100)", signal.SIGKILL), ("raise ValueError", 0), ("sys.exit()", 0)],
+    ids=["kill", "error", "exit"],
+)
+def test_no_process_is_left(code, number):
+    tests = str(pathlib.Path(__file__).parent)
+    path = os.pathsep.join([tests, str(pathlib.Path(tests).parent)])
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, code],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(pids) == 2
+    if number:
+        owner.send_signal(number)
+    owner.wait(timeout=20)
+    owner.stdout.close()
+    ends = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def alive(pid):
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_errors_of_importing_are_shown():
+    for path, message in (
+        ("environment_cases:Missing", "AttributeError"),
+        ("no_such_module_here:X", "ModuleNotFoundError"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Pool({"x": path})
+
+
+def test_an_environment_is_described(pool):
+    answer = pool.ask({"op": "describe", "name": "echo"}, limit=20)
+    assert answer == {"kind": "text", "tools": [], "rewards": True}
+    with pytest.raises(CallError, match="KeyError"):
+        pool.ask({"op": "describe", "name": "other"}, limit=20)

@@ -1,0 +1,180 @@
+"""Rows that talk to an environment: token ids, limits, slots that wait, and log-probabilities."""
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+import pytest
+import tiny_rollout
+from tiny_model import random_tokens
+from tiny_rollout import KEY, PROMPTS, policy
+
+from qerl_jax.environments.roles import CONTEXT, DONE, ENVIRONMENT, OPEN, SAMPLED, TOKENS, Reply
+from qerl_jax.policy.policy import Policy
+from qerl_jax.rl.logprobs import completion_logprobs
+from qerl_jax.rollout import turns
+from qerl_jax.rollout.config import TurnConfig
+
+EOS = tuple(range(20, 30))  # a third of the vocabulary: turns end soon
+TURNS = TurnConfig(max_turns=3, turn_tokens=6, reply_tokens=8, context_tokens=32)
+GROUP = 4
+
+
+@dataclasses.dataclass
+class Dialog:
+    """Replies with tokens that depend on the row and the turn, at once or after a while."""
+
+    seconds: float = 0.0
+    turns: dict = dataclasses.field(default_factory=dict)
+    due: list = dataclasses.field(default_factory=list)
+
+    def submit(self, turn):
+        number = self.turns.setdefault(turn.row, []).append(turn) or len(self.turns[turn.row])
+        ids = random_tokens(2 + (turn.row + number) % 7, seed=100 * turn.row + number).tolist()
+        if not turn.space:
+            reply = Reply(turn.row, (), TOKENS)
+        elif number == TURNS.max_turns:
+            reply = Reply(turn.row, (), DONE)
+        elif len(ids) > turn.space:
+            reply = Reply(turn.row, (), CONTEXT)
+        else:
+            reply = Reply(turn.row, ids, OPEN)
+        # Rows differ in their time, so that they come back in another order.
+        self.due.append((time.monotonic() + self.seconds * (1 + turn.row % 3), reply))
+
+    def replies(self, seconds):
+        ends = time.monotonic() + (seconds if self.due else 0)
+        while not (ready := [x for x in self.due if x[0] <= time.monotonic()]):
+            if time.monotonic() >= ends:
+                return []
+            time.sleep(0.001)
+        self.due = [x for x in self.due if x not in ready]
+        return [reply for _, reply in ready]
+
+
+def converse(dialog, limits=TURNS, **options):
+    sampler = tiny_rollout.sampler(
+        **({"max_new_tokens": 14, "eos_ids": EOS, "group_size": GROUP, "layers": 1} | options)
+    )
+    sampler = dataclasses.replace(sampler, turns=limits)
+    _, params, lora = policy(layers=1)
+    *_, last = sampler.steps(KEY, Policy(params, lora), PROMPTS, dialog=dialog)
+    return last
+
+
+@pytest.fixture(scope="module")
+def instant():
+    dialog = Dialog()
+    return dialog, converse(dialog)
+
+
+def test_tokens_are_those_that_were_sampled_and_replied(instant):
+    dialog, last = instant
+    rollout = last.rollout
+    assert max(len(sampled) for sampled in dialog.turns.values()) == TURNS.max_turns
+    for row, sampled in dialog.turns.items():
+        ids, roles = [], []
+        for number, turn in enumerate(sampled, start=1):
+            if ids:
+                count = 2 + (row + number - 1) % 7
+                ids += random_tokens(count, seed=100 * row + number - 1).tolist()
+                roles += [ENVIRONMENT] * count
+            assert len(turn.ids) <= TURNS.turn_tokens
+            assert turn.complete == (turn.ids[-1] in EOS)
+            assert not set(turn.ids[:-1]) & set(EOS)
+            ids += turn.ids
+            roles += [SAMPLED] * len(turn.ids)
+        length = rollout.lengths[row]
+        assert rollout.tokens[row, :length].tolist() == ids
+        assert rollout.roles[row, :length].tolist() == roles
+        assert not rollout.roles[row, length:].any()
+        assert rollout.finished[row] == (rollout.endings[row] == DONE)
+    assert set(rollout.endings.tolist()) == {DONE, TOKENS}
+    assert (rollout.sampled_lengths <= 14).all()
+
+
+def test_logprobs_are_those_of_the_whole_conversations(instant):
+    _, last = instant
+    rollout = last.rollout
+    config, params, lora = policy(layers=1)
+    prompts = [prompt for prompt in PROMPTS for _ in range(GROUP)]
+    starts = np.array([len(prompt) for prompt in prompts], np.int32)
+    width = rollout.tokens.shape[1]
+    tokens = np.zeros((len(prompts), starts.max() + width), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+        tokens[row, len(prompt) : len(prompt) + width] = rollout.tokens[row]
+    logprobs, entropies = completion_logprobs(
+        *(params, lora, tokens, starts, starts + rollout.lengths),
+        width=width,
+        model_config=config,
+        temperature=1.0,
+    )
+    sampled = rollout.roles == SAMPLED
+    np.testing.assert_allclose(rollout.logprobs[sampled], logprobs[sampled], atol=2e-5)
+    np.testing.assert_allclose(rollout.entropies[sampled], entropies[sampled], atol=2e-5)
+    assert not rollout.logprobs[~sampled].any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_rows": 5}, {"max_rows": 1, "chunk_steps": 2}],
+    ids=["slots for all", "few slots", "one slot"],
+)
+def test_episodes_do_not_depend_on_time_or_slots(instant, options):
+    """With the same slots they are equal to the last bit, whatever the environments' time."""
+    fast, slow = (converse(Dialog(seconds), **options).rollout for seconds in (0.0, 0.03))
+    jax.tree.map(np.testing.assert_array_equal, slow, fast)
+    expected = instant[1].rollout
+    for name in ("tokens", "lengths", "roles", "endings", "finished"):
+        np.testing.assert_array_equal(getattr(slow, name), getattr(expected, name), name)
+    np.testing.assert_allclose(slow.logprobs, expected.logprobs, atol=2e-5)
+
+
+def test_a_row_that_waits_long_gives_up_its_slot(instant, monkeypatch):
+    """One slot for twelve rows: others have their turns in it while a row waits."""
+    monkeypatch.setattr(turns, "_PATIENCE", 0.02)
+    order, dialog = [], Dialog(0.2)
+    submit = dialog.submit
+    dialog.submit = lambda turn: (order.append(turn.row), submit(turn))
+    last = converse(dialog, max_rows=1, chunk_steps=2)
+    assert last.statistics.waiting_seconds > 0
+    # The rows take turns: no row has its second turn right after its first.
+    assert order[:3] == [0, 1, 2]
+    for name in ("tokens", "lengths", "roles", "endings"):
+        expected = getattr(instant[1].rollout, name)
+        np.testing.assert_array_equal(getattr(last.rollout, name), expected, name)
+
+
+def test_the_context_ends_a_row():
+    limits = dataclasses.replace(TURNS, context_tokens=12)
+    rollout = converse(Dialog(), limits).rollout
+    assert CONTEXT in rollout.endings
+    assert rollout.lengths.max() <= 12
+
+
+def test_every_program_is_compiled_before():
+    sampler = tiny_rollout.sampler(
+        max_new_tokens=14, eos_ids=EOS, group_size=GROUP, prompt_width=9, max_rows=6, layers=1
+    )
+    sampler = dataclasses.replace(sampler, turns=TURNS)
+    _, params, lora = policy(layers=1)
+    compiled = sampler.compiled(KEY, Policy(params, lora), num_prompts=3)
+    expected = converse(Dialog(), max_rows=6, prompt_width=9).rollout
+    rollout = compiled.rollout(KEY, Policy(params, lora), PROMPTS, dialog=Dialog(0.01))
+    np.testing.assert_array_equal(rollout.tokens, expected.tokens)
+    names = {name if isinstance(name, str) else name[0] for name in compiled.executables}
+    assert {"take", "extend", "restore", "resume"} <= names
+
+
+def test_one_turn_is_a_rollout_without_environment():
+    """The first turns of a conversation are the completions of a rollout of one turn."""
+    alone = tiny_rollout.rollout(max_new_tokens=6, eos_ids=EOS, group_size=GROUP, layers=1)
+    limits = dataclasses.replace(TURNS, max_turns=1)
+    dialog = Dialog()
+    dialog.submit = lambda turn: dialog.due.append((0.0, Reply(turn.row, (), DONE)))
+    rollout = converse(dialog, limits).rollout
+    np.testing.assert_array_equal(rollout.tokens[:, :6], alone.tokens)
+    np.testing.assert_array_equal(rollout.lengths, alone.lengths)
+    jax.tree.map(np.testing.assert_array_equal, rollout.logprobs[:, :6], np.asarray(alone.logprobs))

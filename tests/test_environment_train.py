@@ -1,0 +1,237 @@
+"""Whole runs of a tiny model that talk to an environment: rows, rewards, metrics, resume."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny_checkpoints
+import tiny_run
+from finished_run import write_run
+
+from qerl_jax.environments.roles import SAMPLED
+from qerl_jax.errors import UserError
+from qerl_jax.evaluation.evaluate import evaluate
+from qerl_jax.evaluation.results_folder import EvaluateConfig
+from qerl_jax.evaluation.sample import SampleConfig, chat, sample
+from qerl_jax.evaluation.tasks import TaskOverrides
+from qerl_jax.show.html import page
+from qerl_jax.show.terminal import show
+from qerl_jax.show.view import open_views
+from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.training.loop import train
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }} "
+    "{% if message.role == 'assistant' %}<|im_end|> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}t1 t2{% endif %}"
+)
+CHANGES = {
+    "environment.function": "environment_cases:Echo",
+    "environment.max_turns": 3,
+    "environment.turn_tokens": 4,
+    "environment.reply_tokens": 6,
+    "rollout.max_new_tokens": 10,
+    "rollout.max_rows": 5,
+    "data.max_prompt_tokens": 12,
+    "rewards.correctness.function": "qerl_jax.rewards.functions:environment_reward",
+    "rewards.format.weight": 0.0,
+    "rewards.format.function": "test_environment_train:turns_of",
+    "eval.max_new_tokens": 8,
+    "checkpoint.keep": 10,
+    "log.completions": 8,
+}
+
+
+def turns_of(prompts, completions, turns, environments):
+    """A reward that takes lists, and what an environment was in the end."""
+    assert [one[-1] for one in turns] == completions
+    assert [list(one.turns) for one in environments] == turns
+    return [len(one) for one in turns]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory, compile_cache):
+    """The inputs of runs, with a chat template whose turns end."""
+    folder = tmp_path_factory.mktemp("talker")
+    tiny = tiny_run.write_tiny(folder, compile_cache)
+    tiny_checkpoints.write_tokenizer(tiny.model, chat_template=TEMPLATE)
+    return tiny
+
+
+def untimed(run):
+    """The rows of the steps without what depends on the time of environments."""
+    times = "rollout_live_share", "environment/idle_share", "environment/waiting_seconds"
+    return [{k: v for k, v in row.items() if k not in times} for row in tiny_run.results(run)]
+
+
+@pytest.fixture(scope="module")
+def run(talker, tmp_path_factory):
+    return train(talker.config(CHANGES), workdir=tmp_path_factory.mktemp("runs") / "run")
+
+
+def test_a_run_trains_on_conversations(run):
+    rows = tiny_run.results(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert 1 < row["environment/turns"] <= 3
+        assert row["environment/failures"] == 0
+        assert row["logprob_diff_mean"] < 1e-5 or row["sigma"]
+        assert row["reward/format"] == row["environment/turns"]
+        assert row["length"] <= 10
+        endings = [v for k, v in row.items() if k.startswith("environment/ending/")]
+        assert sum(endings) == pytest.approx(1)
+    assert tiny_run.evaluations(run).keys() == {0, 2, 4}
+
+
+def test_completions_show_the_conversation(run):
+    for row in read_jsonl(run / "completions.jsonl"):
+        turns = row["conversation"]
+        texts = [turn["text"] for turn in turns if turn["role"] == "assistant"]
+        assert turns[0]["role"] == turns[-1]["role"] == "assistant"
+        assert row["reward"] == sum(len(text.split()) for text in texts)
+        assert row["completion"] == texts[-1]
+        assert row["ending"] in ("done", "turns", "tokens")
+        # What the environment said at its reset is the end of the message.
+        assert len(row["prompt"].split()) >= 5
+
+
+def test_a_run_that_goes_on_is_the_run_that_did_not_stop(talker, run, tmp_path):
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    for name in ("3", "4"):
+        shutil.rmtree(again / "checkpoints" / name)
+    for name in ("summary.json", "adapter", "best_adapter"):
+        path = again / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    train(talker.config(CHANGES), workdir=again)
+    assert untimed(again) == untimed(run)
+    jax.tree.map(np.testing.assert_array_equal, tiny_run.adapter(again), tiny_run.adapter(run))
+
+
+def test_the_time_of_an_environment_changes_nothing(talker, run, tmp_path):
+    changes = CHANGES | {"environment.function": "environment_cases:SlowEcho"}
+    slow = train(talker.config(changes), workdir=tmp_path / "slow")
+    assert untimed(slow) == untimed(run)
+
+
+def test_dynamic_sampling_replaces_conversations(talker, tmp_path):
+    changes = {"rl.dynamic_sampling": True, "rl.dynamic_sampling_metric": "total", "steps": 1}
+    changes |= {"eval.every": 0, "rl.overlong_buffer": 4}
+    run = train(talker.config(CHANGES | changes), workdir=tmp_path / "run")
+    assert tiny_run.results(run)[0]["sampled_groups"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.data": 2}, "environments work on one device"),
+        ({"environment.function": "environment_cases:Nothing"}, "environment_cases:Nothing"),
+        ({"environment.function": "environment_cases:NoTools"}, "method step"),
+        ({"environment.function": "environment_cases:NoDocstring"}, "docstring"),
+        ({"environment.function": "environment_cases:Calculator"}, "does not write tools"),
+        ({"environment.function": "a=environment_cases:Echo,"}, "package.module:Class"),
+        (
+            {"environment.function": "a=environment_cases:Echo, b=environment_cases:Faults"},
+            "a problem has environment=None",
+        ),
+        ({"rewards.correctness.function": "tiny_run:even_end"}, "environment_reward"),
+        ({"rollout.max_new_tokens": 1}, "at least 2"),
+        ({"environment.turn_tokens": 8, "environment.context_tokens": 5}, "context_tokens=5"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value.values())),
+)
+def test_what_does_not_work_is_refused(talker, tmp_path, changes, message):
+    config = talker.config(CHANGES | {"rewards.format.function": "tiny_run:low_fraction"} | changes)
+    with pytest.raises(UserError, match=message):
+        train(config, workdir=tmp_path / "run")
+
+
+def test_an_evaluation_talks_to_the_environment(run, tmp_path, capsys):
+    config = EvaluateConfig(source=str(run), samples=2, out=str(tmp_path / "out"))
+    (folder,) = evaluate(config)
+    rows = read_jsonl(folder / "run.jsonl")
+    assert len(rows) == 8
+    for row in rows:
+        texts = [turn["text"] for turn in row["conversation"] if turn["role"] == "assistant"]
+        assert row["environments"]["turns"] == texts
+        assert row["environment_reward"] == sum(len(text.split()) for text in texts)
+        assert row["correct"] == (row["environment_reward"] > 0.5)
+        assert row["ending"] in ("done", "turns", "tokens")
+    # A part is there: what is missing is completed, and what is there stays.
+    (folder / "run.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    evaluate(config)
+    assert read_jsonl(folder / "run.jsonl") == rows
+    sample(SampleConfig(str(run), "t3 t4", adapter="adapter", max_new_tokens=8))
+    output = capsys.readouterr()
+    assert "[assistant] t" in output.out
+    assert "ended by " in output.err
+    assert "reward " in output.err
+    with pytest.raises(UserError, match="pass one question"):
+        chat(SampleConfig(str(run), "", adapter="adapter"), ["t1"])
+
+
+def test_an_environment_of_another_person_is_not_imported(talker, tmp_path):
+    folder = write_run(tmp_path / "run", talker, **CHANGES)
+    reward = "qerl_jax.rewards.functions:environment_reward"
+    overrides = TaskOverrides(scorer=(reward,), format_scorer=("",))
+    with pytest.raises(UserError, match="not yours, so it is not imported"):
+        evaluate(EvaluateConfig(source=str(folder), overrides=overrides))
+    with pytest.raises(UserError, match="not yours, so it is not imported"):
+        sample(SampleConfig(str(folder), "t1", adapter="adapter"))
+
+
+def test_a_template_without_ends_of_turns_is_refused(tiny, tmp_path):
+    with pytest.raises(UserError, match="does not end the assistant's turn"):
+        train(tiny.config(CHANGES), workdir=tmp_path / "run")
+
+
+def test_failures_cost_rows_their_reward(talker, tmp_path):
+    problems = [
+        {"question": f"t{n} t{n // 7}", "answer": "", "environment": name}
+        for n, name in enumerate(["good", "bad"] * 8)
+    ]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    changes = CHANGES | {
+        "environment.function": "good=environment_cases:Echo, bad=environment_cases:Broken",
+        "data.path": str(path),
+        "steps": 2,
+        "rollout.prompts_per_step": 6,
+        "eval.every": 0,
+    }
+    run = train(talker.config(changes), workdir=tmp_path / "run")
+    for row in tiny_run.results(run):
+        assert 0 < row["environment/failures"] < 24
+        assert row["rewards_missing"] == 2 * row["environment/failures"]
+        assert row["environment/ending/failure"] == row["environment/failures"] / 24
+    samples = read_jsonl(run / "completions.jsonl")
+    assert any("RuntimeError: broken" in sample.get("error", "") for sample in samples)
+
+
+def test_roles_keep_tokens_of_environments_out_of_the_loss(talker, tmp_path):
+    """The masks of a batch are the roles of its rollout."""
+    from qerl_jax.training.session import open_session, train_step
+    from qerl_jax.training.step import _batch
+
+    config = talker.config(CHANGES | {"eval.every": 0})
+    session, result = train_step(open_session(config))
+    batch = _batch(session.setup, result.experience, result.advantages)
+    roles = result.experience.rollout.roles[:, : batch.sampled.shape[1]]
+    np.testing.assert_array_equal(batch.sampled, roles == SAMPLED)
+    np.testing.assert_array_equal(batch.loss_mask, batch.sampled)
+    assert (batch.weights[roles != SAMPLED] == 0).all()
+    assert (roles > SAMPLED).any()
+
+
+def test_show_draws_the_roles(run):
+    lines, (view,) = [], open_views([str(run)])
+    show([view], lines.append, steps=(1, 4), columns=100)
+    roles = [line for line in lines if line in ("assistant:", "environment:")]
+    assert roles[0] == "assistant:"
+    assert "environment:" in roles
+    assert any("ended by " in line for line in lines)
+    text = page([view])
+    assert "[environment]" in text
+    assert "[assistant]" in text
