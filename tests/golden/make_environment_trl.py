@@ -194,7 +194,7 @@ def main():
     cases["mistral"] = with_template(pathlib.Path(sys.argv[1]).read_text())
     schema = get_json_schema(add)
     content = {"prompt": PROMPT, "tools": [schema], "families": cases}
-    PATH.write_text(json.dumps(content, indent=1) + "\n")
+    PATH.write_text(json.dumps(content) + "\n")
 
 
 if __name__ == "__main__":
