@@ -19,7 +19,7 @@ ALIASES = {("experiments.benchmark_rollout", "benchmarks.rollout.__main__")}
 FLOORS = (
     ("errors",),
     ("system",),
-    ("policy", "compile", "rewards", "config"),
+    ("policy", "compile", "rewards", "config", "environments"),
     ("rollout", "rl", "weights", "run"),
     ("data", "memory", "processes", "show"),
     ("quantization",),
@@ -28,7 +28,7 @@ FLOORS = (
     ("commands",),
 )
 # Modules of qerl_jax that `training/step.py` reaches, imports inside of functions included.
-MOST_OF_A_STEP = 48
+MOST_OF_A_STEP = 56
 FLOOR = {folder: number for number, floor in enumerate(FLOORS) for folder in floor}
 
 
