@@ -527,7 +527,8 @@ def with_odd_place(templates, place, command, path, odd):
 
 
 @pytest.mark.usefixtures("without_steps")
-def test_nothing_is_written_through_a_place_of_a_run(templates, place, server, tiny, capfd):
+@pytest.mark.parametrize("kinds", [1, pytest.param(len(LINKS), marks=pytest.mark.slow)])
+def test_nothing_is_written_through_a_place_of_a_run(kinds, templates, place, server, tiny, capfd):
     """Each place that a command writes; they are too many for the cases of the other test."""
     exports = ("exports", "exports/peft", "exports/.peft.partial", "exports/.peft.partial/old")
     places = {
@@ -542,7 +543,7 @@ def test_nothing_is_written_through_a_place_of_a_run(templates, place, server, t
         functools.partial(with_odd_place, templates, place, command, path, odd)
         for command, paths in places.items()
         for path in paths
-        for odd in (("link", "keys") if command != "resume" else rng.sample(LINKS, 2))
+        for odd in (("link", "keys") if command != "resume" else rng.sample(LINKS, kinds))
     ]
     run_cases(cases, place, server, tiny, capfd)
 

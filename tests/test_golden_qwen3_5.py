@@ -121,7 +121,9 @@ def packed_group(junk_lengths=((5, (3, 1)), (1, (70,)))):
     return (*arrays, segments(np.array(ids, np.int32))), predicted
 
 
-@pytest.mark.parametrize("recompute", [(), transformer.PRODUCTS])
+@pytest.mark.parametrize(
+    "recompute", [(), pytest.param(transformer.PRODUCTS, marks=pytest.mark.slow)]
+)
 def test_gradients_of_a_packed_buffer(recompute):
     """Completions of a group begin at the state after their prompt, and groups at zero."""
     model, expected = golden()

@@ -171,7 +171,7 @@ def logged(order, prompts, count, steps, known=True):
                 for _ in range(group)
             ],
             scores=types.SimpleNamespace(total=np.zeros(rows), parts={}),
-            rollout=types.SimpleNamespace(lengths=np.ones(rows), finished=np.ones(rows)),
+            rollout=types.SimpleNamespace(sampled_lengths=np.ones(rows), finished=np.ones(rows)),
         )
         progress = types.SimpleNamespace(step=step)
         result = types.SimpleNamespace(

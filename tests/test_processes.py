@@ -179,6 +179,7 @@ def test_a_run_that_loses_a_process_ends_with_a_line_that_names_it_and_goes_on(p
     assert "resuming after step 1\n" in again.said(0)
 
 
+@pytest.mark.slow  # 60 s with the others of these processes
 def test_a_signal_to_one_process_saves_the_same_step_in_all(trained):
     stopped, codes, saved = trained["stopped"]
     assert codes == [128 + signal.SIGTERM] * 2
@@ -187,6 +188,7 @@ def test_a_signal_to_one_process_saves_the_same_step_in_all(trained):
     assert "SIGTERM: saving and stopping" in stopped.said(1)
 
 
+@pytest.mark.slow  # 60 s with the others of these processes
 def test_two_processes_train_as_one(trained):
     ended, codes = trained["ended"]
     assert codes == [0, 0], ended.said(1)
@@ -207,6 +209,7 @@ def test_two_processes_train_as_one(trained):
     assert completions[0].count("\n") == completions[1].count("\n") == 2 * STEPS
 
 
+@pytest.mark.slow  # 60 s with the others of these processes
 def test_one_process_writes_and_speaks(trained):
     ended, _ = trained["ended"]
     assert f"step {STEPS}/{STEPS}" in ended.said(0)
@@ -262,6 +265,7 @@ def test_processes_that_differ_are_refused_and_the_loss_of_the_first_has_a_line(
     assert line.startswith(f"error: process 0 on {socket.gethostname()} is lost, which ends ")
 
 
+@pytest.mark.slow  # 60 s with the others of these processes
 def test_a_lost_process_ends_the_others_with_a_line_that_names_it(aborted):
     assert aborted.wait() == [1, -signal.SIGABRT]
     (line,) = aborted.errors(0)
@@ -311,6 +315,7 @@ def test_a_measured_mesh_has_all_devices_of_several_processes(cases, tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.slow  # 10 s
 def test_a_checkpoint_that_one_process_cannot_read_is_set_aside_by_all(cases, tmp_path):
     folder = tmp_path / "checkpoints"
     started = cases("damaged", str(folder))

@@ -316,8 +316,8 @@ def test_arguments_of_a_template(tmp_path):
     message = r"does not read thinking of data.chat_template_args; it reads enable_thinking"
     with pytest.raises(UserError, match=message):
         tokens.apply_chat_template(MESSAGES, thinking=False)
-    with pytest.raises(UserError, match="does not read tools of"):
-        tokens.apply_chat_template(MESSAGES, tools=[])
+    with pytest.raises(UserError, match=r"tools are those of environment\.function"):
+        render_prompt(problem, tokens, chat_template_args={"tools": []})
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,13 @@ def render_prompt(
     if system_prompt:
         chat.insert(0, ("system", system_prompt))
     messages = [{"role": role, "content": content} for role, content in chat]
-    arguments = dict(chat_template_args or {}) | ({"tools": tools} if tools else {})
+    arguments = dict(chat_template_args or {})
+    if "tools" in arguments:
+        raise UserError(
+            "data.chat_template_args: tools are those of environment.function, leave out 'tools'"
+        )
+    if tools:
+        arguments["tools"] = tools
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **arguments)
     # A template may leave out the reasoning of an earlier answer, as that of Qwen3 does.
     tokenizer.check_kept([m for m in messages if m["role"] != "assistant"], text)
