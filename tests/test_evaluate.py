@@ -383,7 +383,9 @@ def test_rows_follow_from_the_memory(
             return memory
 
     prompt, task = mock.Mock(ids=range(6)), mock.Mock(max_new_tokens=4, kv_cache_dtype="")
-    job = mock.Mock(policy=mock.Mock(model=model), prompts=[prompt], task=task, environments=None)
+    job = mock.Mock(
+        policy=mock.Mock(model=model), prompts=[prompt], task=task, environments=None, turns=None
+    )
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     assert qerl_jax.evaluation.evaluate._estimate_rows(job) == rows
     assert dequantize_mode(model.params) == dequantize

@@ -45,7 +45,7 @@ from qerl_jax.system.staging import scratch_of
 from qerl_jax.training import loop
 from qerl_jax.weights import model_source
 
-CASES = 160  # of the default run; the slow test has more
+CASES = 80  # of the default run; the slow test has more
 SECONDS = 60  # far more than a case takes; a reader of a pipe would wait forever
 SECRET = "secret-of-the-user-17"
 TOKEN = "QERL_TEST_WATCHED_TOKEN"
@@ -612,7 +612,7 @@ def test_each_field_of_a_run_may_hold_anything(templates, place, server, tiny, c
 @pytest.mark.slow  # minutes
 @pytest.mark.usefixtures("without_steps")
 def test_more_folders_of_another_person(templates, place, server, tiny, capfd):
-    cases = range(CASES, 10 * CASES)
+    cases = range(CASES, 20 * CASES)
     made = [functools.partial(make_case, n, templates, place, server) for n in cases]
     run_cases(made, place, server, tiny, capfd)
 

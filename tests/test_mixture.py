@@ -172,6 +172,7 @@ def logged(order, prompts, count, steps, known=True):
             ],
             scores=types.SimpleNamespace(total=np.zeros(rows), parts={}),
             rollout=types.SimpleNamespace(sampled_lengths=np.ones(rows), finished=np.ones(rows)),
+            episodes=(),
         )
         progress = types.SimpleNamespace(step=step)
         result = types.SimpleNamespace(
