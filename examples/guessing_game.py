@@ -4,7 +4,7 @@
     uv run python examples/guessing_game.py --constant    # the control: replies that tell nothing
 
 The environment has a number from 1 to 3 in mind, and the policy has two guesses. After a wrong one
-it is told whether the number is higher or lower. Two different guesses are right in 2 of 3 games,
+it learns whether the number is higher or lower. Two different guesses are right in 2 of 3 games,
 which is the best without reading the reply; 2 and then what the reply says is always right.
 """
 

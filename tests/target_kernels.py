@@ -7,7 +7,6 @@ errors of its results. Mosaic GPU keeps the options of the first target for whic
 process has one target. `ptx` runs the code, and Pallas's interpreter says what it must compute.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,7 +14,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
@@ -31,6 +29,7 @@ import numpy as np
 import ptx
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from kernel_code import standard_output
 
 from pallas_kernels import matvec, warpgroup
 from pallas_kernels.decode import attention, norms
@@ -72,25 +71,6 @@ def compiled_code(target, function, args):
         lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
         lowered.compile()
         return read()
-
-
-@contextlib.contextmanager
-def standard_output():
-    """Yields a function that reads what the process, and thus the compiler, has written."""
-    with tempfile.TemporaryFile() as file:
-        sys.stdout.flush()
-        kept = os.dup(1)
-        os.dup2(file.fileno(), 1)
-
-        def read():
-            file.seek(0)
-            return file.read().decode()
-
-        try:
-            yield read
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
 
 
 def parameters(function, args):

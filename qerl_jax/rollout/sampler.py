@@ -245,62 +245,35 @@ class Sampler:
         options = {"programs": RolloutPrograms(shapes, config, table), "completions": completions}
         if self.turns is not None:
             assert dialog is not None
-            scheduler = TurnScheduler(
+            scheduler: Scheduler = TurnScheduler(
                 *(key, policy, prompts, identities),
                 dialog=dialog,
                 turns=self.turns,
                 max_new_tokens=self.sampling.max_new_tokens,
                 **options,
             )
-            return (yield from self._converse(scheduler))
-        scheduler = Scheduler(key, policy, prompts, identities, **options)
+        else:
+            scheduler = Scheduler(key, policy, prompts, identities, **options)
         try:
-            while not completions.ended.all():
+            while not scheduler.over.all():
+                # 1. Rows whose environment has replied go on.
+                scheduler.resume_rows()
                 free = scheduler.free_slots()
                 while len(free) and scheduler.waiting:
-                    # 1. Prefill the next prompts, once for all rows of their groups.
+                    # 2. Prefill the next prompts, once for all rows of their groups.
                     scheduler.prefill()
-                    # 2. Insert their rows into free slots, and sample their first tokens.
+                    # 3. Insert their rows into free slots, and sample their first tokens.
                     free = free[scheduler.insert(free) :]
                 older = len(scheduler.in_flight)
                 if scheduler.active.any():
-                    # 3. Compact the batch, once no row waits.
+                    # 4. Compact the batch, once no row waits.
                     scheduler.compact()
-                    # 4. Decode a chunk.
+                    # 5. Decode a chunk.
                     scheduler.decode_chunk()
-                # 5. Drain the samples that were in flight before, while the device decodes.
+                # 6. Drain the samples that were in flight before, while the device decodes.
                 scheduler.drain(older)
                 yield RolloutProgress(
                     rows=len(identities),
-                    ended_rows=int(completions.ended.sum()),
-                    tokens=int(completions.rollout.lengths.sum()),
-                    statistics=scheduler.statistics,
-                    rollout=completions.rollout,
-                )
-        finally:
-            scheduler.close()
-        return completions.rollout
-
-    def _converse(self, scheduler: TurnScheduler) -> Generator[RolloutProgress, None, Rollout]:
-        """The loop of `_steps_on_group` for rows that talk to environments."""
-        completions = scheduler.completions
-        try:
-            while not scheduler.over.all():
-                # 1. Rows whose environment has replied go on, on their live caches.
-                scheduler.take_replies(waits=scheduler.stuck)
-                scheduler.extend()
-                # 2. Prefill and insert rows that wait for a slot.
-                free = scheduler.free_slots()
-                while len(free) and scheduler.waiting:
-                    scheduler.prefill()
-                    free = free[scheduler.insert(free) :]
-                # 3. Decode a chunk, and drain what was in flight before.
-                older = len(scheduler.in_flight)
-                if scheduler.active.any():
-                    scheduler.decode_chunk()
-                scheduler.drain(older)
-                yield RolloutProgress(
-                    rows=len(scheduler.over),
                     ended_rows=int(scheduler.over.sum()),
                     tokens=int(completions.rollout.sampled_lengths.sum()),
                     statistics=scheduler.statistics,

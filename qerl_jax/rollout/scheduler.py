@@ -52,6 +52,7 @@ class Scheduler:
         self._shapes, config, self._programs = programs
         self._model = config.model
         self.completions = completions
+        self.over = completions.ended  # bool [B], whether a row needs no more steps
         self.in_flight: list[tuple[np.ndarray, Samples]] = []
         shapes = self._shapes
         self._state = decode.empty_state(
@@ -84,6 +85,9 @@ class Scheduler:
         rows, limits = self._rows, self.completions.limits
         over = self.completions.ended[rows] | (self._scheduled_tokens[rows] >= limits[rows])
         return (rows != _NO_ROW) & ~over
+
+    def resume_rows(self) -> None:
+        """Lets rows go on that have waited; completions of one turn do not wait."""
 
     @property
     def occupied(self) -> np.ndarray:

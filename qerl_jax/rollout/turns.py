@@ -137,6 +137,11 @@ class TurnScheduler(Scheduler):
         for row in np.flatnonzero(began & self.completions.ended).tolist():
             self._end_turn(row)
 
+    def resume_rows(self) -> None:
+        """Lets rows go on, on their live caches, whose environment has replied."""
+        self.take_replies(waits=self.stuck)
+        self.extend()
+
     def take_replies(self, *, waits: bool) -> None:
         """Takes the replies of environments.
 
