@@ -1,4 +1,4 @@
-"""A guessing game: the policy learns to use what an environment tells it, on a CPU in minutes.
+"""A guessing game: the policy learns to use what an environment tells it, on a CPU.
 
     uv run python examples/guessing_game.py
     uv run python examples/guessing_game.py --constant    # the control: replies that tell nothing
