@@ -63,10 +63,10 @@ def inputs():
 def chunked(x, ba, buffer_segments, *, packed=True):
     """The outputs and the last state of the chunked form."""
     layer = inputs()[2]
-    buffer_segments = buffer_segments if packed else None
-    mixed = recurrent.convolve(x, layer["conv"], buffer_segments)
+    layout = recurrent.layout_of(buffer_segments, SHAPES) if packed else None
+    mixed = recurrent.convolve(x, layer["conv"], layout)
     heads = recurrent.split_heads(mixed, SHAPES)
-    return recurrent.delta_rule(*heads, recurrent.gates(ba, layer), buffer_segments)
+    return recurrent.delta_rule(*heads, recurrent.gates(ba, layer), layout)
 
 
 def test_steps_are_the_chunks():
