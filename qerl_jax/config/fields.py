@@ -346,8 +346,8 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "data.options",
         {},
-        "Options of the reasoning_gym task, or of the sums ({'largest': 20}). --config.data.options=\"{'difficulty': 1.0}\" replaces "
-        "all.",
+        "Options of the reasoning_gym task, or of the sums, {'largest': 20}. "
+        "--config.data.options=\"{'difficulty': 1.0}\" replaces all.",
         read_if=Condition(
             "generated problems: data.source='reasoning_gym:TASK' or 'qerl_jax:sums', an empty "
             "data.path, no data.mixture",
