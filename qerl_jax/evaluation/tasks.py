@@ -443,6 +443,8 @@ def extracted_answer(completion: str, scorer: str, prompt: str = "") -> str | No
             return _digits(marked_number(last_tagged(completion) or ""))
         case "exact_answer":
             return (completion if marked is None else marked).strip() or None
+        case "whole_answer":
+            return completion.strip() or None
         case "math_answer":
             answer = marked or ""
         case _:

@@ -102,10 +102,10 @@ def whole_answer(
 ) -> float:
     """Returns 1.0 if the completion is the reference answer and ended by itself, else 0.0.
 
-    Both texts are stripped. It takes an answer in the asked form only.
+    Reasoning may come before it. Both texts are stripped, and no mark is read.
     Example: ` 3 + 4 = 7` is right for `3 + 4 = 7`; `7`, and `3 + 4 = 7. So` are wrong.
     """
-    return float(finished and completion.strip() == answer.strip())
+    return float(finished and answer_part(prompt, completion).strip() == answer.strip())
 
 
 def math_answer(
@@ -178,11 +178,13 @@ def number_only_format(
 def equation_format(
     prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
 ) -> float:
-    """Returns 1.0 if the completion is one equation of numbers and ended by itself, else 0.0.
+    """Returns 1.0 if the completion is an equation of numbers and ended by itself, else 0.0.
 
-    Its right side is one number. Example: `3 + 4 = 8` is right; `3 + 4 = 7. So` is wrong.
+    Reasoning may come before it, and its right side is one number.
+    Example: `3 + 4 = 8` is right; `3 + 4 = 7. So` is wrong.
     """
-    return float(finished and _EQUATION.fullmatch(completion.strip()) is not None)
+    final = answer_part(prompt, completion).strip()
+    return float(finished and _EQUATION.fullmatch(final) is not None)
 
 
 # --- Environments ---------------------------------------------------------------------------------
