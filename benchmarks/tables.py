@@ -52,6 +52,7 @@ _RESULTS = _ROOT / "benchmarks" / "results"
 _DECODE_PICTURE = "![Time of a decode step in NVFP4 and in bf16](%s)"
 PAGES = ("README.md", "CONTRIBUTING.md")  # with generated parts
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100.json"
+_FIRST_RUNS = ("first_run_avx512.json", "first_run_avx2.json")
 
 
 def _read(name: str) -> dict:
@@ -60,7 +61,7 @@ def _read(name: str) -> dict:
 
 def trained_table() -> str:
     """What is known of the presets that were trained: hardware, memory, seconds a step, result."""
-    learning, run = _read("learning_smollm2-135m.json")["learning"], _read(_GPU_RUN)
+    learning, run = _read("learning_sums.json")["learning"], _read(_GPU_RUN)
     speedrun = _read("speedrun.json")
     lines = [
         [
@@ -68,7 +69,7 @@ def trained_table() -> str:
             "two CPU cores",
             "not recorded",
             f"{60 * learning['minutes'] / learning['steps']:.0f} s",
-            f"greedy accuracy {_before_and_after(learning)} on one-digit sums, "
+            f"greedy accuracy {_before_and_after(learning)} on held-out sums up to 20, "
             f"{learning['steps']} steps, seeds: {learning['runs']}",
         ],
         [
@@ -132,12 +133,29 @@ def _preset_section() -> str:
 
 
 def first_run_text() -> str:
-    """What the README states of the default run."""
-    learning = _read("learning_smollm2-135m.json")["learning"]
-    return (
-        f"Its greedy accuracy on held-out sums is {_before_and_after(learning)} in "
-        f"{learning['steps']} steps (mean of {learning['runs']} seeds)."
+    """What the README states of the default run: accuracy, whole answers and minutes."""
+    learning = _read("learning_sums.json")["learning"]
+    accuracy, truncated = learning["eval_accuracy"], learning["eval_truncated"]
+    after = [100 * value for value in accuracy["by_seed"]["after"]]
+    problems = learning["config"]["eval"]["problems"]
+    text = (
+        f"Of {problems} held-out sums its greedy answers are right in {100 * accuracy['before']:.0f} "
+        f"% before and {100 * accuracy['after']:.0f} % after {learning['steps']} steps "
+        f"({len(after)} seeds: {min(after):.0f} to {max(after):.0f} %), and "
+        f"{100 * truncated['before']:.0f} and {100 * truncated['after']:.0f} % of them are cut off. "
+        f"{_first_run_minutes()}"
     )
+    return textwrap.fill(text, 110, break_on_hyphens=False)
+
+
+def _first_run_minutes() -> str:
+    """How long the default command takes, by the vector instructions of the processor."""
+    runs = [_read(name) for name in _FIRST_RUNS]
+    times = [
+        f"{run['total_seconds'] / 60:.1f} minutes with {run['device']['vectors']}" for run in runs
+    ]
+    (cores,) = {run["device"]["cores"] for run in runs}
+    return f"On {cores} cores it takes {' and '.join(times)}, set-up included."
 
 
 def _peer_rows() -> list[dict]:
@@ -245,23 +263,27 @@ def noise_text() -> str:
 
 
 def _learning_section() -> str:
-    learning = _read("learning_smollm2-135m.json")
+    learning = _read("learning_sums.json")
     commands = (
         "uv run python -m experiments.grpo_gsm8k --config.seed=SEED --workdir=runs/learn-SEED",
         "uv run python -m experiments.grpo_gsm8k --config.seed=SEED --workdir=runs/control-SEED "
         "--config.optimizer.learning_rate=0.0",
         "uv run python -m benchmarks.learning runs/learn-* --control runs/control-* "
-        "--out=benchmarks/results/learning_smollm2-135m.json",
+        "--out=benchmarks/results/learning_sums.json",
     )
     return _section(
         "Does the default run learn?",
-        "The default command trains SmolLM2-135M in NVFP4 on one-digit sums "
+        "The default command trains SmolLM2-135M in NVFP4 on sums up to 20 "
         f"({provenance(learning['learning'])}, `benchmarks/learning.py`). Welch's t compares the "
         "rewards of the last fifth of the steps with those of the first fifth: above 3 the run "
         "learns, and a control with a learning rate of 0 stays below 2.",
         "![Reward of the default run and of its control](learning.svg)",
         learning_table(learning),
         "\n".join(f"    {command}" for command in commands),
+        f"{_first_run_minutes()} XLA was limited to AVX2 by `XLA_FLAGS=--xla_cpu_max_isa=AVX2`.",
+        "    uv run python -m benchmarks.run_summary runs/first "
+        "--out=benchmarks/results/first_run_avx512.json -- python -m experiments.grpo_gsm8k "
+        "--workdir=runs/first",
     )
 
 

@@ -4,7 +4,7 @@
     uv run python -m experiments.grpo_gsm8k --config=grpo_gsm8k:qwen2.5-7b
 
 The first command is a stand-in that runs anywhere: SmolLM2-135M-Instruct, from an installed
-package, learns to add two digits. The second command trains on GSM8K with the hyperparameters of
+package, learns sums up to 20. The second command trains on GSM8K with the hyperparameters of
 the paper (Table 4) and needs a GPU; weights and problems come from the Hugging Face hub, or from
 local paths:
 
