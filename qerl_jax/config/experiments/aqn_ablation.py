@@ -3,11 +3,10 @@
     uv run python -m experiments.sweep --config=aqn_ablation
     uv run python -m experiments.sweep --config=aqn_ablation:qwen2.5-3b
 
-The first command needs no GPU and no hub and takes about 25 minutes on two CPU cores: the stand-in
-of `grpo_gsm8k.py` with half of the steps and half of the samples per step, with noise and without.
-Three seeds of a small model can tell a large effect from none, not one schedule from another. The
-second command compares the schedules, as the paper does (QeRL, arXiv:2510.11696, Figure 9), and
-needs a GPU.
+The first command needs no GPU and no hub: the stand-in of `grpo_gsm8k.py` with half of the steps
+and half of the samples per step, with noise and without. Three seeds of a small model can tell a
+large effect from none, not one schedule from another. The second command compares the schedules, as
+the paper does (QeRL, arXiv:2510.11696, Figure 9), and needs a GPU.
 
 Results: not run yet.
 """
