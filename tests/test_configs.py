@@ -156,7 +156,7 @@ def test_the_stand_in_keeps_what_it_needs_to_learn():
     for recipe in RECIPES:
         config = grpo_gsm8k.get_config(f"{models.STAND_IN},{recipe}")
         assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (5e-4, 0)
-        assert (config.aqn.sigma_start, config.rl.updates_per_rollout) == (1e-3, 1)
+        assert (config.aqn.schedule, config.rl.updates_per_rollout) == ("off", 1)
 
 
 def test_recipes_have_the_last_word_over_an_experiment():
