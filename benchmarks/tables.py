@@ -52,7 +52,6 @@ _RESULTS = _ROOT / "benchmarks" / "results"
 _DECODE_PICTURE = "![Time of a decode step in NVFP4 and in bf16](%s)"
 PAGES = ("README.md", "CONTRIBUTING.md")  # with generated parts
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100.json"
-_FIRST_RUNS = ("first_run_avx512.json", "first_run_avx2.json")
 
 
 def _read(name: str) -> dict:
@@ -133,29 +132,19 @@ def _preset_section() -> str:
 
 
 def first_run_text() -> str:
-    """What the README states of the default run: accuracy, whole answers and minutes."""
+    """What the README states of the default run: right answers, and those that were cut off."""
     learning = _read("learning_sums.json")["learning"]
     accuracy, truncated = learning["eval_accuracy"], learning["eval_truncated"]
     after = [100 * value for value in accuracy["by_seed"]["after"]]
     problems = learning["config"]["eval"]["problems"]
     text = (
-        f"Of {problems} held-out sums its greedy answers are right in {100 * accuracy['before']:.0f} "
-        f"% before and {100 * accuracy['after']:.0f} % after {learning['steps']} steps "
+        f"Of {problems} held-out sums its greedy answers are right in "
+        f"{100 * accuracy['before']:.0f} % before and {100 * accuracy['after']:.0f} % after "
+        f"{learning['steps']} steps "
         f"({len(after)} seeds: {min(after):.0f} to {max(after):.0f} %), and "
-        f"{100 * truncated['before']:.0f} and {100 * truncated['after']:.0f} % of them are cut off. "
-        f"{_first_run_minutes()}"
+        f"{100 * truncated['before']:.0f} and {100 * truncated['after']:.0f} % of them are cut off."
     )
     return textwrap.fill(text, 110, break_on_hyphens=False)
-
-
-def _first_run_minutes() -> str:
-    """How long the default command takes, by the vector instructions of the processor."""
-    runs = [_read(name) for name in _FIRST_RUNS]
-    times = [
-        f"{run['total_seconds'] / 60:.1f} minutes with {run['device']['vectors']}" for run in runs
-    ]
-    (cores,) = {run["device"]["cores"] for run in runs}
-    return f"On {cores} cores it takes {' and '.join(times)}, set-up included."
 
 
 def _peer_rows() -> list[dict]:
@@ -280,10 +269,6 @@ def _learning_section() -> str:
         "![Reward of the default run and of its control](learning.svg)",
         learning_table(learning),
         "\n".join(f"    {command}" for command in commands),
-        f"{_first_run_minutes()} XLA was limited to AVX2 by `XLA_FLAGS=--xla_cpu_max_isa=AVX2`.",
-        "    uv run python -m benchmarks.run_summary runs/first "
-        "--out=benchmarks/results/first_run_avx512.json -- python -m experiments.grpo_gsm8k "
-        "--workdir=runs/first",
     )
 
 
