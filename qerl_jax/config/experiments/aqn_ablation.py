@@ -18,10 +18,10 @@ from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.config.sweep import ConfigOverrides, chain, product
 
 _STAND_IN = {
-    "steps": 15,
+    "steps": 16,
     "aqn.stages": 5,
     "rollout.prompts_per_step": 4,
-    "eval.every": 15,
+    "eval.every": 16,
     "eval.problems": 64,
     "log.tensorboard": False,
 }
