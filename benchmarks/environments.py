@@ -1,13 +1,13 @@
 """Measures conversations with environments: waiting for them, agreement, and learning with a tool.
 
-    uv run --extra cuda python -m benchmarks.environments rollout \
-        --model=Qwen/Qwen2.5-1.5B-Instruct
+    uv run --extra cuda python -m benchmarks.environments rollout --model=qwen2.5-1.5b
     uv run --extra cuda python -m benchmarks.environments learning calculator \
         runs/tool-0 runs/tool-1 --control runs/no-tool-0 runs/no-tool-1
 
 Both write a part of benchmarks/results/environments.json. `rollout` decodes 64 episodes on 32
 slots, three turns of 512 tokens each, with replies that come at once and after 0.5 s: the time of
-the one relative to the other, whether the tokens are equal, and the share of slots that waited.
+the one relative to the other, and the share of slots that waited. Rows are compared up to the first
+token that differs: the share of their tokens, and the log-probs of these. The weights are random.
 `learning` compares the last fifth of the steps of runs with the first (examples/calculator.py has
 the commands): reward, and the share of rows with a call that succeeded.
 """
@@ -25,9 +25,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.rollout.random_policy import random_params
+from benchmarks.rollout.results import origin
+from benchmarks.rollout.subject import NO_TEXT
 from benchmarks.run_summary import describe_run
-from qerl_jax.environments.roles import DONE, OPEN, Reply, Turn
+from qerl_jax.environments.roles import DONE, OPEN, SAMPLED, Reply, Turn
 from qerl_jax.errors import UserError
+from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.sampler import Sampler
@@ -36,7 +40,7 @@ from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.system.atomic import write_json
 from qerl_jax.system.paths import user_path
-from qerl_jax.weights.load import load
+from qerl_jax.weights.compact import compact_layers
 
 _OUT = "benchmarks/results/environments.json"
 _REPLY = 32  # tokens of a reply
@@ -85,26 +89,28 @@ def measure_rollout(arguments: argparse.Namespace) -> dict[str, Any]:
     Args:
         arguments: those of the command line.
     """
-    model = load(arguments.model, format=arguments.format)
+    config = ARCHITECTURES[arguments.model]
+    key = jax.random.key(0, impl="rbg")
+    params = random_params(key, config, format=arguments.format)
+    params |= {"layers": compact_layers(params["layers"])}
     turns, tokens = arguments.turns, arguments.turn_tokens
     replies = (turns - 1) * (_REPLY + 1)
     sampler = Sampler(
-        model.config,
-        # No token ends a turn, so that all turns are of equal length.
-        dataclasses.replace(model.tokenizer, eos_ids=(-1,)),
+        config,
+        NO_TEXT,  # No token ends a turn, so that all turns are of equal length.
         SamplingConfig(max_new_tokens=turns * tokens),
         EngineConfig(
             chunk_steps=32,
             max_rows=arguments.slots,
             prompt_width=_PROMPT,
-            dequantize=dequantize_mode(model.params),
+            dequantize=dequantize_mode(params),
         ),
         turns=TurnConfig(turns, tokens, _REPLY, turns * tokens + replies),
     )
-    key, policy = jax.random.key(0, impl="threefry2x32"), Policy(model.params, None)
+    key, policy = jax.random.key(0, impl="threefry2x32"), Policy(params, None)
     sampler = sampler.compiled(key, policy, num_prompts=arguments.episodes)
     rng = np.random.default_rng(0)
-    vocabulary = min(1000, model.config.vocab_size)
+    vocabulary = min(1000, config.vocab_size)
     prompts = rng.integers(vocabulary, size=(arguments.episodes, _PROMPT)).tolist()
     ids = rng.integers(vocabulary, size=_REPLY).tolist()
     rows, rollouts = {}, []
@@ -119,6 +125,9 @@ def measure_rollout(arguments: argparse.Namespace) -> dict[str, Any]:
             "waiting_seconds": last.statistics.waiting_seconds,
         }
     instant, slow = rollouts[1:]
+    # The tokens of a row up to the first one that differs.
+    common = np.cumprod(instant.tokens == slow.tokens, axis=1).astype(bool)
+    difference = np.abs(instant.logprobs - slow.logprobs)[common & (instant.roles == SAMPLED)]
     return {
         "model": arguments.model,
         "device": jax.devices()[0].device_kind,
@@ -128,9 +137,10 @@ def measure_rollout(arguments: argparse.Namespace) -> dict[str, Any]:
         "turn_tokens": tokens,
         "by_reply_seconds": rows,
         "slowdown": rows[f"{arguments.seconds:g}"]["seconds"] / rows["0"]["seconds"],
-        "equal_tokens": float(np.mean(instant.tokens == slow.tokens)),
-        "largest_logprob_difference": float(np.abs(instant.logprobs - slow.logprobs).max()),
-    }
+        "equal_tokens": float(common.mean()),
+        "logprob_diff_mean": float(difference.mean()),
+        "logprob_diff_largest": float(difference.max()),
+    } | origin("benchmarks.environments")
 
 
 def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
@@ -163,12 +173,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=user_path, default=pathlib.Path(_OUT))
     commands = parser.add_subparsers(dest="command", required=True)
     rollout = commands.add_parser("rollout")
-    rollout.add_argument("--model", default="Qwen/Qwen2.5-1.5B-Instruct")
+    rollout.add_argument("--model", choices=ARCHITECTURES, default="qwen2.5-1.5b")
     rollout.add_argument("--format", default="nvfp4")
     rollout.add_argument("--episodes", type=int, default=64)
     rollout.add_argument("--slots", type=int, default=32)
     rollout.add_argument("--turns", type=int, default=3)
-    rollout.add_argument("--turn_tokens", type=int, default=512)
+    rollout.add_argument("--turn-tokens", type=int, default=512)
     rollout.add_argument("--seconds", type=float, default=0.5)
     learning = commands.add_parser("learning")
     learning.add_argument("name", help="name of the comparison in the file")

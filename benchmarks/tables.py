@@ -195,13 +195,22 @@ def _summary_section() -> str:
         for (model, batch, form), time in times.items()
         if form == "bf16" and (model, batch, "nvfp4") in times
     }
-    few = [fraction for (_, batch), fraction in fractions.items() if batch <= 64]
-    many = [fraction for (_, batch), fraction in fractions.items() if batch > 64]
+
+    def span(family: str, batches: range) -> str:
+        """Lowest and highest percentage of a family of models at these numbers of rows."""
+        percentages = [
+            100 * fraction
+            for (model, batch), fraction in fractions.items()
+            if model.startswith(family) and batch in batches
+        ]
+        return f"{min(percentages):.0f} to {max(percentages):.0f} %"
+
+    few, many = range(1, 65), range(65, 10**6)
     (problems,) = rows_of(rollout, "gsm8k", SAME | {"lora_rank": 32})
     sentences = (
-        f"In 4 bits a decode step takes {100 * min(few):.0f} to {100 * max(few):.0f} % of the time "
-        f"of bf16 up to 64 rows, and {100 * min(many):.0f} to {100 * max(many):.0f} % beyond "
-        "(7B, 14B and 32B, random weights). GSM8K rollouts of a 1.5B model reach "
+        f"In 4 bits a decode step takes {span('qwen2.5', few)} of the time of bf16 up to 64 rows, "
+        f"and {span('qwen2.5', many)} beyond (Qwen2.5 of 7B, 14B and 32B, random weights); with "
+        f"Qwen3.5 of 4B and 27B {span('qwen3.5', few)}. GSM8K rollouts of a 1.5B model reach "
         f"{problems['tokens_per_s']:,.0f} tokens per second on one {rollout['device']}. "
         + scaling_sentence(_read("step.json")["rows"]),
         speedrun_sentence(_read("speedrun.json")),

@@ -165,7 +165,7 @@ def test_every_program_is_compiled_before():
     rollout = compiled.rollout(KEY, Policy(params, lora), PROMPTS, dialog=Dialog(0.01))
     np.testing.assert_array_equal(rollout.tokens, expected.tokens)
     names = {name if isinstance(name, str) else name[0] for name in compiled.executables}
-    assert {"take", "extend", "restore", "resume"} <= names
+    assert {"take", "put", "extend", "resume"} <= names
 
 
 def test_one_turn_is_a_rollout_without_environment():
@@ -177,4 +177,5 @@ def test_one_turn_is_a_rollout_without_environment():
     rollout = converse(dialog, limits).rollout
     np.testing.assert_array_equal(rollout.tokens[:, :6], alone.tokens)
     np.testing.assert_array_equal(rollout.lengths, alone.lengths)
-    jax.tree.map(np.testing.assert_array_equal, rollout.logprobs[:, :6], np.asarray(alone.logprobs))
+    # The caches have different lengths, and some processors then sum in another order.
+    np.testing.assert_allclose(rollout.logprobs[:, :6], alone.logprobs, atol=2e-6)

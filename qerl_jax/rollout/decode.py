@@ -342,19 +342,23 @@ def extend_rows(
     lora_layers: list[dict],
     keys: list[jax.Array],
     values: list[jax.Array],
+    places: jax.Array,
     tokens: jax.Array,
     positions: jax.Array,
     last: jax.Array,
     *,
     model_config: ModelConfig,
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-    """Appends tokens that were not sampled to N rows that were taken out of the batch.
+    """Appends tokens that were not sampled to N of R cache rows.
+
+    The rows are computed in a copy, as few of them go on at the same time.
 
     Args:
         params: the policy.
         lora_layers: result of `fuse_adapter`.
-        keys: keys [N, K, S, H] of every layer; donated.
-        values: values [N, K, S, H] of every layer; donated.
+        keys: keys [R, K, S, H] of every layer; donated.
+        values: values [R, K, S, H] of every layer; donated.
+        places: int32 [N], cache row of each row; R for a row that is not there.
         tokens: int32 [N, T] tokens.
         positions: int32 [N, T], cache position of each token; S for padding.
         last: int32 [N], index of the last token of each row.
@@ -363,11 +367,19 @@ def extend_rows(
     Returns:
         float32 logits [N, V] after the last token, keys and values.
     """
-    cache = KVCache(keys=keys, values=values, lengths=last)
+
+    def put(caches, rows):
+        return [x.at[places].set(new, mode="drop") for x, new in zip(caches, rows, strict=True)]
+
+    cache = KVCache(
+        keys=[x.at[places].get(mode="clip") for x in keys],
+        values=[x.at[places].get(mode="clip") for x in values],
+        lengths=last,
+    )
     logits, cache = transformer.extend(
         params, lora_layers, tokens, positions, last, cache, config=model_config
     )
-    return logits, cache.keys, cache.values
+    return logits, put(keys, cache.keys), put(values, cache.values)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -417,10 +429,22 @@ def resume_rows(
     return state, jax.tree.map(lambda x: x[:, None], samples)
 
 
-@functools.partial(jax.jit, donate_argnames="x")
-def restore_rows(x: jax.Array, rows: jax.Array, indices: jax.Array | np.ndarray) -> jax.Array:
-    """Writes N rows [N, ...] into an array [R, ...] at int32 [N] indices; R drops a row."""
-    return x.at[indices].set(rows, mode="drop")
+@jax.jit
+def take_row(keys: list[jax.Array], values: list[jax.Array], place: jax.Array) -> jax.Array:
+    """Returns keys and values [2, L, K, S, H] of a row, out of those [R, K, S, H] of L layers."""
+    return jnp.stack([jnp.stack([x[place] for x in caches]) for caches in (keys, values)])
+
+
+@functools.partial(jax.jit, donate_argnames=("keys", "values"))
+def put_row(
+    keys: list[jax.Array], values: list[jax.Array], row: jax.Array, place: jax.Array
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Writes what `take_row` returned to a row of keys and values; donates these."""
+
+    def put(caches, rows):
+        return [x.at[place].set(new) for x, new in zip(caches, rows, strict=True)]
+
+    return put(keys, row[0]), put(values, row[1])
 
 
 @jax.jit

@@ -178,34 +178,36 @@ def _add_extensions(
     result: Callable[[Any], Any],
     on_devices: Callable[[Any], Any],
 ) -> None:
-    """Adds what appends the tokens of environments, if any, to rows: take, extend, restore, resume.
+    """Adds what rows need that talk to environments, if any.
 
-    The rows are taken out of the batch, as few of them go on at the same time.
+    They are extended by what an environment wrote and resumed, and a row that waits for long is
+    taken out of the cache and put into it again.
     """
     rows, cache = shapes.batch_sizes[0], (shapes.cache_positions, shapes.dtype)
     sizes = [(count,) for count in shapes.extend_sizes]
     if not sizes:
         return
     widths = [(count, width) for (count,) in sizes for width in shapes.extend_widths]
+    caches = state(rows).keys, state(rows).values
     add(
-        *("take", sizes, decode.gather_rows, {}),
-        lambda count: (state(rows).keys[0], _int32(count)),
+        *("take", [()], decode.take_row, {}),
+        lambda: (*caches, np.int32(0)),
         *(rows, *cache, config.model),
         of_any_policy=True,
     )
     add(
-        *("restore", sizes, decode.restore_rows, {}),
-        lambda count: (state(rows).keys[0], state(count).keys[0], _int32(count)),
+        *("put", [()], decode.put_row, {}),
+        lambda: (*caches, on_devices(result("take")), np.int32(0)),
         *(rows, *cache, config.model),
         of_any_policy=True,
     )
     add(
         *("extend", widths, decode.extend_rows, {"model_config": config.model}),
         lambda count, width: (
-            *(dense(), on_devices(result("fuse_adapter")), state(count).keys, state(count).values),
+            *(dense(), on_devices(result("fuse_adapter")), *caches, _int32(count)),
             *(_int32(count, width), _int32(count, width), _int32(count)),
         ),
-        *(*cache, config.dequantize),
+        *(rows, *cache, config.dequantize),
     )
     add(
         *("resume", sizes, decode.resume_rows, {"config": config}),

@@ -2,8 +2,9 @@
 
 A row's token ids only grow. When a turn of the policy has ended, the row hands it to the dialog and
 waits; what the environment writes comes back as token ids, which are prefilled on the row's live
-cache together with those of other rows, and the next turn begins. A row that waits for long while
-others have no slot gives up its slot, and its keys and values are kept on the host.
+cache together with those of other rows, and the next turn begins. A row that waits for long, or
+while no other row decodes, gives up its slot to one that has none. The host keeps its keys and
+values.
 
 When an environment replies depends on the time, and so does which rows are in a batch. So all
 batches of a rollout have one size: a row has the same numbers whatever the other rows do.
@@ -11,7 +12,6 @@ batches of a rollout have one size: a row has the same numbers whatever the othe
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -24,7 +24,7 @@ from qerl_jax.rollout.progress import Statistics
 from qerl_jax.rollout.scheduler import _NO_ROW, Scheduler
 
 _PATIENCE = 0.3  # seconds after which a row that waits may lose its slot
-_TICK = 0.05  # seconds between two looks at whether an environment has replied
+_TICK = 0.05  # the same where no row decodes; and between two looks whether replies are there
 
 
 class Dialog(Protocol):
@@ -88,8 +88,8 @@ class TurnScheduler(Scheduler):
         self._stamps: list[np.ndarray] = []  # the turn of each row of the samples in flight
         self._waits: dict[int, float] = {}  # row -> time at which it began to wait
         self._ready: dict[int, Reply] = {}
-        # Keys and values of rows that wait or are ready without a slot.
-        self._kept: dict[int, list[list[np.ndarray]]] = {}
+        # Keys and values of rows that wait or are ready without a slot, in memory of the host.
+        self._kept: dict[int, jax.Array] = {}
         self._idle = self._extended = 0
         self._seconds = 0.0
 
@@ -201,20 +201,23 @@ class TurnScheduler(Scheduler):
         wanted = len(self._kept.keys() & self._ready.keys())
         wanted += len(self._identities) - self._next_row
         wanted -= int((~self.occupied).sum())
-        before = time.monotonic() - _PATIENCE
+        before = time.monotonic() - (_PATIENCE if self.active.any() else _TICK)
         rows = [row for row, began in self._waits.items() if began <= before]
         for row in [row for row in rows if row not in self._kept][: max(0, wanted)]:
-            place = int(np.flatnonzero(self._rows == row)[0])
-            keys, values = self._take(np.array([place]))
-            self._kept[row] = jax.device_get([[x[:1] for x in cache] for cache in (keys, values)])
+            place = np.flatnonzero(self._rows == row)[0]
+            taken = self._programs["take"](
+                self._state.keys, self._state.values, place.astype(np.int32)
+            )
+            self._kept[row] = jax.device_put(taken, taken.sharding.with_memory_kind("pinned_host"))
             self._rows[place] = _NO_ROW
 
     def _restore(self, row: int, place: int) -> None:
         """Gives a row that lost its slot another one."""
-        (size,) = self._shapes.extend_sizes
-        padding = [(0, size - 1), (0, 0), (0, 0), (0, 0)]
-        kept = [[np.pad(x, padding) for x in cache] for cache in self._kept.pop(row)]
-        self._put(kept, np.array([place]))
+        kept = jax.device_put(self._kept.pop(row), self._key.sharding)
+        keys, values = self._programs["put"](
+            self._state.keys, self._state.values, kept, np.int32(place)
+        )
+        self._state = dataclasses.replace(self._state, keys=keys, values=values)
         self._rows[place] = row
 
     def _go_on(self, row: int, place: int) -> _Extension:
@@ -246,51 +249,27 @@ class TurnScheduler(Scheduler):
         (count,), (width,) = shapes.extend_sizes, shapes.extend_widths
         tokens = np.full((count, width), self.completions.pad_id, np.int32)
         positions = np.full((count, width), shapes.cache_positions, np.int32)
-        last, slots, lengths, numbers, counts = np.zeros((5, count), np.int32)
-        slots[:] = shapes.batch_sizes[0]
+        last, lengths, numbers, counts = np.zeros((4, count), np.int32)
+        slots, places = np.full((2, count), shapes.batch_sizes[0], np.int32)
         rows = np.full(count, _NO_ROW)
         for i, one in enumerate(batch):
             end = 1 + len(one.tokens)
             tokens[i, :end], last[i] = [one.first, *one.tokens], end - 1
             positions[i, 0] = 0
             positions[i, 1:end] = one.length - len(one.tokens) + np.arange(len(one.tokens))
-            slots[i], rows[i], lengths[i] = self._slots[one.place], one.row, one.length
+            slots[i], places[i], rows[i] = self._slots[one.place], one.place, one.row
+            lengths[i] = one.length
             numbers[i], counts[i] = self._identities[one.row], self._sampled[one.row]
-        places = np.array([one.place for one in batch])
-        logits, *cache = self._programs["extend", count, width](
-            *(self._params, self._lora_layers, *self._take(places), tokens, positions, last)
+        logits, keys, values = self._programs["extend", count, width](
+            *(self._params, self._lora_layers, self._state.keys, self._state.values),
+            *(places, tokens, positions, last),
         )
-        self._put(cache, places)
-        keys, values = self._state.keys, self._state.values
         state, samples = self._programs["resume", count](
             *(self._key, dataclasses.replace(self._state, keys=[], values=[]), logits),
             *(slots, lengths, numbers, counts, self.completions.temperature),
         )
         self._state = dataclasses.replace(state, keys=keys, values=values)
         self._enqueue(rows, samples)
-
-    def _take(self, places: np.ndarray) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns copies of the keys and values of some cache rows, followed by others."""
-        (count,) = self._shapes.extend_sizes
-        indices = np.zeros(count, np.int32)
-        indices[: len(places)] = places
-        take = self._programs["take", count]
-        state = self._state
-        return [take(x, indices) for x in state.keys], [take(x, indices) for x in state.values]
-
-    def _put(self, cache: Sequence[Sequence[Any]], places: np.ndarray) -> None:
-        """Writes keys and values into some cache rows; further rows of them are left out."""
-        (count,) = self._shapes.extend_sizes
-        indices = np.full(count, len(self._rows), np.int32)
-        indices[: len(places)] = places
-        restore, (keys, values) = self._programs["restore", count], cache
-        self._state = dataclasses.replace(
-            self._state,
-            keys=[restore(*pair, indices) for pair in zip(self._state.keys, keys, strict=True)],
-            values=[
-                restore(*pair, indices) for pair in zip(self._state.values, values, strict=True)
-            ],
-        )
 
     def _enqueue(self, rows: np.ndarray, samples: Samples) -> None:
         super()._enqueue(rows, samples)
