@@ -103,9 +103,9 @@ def format_answers(before: Sequence[Any], after: Sequence[Any]) -> list[str]:
 
 
 def _answer(answer: Mapping[str, Any]) -> str:
-    judgement = {True: "right", False: "wrong"}.get(answer.get("correct"), "no score")
+    verdict = {True: "right", False: "wrong"}.get(answer.get("correct"), "no score")
     cut = "" if answer.get("finished") else ", cut off"
-    return f"{_line(answer.get('completion'))} ({judgement}{cut})"
+    return f"{_line(answer.get('completion'))} ({verdict}{cut})"
 
 
 def _line(text: Any) -> str:
