@@ -20,6 +20,8 @@ from qerl_jax.config.sweep import ConfigOverrides, chain, product
 _STAND_IN = {
     "steps": 16,
     "aqn.stages": 5,
+    "aqn.sigma_start": 5e-3,
+    "aqn.kl_rows": 3,  # fill one buffer of the update
     "rollout.prompts_per_step": 4,
     "eval.every": 16,
     "eval.problems": 64,
