@@ -148,7 +148,7 @@ def draw_learning(data: dict) -> "Figure":
         xlabel="step",
         ylabel="reward",
         ylim=(0, 1),
-        title=f"SmolLM2-135M learns sums up to 20 on two CPU cores ({seed_text})",
+        title=f"SmolLM2-135M learns sums up to 20 on a CPU ({seed_text})",
     )
     axes.legend(frameon=False, loc="upper left")
     return figure

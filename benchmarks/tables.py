@@ -61,11 +61,12 @@ def _read(name: str) -> dict:
 def trained_table() -> str:
     """What is known of the presets that were trained: hardware, memory, seconds a step, result."""
     learning, run = _read("learning_sums.json")["learning"], _read(_GPU_RUN)
+    device = learning["device"]
     speedrun = _read("speedrun.json")
     lines = [
         [
             f"`{models.STAND_IN}`",
-            "two CPU cores",
+            f"CPU, cores: {device['cores']}, {device['vectors']}",
             "not recorded",
             f"{60 * learning['minutes'] / learning['steps']:.0f} s",
             f"greedy accuracy {_before_and_after(learning)} on held-out sums up to 20, "
