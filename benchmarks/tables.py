@@ -138,14 +138,12 @@ def first_run_text() -> str:
     accuracy, truncated = learning["eval_accuracy"], learning["eval_truncated"]
     after = [100 * value for value in accuracy["by_seed"]["after"]]
     problems = learning["config"]["eval"]["problems"]
-    text = (
-        f"Of {problems} held-out sums its greedy answers are right in "
-        f"{100 * accuracy['before']:.0f} % before and {100 * accuracy['after']:.0f} % after "
-        f"{learning['steps']} steps "
-        f"({len(after)} seeds: {min(after):.0f} to {max(after):.0f} %), and "
-        f"{100 * truncated['before']:.0f} and {100 * truncated['after']:.0f} % of them are cut off."
+    return (
+        f"Right on {problems} held-out sums: {100 * accuracy['before']:.0f} % before, "
+        f"{min(after):.0f} to {max(after):.0f} % after {learning['steps']} steps "
+        f"({len(after)} seeds); cut off: {100 * truncated['before']:.0f} %, then "
+        f"{100 * truncated['after']:.0f} %."
     )
-    return textwrap.fill(text, 110, break_on_hyphens=False)
 
 
 def _peer_rows() -> list[dict]:
