@@ -38,14 +38,22 @@ def learning_table(result: dict) -> str:
                 f"{reward['welch_t']:.1f}",
                 f"{evaluated['before']:.3f}",
                 f"{evaluated['after']:.3f}",
+                f"{_range(evaluated['by_seed']['after'])}",
+                f"{100 * part['eval_truncated']['before']:.0f} %",
+                f"{100 * part['eval_truncated']['after']:.0f} %",
                 f"{part['minutes']:.1f}",
             ]
         )
     header = (
         "run", "seeds x steps", "mean reward, first fifth of the steps", "last fifth", "Welch's t",
-        "greedy accuracy before", "after", "minutes",
+        "greedy accuracy before", "after", "by seed", "cut off before", "after",
+        "minutes of steps",
     )  # fmt: skip
     return markdown(header, lines)
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.3f} to {max(values):.3f}"
 
 
 def run_table(result: dict) -> str:

@@ -141,7 +141,16 @@ def test_a_finished_run_is_left_alone(finished, tiny, capsys):
     assert tiny_run.contents(finished) == before
     out = capsys.readouterr().out
     assert "finished after step 4" in out
+    first, last = (row["eval_answers"] for row in answers_of(finished) if row["step"] in (0, 4))
+    for before, after in zip(first, last, strict=True):
+        assert before["question"] == after["question"]
+        assert f"{before['question']}\n  before: {before['completion']} (" in out
+        assert f"\n  after:  {after['completion']} (" in out
     assert f"--workdir={finished} --config.steps=8" in out
+
+
+def answers_of(run):
+    return [row for row in read_jsonl(run / "metrics.jsonl") if "eval_answers" in row]
 
 
 @pytest.mark.slow  # 5 s; `test_resume` compares runs
