@@ -76,6 +76,7 @@ def same_adapters(a, b):
 def test_rows(finished):
     written = read_jsonl(finished / "metrics.jsonl")
     assert [row["step"] for row in written] == [0, 1, 2, 2, 3, 4, 4]
+    assert all(len(row.pop("eval_answers")) == 2 for row in written if "eval_seconds" in row)
     assert_finite(written)
     evaluation = {"step", "eval_seconds", "eval_truncated", "compiled_programs", "compile_seconds"}
     assert written[0].keys() == evaluation | {"eval_accuracy_before"}

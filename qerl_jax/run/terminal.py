@@ -103,7 +103,8 @@ def format_answers(before: Sequence[Any], after: Sequence[Any]) -> list[str]:
 
 
 def _answer(answer: Mapping[str, Any]) -> str:
-    verdict = {True: "right", False: "wrong"}.get(answer.get("correct"), "no score")
+    correct = answer.get("correct")
+    verdict = "no score" if not isinstance(correct, bool) else "right" if correct else "wrong"
     cut = "" if answer.get("finished") else ", cut off"
     return f"{_line(answer.get('completion'))} ({verdict}{cut})"
 
