@@ -207,6 +207,29 @@ class _Block:
             assert at.size == 0 or (at.min() >= 0 and at.max() < memory.size), "outside"
             memory[at] = np.ascontiguousarray(data).view(np.uint8).reshape(THREADS, size)[mask]
 
+    def op_cp(self, parts, operands, mask):
+        """An asynchronous copy, at once; what the source does not have becomes zero."""
+        if operands and "async" in parts and "cg" in parts:
+            size, count = int(operands[2]), self.get(operands[3], "u32").astype(np.int64)
+            target, source = self.address(operands[0]), self.address(operands[1]) - _BASE
+            assert (target % size == 0).all(), "a misaligned copy"
+            there = mask[:, None] & (np.arange(size) < count[:, None])
+            assert (source[count > 0] % size == 0).all(), "a misaligned copy"
+            data = self.memory[np.where(there, source[:, None] + np.arange(size), 0)]
+            places = target[:, None] + np.arange(size)
+            self.shared[places[mask]] = np.where(there, data, 0)[mask]
+
+    def op_atom(self, parts, operands, mask):
+        """An increment with a limit, by one thread after another."""
+        assert parts[-2:] == ["inc", "u32"]
+        limit, places = self.get(operands[2], "u32"), self.address(operands[1]) - _BASE
+        before = np.zeros(THREADS, np.uint32)
+        for thread in np.flatnonzero(mask):
+            word = self.memory[places[thread] : places[thread] + 4].view(np.uint32)
+            before[thread] = word[0]
+            word[0] = 0 if word[0] >= limit[thread] else word[0] + 1
+        self.put(operands[0], before, mask)
+
     def op_mov(self, parts, operands, mask):
         target, source = operands
         width = int(parts[-1][1:]) if parts[-1] != "pred" else 0
@@ -227,7 +250,8 @@ class _Block:
         elif source in ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z"):
             self.put(target, self.registers[source], mask)
         elif parts[-1] == "pred":
-            self.put(target, np.full(THREADS, source != "0"), mask)
+            known = self.registers.get(source)
+            self.put(target, np.full(THREADS, source != "0") if known is None else known, mask)
         elif source.startswith(("0f", "0d")):
             self.put(target, self.get(source), mask)
         else:

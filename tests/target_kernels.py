@@ -77,19 +77,32 @@ def parameters(function, args):
     """Indices of a kernel's references in the order of its parameters: that of their first use."""
     (call,) = equations(jax.make_jaxpr(function)(*args).jaxpr, "mpmd_map")
     (kernel,) = call.params["jaxprs"]
-    order = []
+    order, pointers = [], []  # what inline code takes whole comes after everything else
 
     def visit(jaxpr, known):
         for equation in jaxpr.eqns:
             inputs = [None if hasattr(x, "val") else known.get(x) for x in equation.invars]
             inner = list(inner_jaxprs(equation, inputs))
             if not inner:
-                order.extend(i for i in inputs if i is not None and i not in order)
+                whole = whole_arguments(equation)
+                for place, i in enumerate(inputs):
+                    found = pointers if place in whole else order
+                    if i is not None and i not in found:
+                        found.append(i)
             for body, names in inner:
                 visit(body, names)
 
     visit(kernel, {x: i for i, x in enumerate(kernel.invars)})
-    return order
+    return order + [i for i in pointers if i not in order]
+
+
+def whole_arguments(equation):
+    """Places of the references that inline code takes whole, without an index."""
+    if equation.primitive.name != "inline_mgpu":
+        return []
+    tree = equation.params["pytree_ref_transforms"]
+    transforms = jax.tree.unflatten(tree, range(tree.num_leaves))
+    return [place for place, indices in enumerate(transforms) if indices == ()]
 
 
 def inner_jaxprs(equation, inputs):
