@@ -5,6 +5,7 @@ PTX for any target, on any machine. Threads proceed together, so it finds no rac
 must be taken by all threads of a CTA or by none.
 """
 
+import functools
 import itertools
 import re
 import struct
@@ -109,6 +110,7 @@ class _Block:
         self.program, self.memory = program, memory
         self.shared = np.zeros(256 << 10, np.uint8)
         self.parameters = parameters
+        self.groups = [[]]  # of asynchronous copies, the last one is open
         self.registers = {"%tid.x": _THREAD.copy()}
         for axis, i in zip("xyz", (*place[::-1], 0, 0), strict=False):
             self.registers[f"%ctaid.{axis}"] = np.full(THREADS, i, np.uint64)
@@ -208,16 +210,24 @@ class _Block:
             memory[at] = np.ascontiguousarray(data).view(np.uint8).reshape(THREADS, size)[mask]
 
     def op_cp(self, parts, operands, mask):
-        """An asynchronous copy, at once; what the source does not have becomes zero."""
-        if operands and "async" in parts and "cg" in parts:
+        """Asynchronous copies, which are there no earlier than they are waited for."""
+        if "commit_group" in parts:
+            self.groups.append([])
+        elif "wait_group" in parts:
+            done = max(0, len(self.groups) - 1 - int(operands[0]))
+            for copy in itertools.chain.from_iterable(self.groups[:done]):
+                copy()
+            del self.groups[:done]
+        else:
             size, count = int(operands[2]), self.get(operands[3], "u32").astype(np.int64)
             target, source = self.address(operands[0]), self.address(operands[1]) - _BASE
-            assert (target % size == 0).all(), "a misaligned copy"
             there = mask[:, None] & (np.arange(size) < count[:, None])
-            assert (source[count > 0] % size == 0).all(), "a misaligned copy"
+            assert (target % size == 0).all(), "a misaligned copy"
+            assert (source[there[:, 0]] % size == 0).all(), "a misaligned copy"
+            places = (target[:, None] + np.arange(size))[mask]
             data = self.memory[np.where(there, source[:, None] + np.arange(size), 0)]
-            places = target[:, None] + np.arange(size)
-            self.shared[places[mask]] = np.where(there, data, 0)[mask]
+            data = np.where(there, data, 0)[mask]  # what the source does not have is zero
+            self.groups[-1].append(functools.partial(self.shared.__setitem__, places, data))
 
     def op_atom(self, parts, operands, mask):
         """An increment with a limit, by one thread after another."""

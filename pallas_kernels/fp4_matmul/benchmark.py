@@ -10,6 +10,8 @@ bandwidth, which is measured first, and at 790 TFLOP/s. Implementations:
 
     nvfp4          the kernel
     nvfp4_lora32   the kernel with an adapter of rank 32 for each fused projection, x A^T included
+    mma            the kernel for up to 64 tokens on every GPU since Ampere
+    mma_lora32     the same with an adapter, as nvfp4_lora32
     bf16           cuBLAS on a dense weight, for one token `pallas_kernels.matvec.matvec`
     xla            XLA's dequantize-and-dot of the packed weight
     nf4            bitsandbytes, if it is installed
@@ -179,9 +181,12 @@ def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, 
             raise
     make = {"bf16": _dense, "dx_bf16": _dense, "xla": random_weight}.get(impl, _tiles)
     kernel = functools.partial(fp4.fp4_matmul, implementation="mosaic")
+    mma = functools.partial(fp4.fp4_matmul, implementation="mma")
     operations = {
         "nvfp4": kernel,
         "nvfp4_lora32": lambda x, w, lora: kernel(x, w, lora=lora),
+        "mma": mma,
+        "mma_lora32": lambda x, w, lora: mma(x, w, lora=lora),
         "xla": functools.partial(fp4.fp4_matmul, implementation="xla"),
         "bf16": matvec.matmul,
         "dx": lambda dy, w: api.kernel_transposed(dy, w, inputs=k),
@@ -190,11 +195,11 @@ def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, 
     with sole_use():
         weights = random_weights(make, n, k, bits=BITS.get(impl, 4.5))
         args = [random_tokens(len(weights), m, n if impl.startswith("dx") else k), weights]
-        if impl == "nvfp4_lora32":
+        if impl.endswith("_lora32"):
             args.append(random_adapters(len(weights), cases.rank_of(layer, 32), n, k))
         jax.block_until_ready(args)
     lowered = repeated(operations[impl]).lower(*args)
-    program = lowered.compile() if impl in ("nvfp4", "nvfp4_lora32") else None
+    program = lowered.compile() if impl.startswith(("nvfp4", "mma")) else None
     with sole_use():  # XLA compiles its products by measuring, too.
         return measure(program or lowered.compile(), *args)
 

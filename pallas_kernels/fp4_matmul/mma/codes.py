@@ -8,13 +8,39 @@ fused multiply-add of -0, which rounds alike and keeps the sign of zero.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from pallas_kernels import warp_mma
 from pallas_kernels.fp4_matmul import layout
+from pallas_kernels.fp4_matmul.sm90.codes import CODES, SCALES, dequantize_reference
+from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
+from pallas_kernels.warpgroup import Warpgroup
 
 STEPS = 8  # of 16 columns, in a tile
+# Results of mma.sync and of wgmma are alike: each warp has 16 rows, a thread pairs of columns.
+PAIRS = plgpu.Layout.WGMMA
+
+
+def dequantize_tile(threads: Warpgroup, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Dequantizes codes [4, 256] and scales [128] to a bfloat16 tile [64, 128], over UNIT."""
+    if threads.simulated:
+        return dequantize_reference(codes, scales)
+    shape = TILE_ROWS, TILE_COLUMNS
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bfloat16), layout=PAIRS)
+
+    @plgpu.inline_mgpu(arg_types=(CODES, SCALES), return_type=result)
+    def dequantize(_, codes, scales):
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        steps = operands(list(codes.registers.flat), list(scales.registers.flat))
+        pairs = [mgpu.utils.bitcast(word, pair) for step in steps for word in step]
+        return warp_mma.array(pairs, PAIRS, shape)
+
+    return dequantize(codes, scales)
 
 
 def operands(codes: Sequence[Any], scales: Sequence[Any]) -> list[list[Any]]:

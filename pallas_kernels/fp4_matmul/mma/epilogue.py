@@ -13,11 +13,11 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels import warp_mma
 from pallas_kernels.fp4_matmul import layout
+from pallas_kernels.fp4_matmul.mma.codes import PAIRS
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 from pallas_kernels.warpgroup import WARPS, Warpgroup
 
-# Sums [64, tokens]: each warp has 16 rows, as results of mma.sync and of wgmma are alike.
-ACC = plgpu.Layout.WGMMA
+ACC = PAIRS  # sums [64, tokens]
 
 
 def load_rows(threads: Warpgroup, vector: Any, tile: Any) -> jax.Array:

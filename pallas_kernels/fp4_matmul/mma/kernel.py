@@ -6,10 +6,9 @@ The weight is the first operand of mma.sync, 16 rows high for each warp, and the
 narrow side. A CTA is four warps with a tile of 64 rows of W, or several, and a part of the columns;
 it goes through them in steps:
 
-    codes, scales  global memory -> registers, one step ahead: in tile order 16 bytes of a thread
-                   are its own operands, so no other thread reads them
-    x              global memory -> shared memory by cp.async, `stages` - 1 steps ahead, and from
-                   there by ldmatrix
+    cp.async  x, codes and scales from global to shared memory, `stages` - 1 steps ahead
+    ldmatrix  the second operands of mma.sync; the first ones are dequantized in registers, from
+              codes that lie in tile order as a thread needs them
 
 All instructions exist from Ampere on, and all GPUs run the same ones: nothing here knows of the TMA
 or of wgmma. Where several CTAs divide the columns, each writes its sums, and the warp that comes
@@ -32,7 +31,7 @@ from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.mma import codes as mma_codes
 from pallas_kernels.fp4_matmul.mma import copies, epilogue
 from pallas_kernels.fp4_matmul.mma.epilogue import ACC
-from pallas_kernels.fp4_matmul.mma.schedule import MAX_ROWS, MmaConfig, padded_tokens
+from pallas_kernels.fp4_matmul.mma_schedule import MAX_ROWS, MmaConfig, padded_tokens
 from pallas_kernels.fp4_matmul.sm90.codes import CODES, SCALES, dequantize_reference
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.warpgroup import WARPS, Warpgroup
@@ -115,13 +114,14 @@ def matmul(
         (blocks, config.split),
         operands,
         results,
-        scratch={"x_stages": ((config.stages, tokens, config.pitch()), jnp.bfloat16)},
+        scratch=copies.Stages.types(config, m)._asdict(),
         interpret=interpret,
     )["y"]
 
 
-def _body(config: MmaConfig, threads: Warpgroup, operands, _, results, x_stages) -> None:
+def _body(config: MmaConfig, threads: Warpgroup, operands, _, results, **shared) -> None:
     """What a CTA does."""
+    stages = copies.Stages(**shared)
     block, part = threads.place
     row_tiles, column_tiles = operands["codes"].shape[:2]
     per_part = -(-column_tiles // config.split)
@@ -132,44 +132,39 @@ def _body(config: MmaConfig, threads: Warpgroup, operands, _, results, x_stages)
     own = [block * config.row_tiles + i for i in range(config.row_tiles)]
     tiles = [jnp.minimum(row, row_tiles - 1) for row in own]
 
-    def copy_x(step):
-        column = first + step * config.column_tiles
-        stage = x_stages.at[lax.rem(step, config.stages)]
-        copies.start(threads, operands["x"], stage, column * TILE_COLUMNS, end * TILE_COLUMNS)
-
-    def load_tile(step, i):
-        """Codes and scales of the tiles of a column; the last column's after the end."""
-        column = jnp.minimum(first + step * config.column_tiles + i, end - 1)
-        return [
-            (
-                threads.load(operands["codes"].at[tile, column], CODES),
-                threads.load(operands["scales"].at[tile, column], SCALES),
-            )
-            for tile in tiles
-        ]
+    def start_copies(step):
+        column, stage = first + step * config.column_tiles, stages.at(step)
+        copies.start_x(threads, operands["x"], stage.x, column * TILE_COLUMNS, end * TILE_COLUMNS)
+        for i, tile in enumerate(tiles):
+            rows = [operands[name].at[tile] for name in ("codes", "scales")]
+            copies.start_tiles(threads, rows, [stage.codes.at[i], stage.scales.at[i]], column, end)
+        copies.close_group(threads)
 
     for step in range(config.stages - 1):
-        copy_x(jnp.int32(step))
-    ahead = [load_tile(jnp.int32(0), i) for i in range(config.column_tiles)]
+        start_copies(jnp.int32(step))
     divisors = [epilogue.load_rows(threads, operands["divisor"], tile) for tile in tiles]
     sums = [
-        _adapter(threads, operands, tile, divisor, part, x_stages.shape[1])
+        _adapter(threads, operands, tile, divisor, part, stages.x.shape[1])
         for tile, divisor in zip(tiles, divisors, strict=True)
     ]
 
-    def multiply_step(step, carry):
-        sums, ahead = carry
+    def multiply_step(step, sums):
         copies.wait(threads, config.stages - 2)
-        threads.meet()  # The columns are there, and the stage of the step before is free.
-        copy_x(step + config.stages - 1)
-        stage = x_stages.at[lax.rem(step, config.stages)]
-        following = []
-        for i, pairs in enumerate(ahead):
-            sums = _multiply(threads, sums, pairs, stage, i)
-            following.append(load_tile(step + 1, i))
-        return sums, following
+        threads.meet()  # All copies are there, and the stage of the step before is free.
+        start_copies(step + config.stages - 1)
+        stage = stages.at(step)
+        for column in range(config.column_tiles):
+            pairs = [
+                (
+                    threads.load(stage.codes.at[row, column], CODES),
+                    threads.load(stage.scales.at[row, column], SCALES),
+                )
+                for row in range(config.row_tiles)
+            ]
+            sums = _multiply(threads, sums, pairs, stage.x, column)
+        return sums
 
-    sums, _ = lax.fori_loop(0, steps, multiply_step, (sums, ahead))
+    sums = lax.fori_loop(0, steps, multiply_step, sums)
 
     def store(i, total):
         bias = None

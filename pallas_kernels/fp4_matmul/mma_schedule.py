@@ -15,9 +15,8 @@ class MmaConfig:
 
     Attributes:
         rows: rows of W of a CTA, 64 or a multiple.
-        columns: columns of a step, 128, 256 or 512. A thread has the codes of one step in
-            registers while those of the next one are on their way.
-        stages: number of steps whose columns of x shared memory holds.
+        columns: columns of a step, 128, 256 or 512.
+        stages: number of steps that shared memory holds.
         split: number of CTAs that divide the columns of the same rows.
     """
 
@@ -41,8 +40,9 @@ class MmaConfig:
         return self.columns + _PITCH // 2
 
     def shared_bytes(self, m: int) -> int:
-        """Bytes of shared memory for x of M rows."""
-        return self.stages * padded_tokens(m) * 2 * self.pitch()
+        """Bytes of shared memory of a product of M rows."""
+        weight = self.rows * self.columns * 9 // 16
+        return self.stages * (padded_tokens(m) * 2 * self.pitch() + weight)
 
     def problem(self, m: int) -> str | None:
         """Why a product of M rows cannot have this schedule, or None."""
@@ -71,9 +71,7 @@ def choose(m: int, n: int, k: int, num_sms: int) -> MmaConfig:
         k: K.
         num_sms: number of SMs.
     """
-    columns, stages = {8: (512, 3), 16: (512, 3)}.get(padded_tokens(m), (256, 3))
-    if padded_tokens(m) > 32:
-        columns = 128
+    columns, stages = (256, 3) if m <= 16 else (128, 3)
     row_tiles, column_tiles = -(-n // TILE_ROWS), -(-k // TILE_COLUMNS)
     # As many CTAs as fill the SMs several times, with a few steps each.
     wanted = -(-4 * num_sms // row_tiles)
