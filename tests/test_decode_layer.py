@@ -221,20 +221,21 @@ PLAIN = "add_rmsnorm fp4 attend merge_parts fp4 add_rmsnorm fp4 swiglu fp4"
 
 # The table in the docstring of `layer`.
 @pytest.mark.parametrize(
-    ("rows", "expected"),
+    ("rows", "kernel", "expected"),
     [
-        pytest.param(1, PLAIN, marks=pytest.mark.slow),
-        (8, "add_rmsnorm fp4 attend merge_parts fp4+RMSNorm fp4+SwiGLU fp4"),
+        pytest.param(1, "mosaic", PLAIN, marks=pytest.mark.slow),
+        (8, "mosaic", "add_rmsnorm fp4 attend merge_parts fp4+RMSNorm fp4+SwiGLU fp4"),
         pytest.param(
-            *(64, "add_rmsnorm fp4 attention_sm90 fp4+RMSNorm fp4+SwiGLU fp4"),
+            *(64, "mosaic", "add_rmsnorm fp4 attention_sm90 fp4+RMSNorm fp4+SwiGLU fp4"),
             marks=pytest.mark.slow,
         ),
-        (72, "add_rmsnorm fp4 attention_sm90 fp4 add_rmsnorm fp4+SwiGLU lora_shrink fp4"),
-        pytest.param(136, PLAIN, marks=pytest.mark.slow),
+        (72, "mosaic", "add_rmsnorm fp4 attention_sm90 fp4 add_rmsnorm fp4+SwiGLU lora_shrink fp4"),
+        pytest.param(136, "mosaic", PLAIN, marks=pytest.mark.slow),
+        (32, "mma", PLAIN),
     ],
 )
-def test_the_kernels_of_a_layer(rows, expected, monkeypatch):
-    """The kernels for Qwen2.5-7B in NVFP4 with an adapter of rank 32, on an H100 or H200."""
+def test_the_kernels_of_a_layer(rows, kernel, expected, monkeypatch):
+    """The kernels for Qwen2.5-7B in NVFP4 with an adapter of rank 32, on 132 SMs."""
     called = []
 
     def record(module, name, label):
@@ -248,8 +249,9 @@ def test_the_kernels_of_a_layer(rows, expected, monkeypatch):
         monkeypatch.setattr(module, name, recorded)
 
     monkeypatch.setattr(layer, "_sm90_attention_agrees", lambda: True)
+    monkeypatch.setattr(dispatch, "supports_mma_device", lambda: kernel == "mma")
     for module in (fp4_matmul, dispatch):
-        monkeypatch.setattr(module, "supports_device", lambda: True)
+        monkeypatch.setattr(module, "supports_device", lambda: kernel == "mosaic")
     for module, name, label in (
         (norms, "add_rmsnorm", "add_rmsnorm"),
         (norms, "swiglu", "swiglu"),

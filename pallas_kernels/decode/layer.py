@@ -190,9 +190,10 @@ def _attention(
 ) -> tuple[Activations, jax.Array, jax.Array]:
     """Attention, and the updated keys and values; the output projection reads the former."""
     options = {"eps": eps, "num_sms": num_sms()}
-    # The FP4 product makes x A^T too: after attention in one part nothing is left to do.
+    # The Hopper kernel makes x A^T too: after attention in one part nothing is left to do.
     unsplit = (
         isinstance(o.weight, Fp4Tiles)
+        and fp4_matmul.supports_device()
         and len(inputs.qkv) <= MAX_ROWS_OF_PARTIALS
         and attention.num_parts(inputs.keys, num_sms()) == 1
     )

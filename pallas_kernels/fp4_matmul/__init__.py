@@ -6,10 +6,12 @@ from pallas_kernels.fp4_matmul.api import (
     fp4_matmul_with_xa_partials,
 )
 from pallas_kernels.fp4_matmul.dispatch import (
+    device_kernel,
     load_kernel,
     sum_xa_partials,
     supports_device,
     supports_lora_shrink,
+    supports_tiles,
 )
 from pallas_kernels.fp4_matmul.epilogues import (
     fp4_matmul_add_rmsnorm,
@@ -37,6 +39,7 @@ __all__ = [
     "Fp4Weight",
     "TileConfig",
     "dequantize",
+    "device_kernel",
     "dot",
     "format_of",
     "fp4_matmul",
@@ -52,5 +55,6 @@ __all__ = [
     "supports_device",
     "supports_lora_shrink",
     "supports_swiglu",
+    "supports_tiles",
     "to_tiles",
 ]

@@ -68,9 +68,16 @@ def supports_mma_device() -> bool:
     return True
 
 
+def device_kernel() -> str:
+    """What multiplies packed weights on the default device: "mosaic", "mma" or "xla"."""
+    if supports_device():
+        return "mosaic"
+    return "mma" if supports_mma_device() else "xla"
+
+
 def supports_tiles() -> bool:
     """Whether a kernel for the default device reads weights in tile order."""
-    return supports_device() or supports_mma_device()
+    return device_kernel() != "xla"
 
 
 def _chosen() -> str | None:

@@ -147,7 +147,7 @@ class RunPlan:
 def this_device() -> Device:
     """Returns the default device of this process."""
     memory = jax.local_devices()[0].memory_stats() or {}
-    return Device(memory.get("bytes_limit"), fp4_matmul.supports_device())
+    return Device(memory.get("bytes_limit"), fp4_matmul.supports_tiles())
 
 
 def plan_run(
