@@ -27,13 +27,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import ptx
+import sass
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from kernel_code import standard_output
+from simulated_kernel import random_weight
 
-from pallas_kernels import matvec, warpgroup
+from pallas_kernels import fp4_matmul, matvec, warpgroup
 from pallas_kernels.decode import attention, norms
-from pallas_kernels.fp4_matmul import lora_shrink
+from pallas_kernels.fp4_matmul import lora_shrink, mma
+from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 
 NAMES = {
     80: "NVIDIA A100-SXM4-80GB",
@@ -159,6 +162,7 @@ def check(target, function, *args):
         return run(body, name, grid, operands, results, updated=updated, **options)
 
     report = compiled_code(target, kernel, (operands, updated))
+    products = [count for count, product in sass.loops(report) if product]
     inputs = [np.asarray(x) for x in (*jax.tree.leaves(operands), *updated)]
     count = len(inputs) - len(updated)
     outputs = [(x.shape, x.dtype) for x in jax.tree.leaves(results)]
@@ -172,6 +176,7 @@ def check(target, function, *args):
     return {
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),
         "spills": max(map(int, re.findall(r"(\d+) bytes spill stores", report))),
+        "loop": max(products, default=0),
         "errors": [relative_error(x, y) for x, y in zip([*found, *changed], expected, strict=True)],
     }
 
@@ -240,6 +245,34 @@ def cases(target):
         attend = attention.attend_whole if whole else attention.attend
         name = f"attend {group} {positions} {head_dim} {jnp.dtype(dtype)}"
         yield name, functools.partial(attend, eps=1e-6, num_sms=132), inputs
+    yield from products(normal)
+
+
+def products(normal):
+    """Yields cases of the kernels that read weights in tile order."""
+
+    def multiply(x, weight, adapter, *, config, dtype, interpret):
+        options = {"config": config, "dtype": dtype, "interpret": interpret}
+        return mma.matmul(x, weight, **adapter, **options)
+
+    def dequantize(weight, *, inputs, interpret):
+        return mma.dequantize(weight, inputs=inputs, interpret=interpret)
+
+    for (m, n, k), config, rank, form, dtype in (
+        ((8, 64, 1280), MmaConfig(64, 256, 3), 64, "nvfp4", jnp.bfloat16),
+        ((11, 136, 480), MmaConfig(64, 256, 2, split=2), 96, "nvfp4", jnp.bfloat16),
+        ((1, 200, 1056), MmaConfig(64, 512, 2, split=2), 0, "mxfp4", jnp.bfloat16),
+        ((32, 200, 640), MmaConfig(128, 128, 3, split=2), 32, "nvfp4", jnp.float32),
+        ((64, 64, 384), MmaConfig(64, 128, 2, split=3), 32, "mxfp4", jnp.bfloat16),
+    ):
+        adapter = {}
+        if rank:
+            adapter = {"xa": normal(m, rank), "b": normal(n, rank), "bias": normal(n)}
+        weight = fp4_matmul.to_tiles(random_weight(n, k, form))
+        run = functools.partial(multiply, config=config, dtype=jnp.dtype(dtype))
+        yield f"mma {m} {n} {k} {config}", run, normal(m, k), weight, adapter
+    weight = fp4_matmul.to_tiles(random_weight(136, 192))
+    yield "mma dequantize", functools.partial(dequantize, inputs=192), weight
 
 
 def main():

@@ -50,6 +50,7 @@ CONFIG = benchmark_subject.BenchmarkConfig(
     tensor=1,
     chunk_steps=8,
     dequantize="once",
+    implementation="",
     kv_cache_dtype="",
     head_format="",
     parts=False,

@@ -46,6 +46,18 @@ def a_gpu():
         pytest.skip("needs an NVIDIA GPU since Ampere")
 
 
+@jax.jit
+def exact(x, weight, lora=None, bias=None):
+    """The product in float32 at the highest precision, from the dequantized weight."""
+    dot = functools.partial(jnp.dot, precision="highest", preferred_element_type=jnp.float32)
+    y = dot(x.astype(jnp.float32), fp4.dequantize(weight, jnp.float32).T)
+    if lora is not None:
+        a, b = (part.astype(jnp.float32) for part in lora)
+        xa = jax.lax.reduce_precision(dot(x.astype(jnp.float32), a.T), 8, 7)  # bfloat16
+        y += dot(xa, b.T) + bias.astype(jnp.float32)
+    return y
+
+
 def products():
     """What a caller gets in every shape and format; every kind of schedule in ragged shapes."""
     for shape in SHAPES:
@@ -71,10 +83,7 @@ def test_product(config, shape, adapter, form):
     extra = {"lora": lora, "bias": bias} if adapter else {}
     run = jax.jit(functools.partial(fp4.fp4_matmul, implementation="mma", config=config))
     results = [np.asarray(run(x, tiles, **extra)) for _ in range(4)]
-    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    if adapter:
-        xa = float64(jnp.asarray(float64(x) @ float64(lora[0]).T, jnp.bfloat16))
-        expected += xa @ float64(lora[1]).T + float64(bias)
+    expected = float64(exact(x, weight, **extra))
     error = np.linalg.norm(float64(results[0]) - expected) / np.linalg.norm(expected)
     assert error < ROUNDING
     for again in results[1:]:  # a difference would be a race

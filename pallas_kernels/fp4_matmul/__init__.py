@@ -6,6 +6,7 @@ from pallas_kernels.fp4_matmul.api import (
     fp4_matmul_with_xa_partials,
 )
 from pallas_kernels.fp4_matmul.dispatch import (
+    KERNEL_VARIABLE,
     device_kernel,
     load_kernel,
     sum_xa_partials,
@@ -34,6 +35,7 @@ from pallas_kernels.fp4_matmul.tiling import TileConfig, padded_rank
 __all__ = [
     "BLOCK",
     "FORMATS",
+    "KERNEL_VARIABLE",
     "Format",
     "Fp4Tiles",
     "Fp4Weight",

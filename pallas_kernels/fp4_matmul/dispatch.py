@@ -22,7 +22,7 @@ from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 _MAX_RANK = 512  # rank of an adapter inside the kernel; no larger one was tried
-_CHOICE = "QERL_FP4_KERNEL"  # environment variable: the kernel to use instead of the best one
+KERNEL_VARIABLE = "QERL_FP4_KERNEL"  # environment: "mosaic", "mma" or "xla" in place of the best
 
 
 @functools.cache
@@ -82,9 +82,9 @@ def supports_tiles() -> bool:
 
 def _chosen() -> str | None:
     """The kernel that the user chose: "mosaic", "mma" or "xla"; None for the best one."""
-    choice = os.environ.get(_CHOICE)
+    choice = os.environ.get(KERNEL_VARIABLE)
     if choice not in (None, "mosaic", "mma", "xla"):
-        raise ValueError(f"{_CHOICE} is {choice!r}, expected 'mosaic', 'mma' or 'xla'")
+        raise ValueError(f"{KERNEL_VARIABLE} is {choice!r}, expected 'mosaic', 'mma' or 'xla'")
     return choice
 
 
@@ -276,6 +276,8 @@ def run_mma(
         [M, N].
     """
     (m, k), n = x.shape, weight.shape[0]
+    if b is not None:
+        b = padded(b, b.shape[1])
     if a is not None:
         xa = padded(reference.dot(x, a), len(a))
     elif xa_partials is not None:

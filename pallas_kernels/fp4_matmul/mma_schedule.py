@@ -6,6 +6,8 @@ from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 
 MAX_ROWS = 64  # of x
 SHARED_MEMORY = 99 << 10  # bytes of a CTA on consumer cards
+_CTAS = 4.5  # for each SM
+_FEWEST_TILES = 4  # along the columns of a CTA
 _PITCH = 16  # bytes between rows of x in shared memory, so that reads of eight rows do not collide
 
 
@@ -71,9 +73,10 @@ def choose(m: int, n: int, k: int, num_sms: int) -> MmaConfig:
         k: K.
         num_sms: number of SMs.
     """
-    columns, stages = (256, 3) if m <= 16 else (128, 3)
-    row_tiles, column_tiles = -(-n // TILE_ROWS), -(-k // TILE_COLUMNS)
-    # As many CTAs as fill the SMs several times, with a few steps each.
-    wanted = -(-4 * num_sms // row_tiles)
-    most = max(1, column_tiles // (2 * (columns // TILE_COLUMNS)))
-    return MmaConfig(64, columns, stages, min(wanted, most))
+    # More tokens are shared by more rows, or their copies would take longer than the weight's.
+    rows, columns, stages = (64, 256, 2) if m <= 16 else (128, 128, 3)
+    blocks, tiles = -(-n // rows), -(-k // TILE_COLUMNS)
+    wanted = max(1, round(_CTAS * num_sms / blocks))
+    per_step = columns // TILE_COLUMNS
+    per_part = max(_FEWEST_TILES, -(-tiles // (wanted * per_step)) * per_step)
+    return MmaConfig(rows, columns, stages, -(-tiles // per_part))
