@@ -267,7 +267,7 @@ def run_mma(
         config: schedule; None looks it up.
         a: A [R, K] of an adapter, or None.
         b: B [N, R''] of an adapter, or None.
-        xa: x A^T [M, R''] in place of `a`, or None.
+        xa: x A^T [M, R] in place of `a`, or None.
         xa_partials: float32 [S, M, R'], whose sum over S is x A^T, in place of `a`, or None.
         bias: bias [N], or None.
         dtype: dtype of the result, bfloat16 or float32.
@@ -276,12 +276,10 @@ def run_mma(
         [M, N].
     """
     (m, k), n = x.shape, weight.shape[0]
-    if b is not None:
-        b = padded(b, b.shape[1])
     if a is not None:
-        xa = padded(reference.dot(x, a), len(a))
+        xa = reference.dot(x, a)
     elif xa_partials is not None:
-        xa = sum_xa_partials(xa_partials, x, b)
+        xa = xa_partials.sum(axis=0).astype(x.dtype)
     if m <= mma_schedule.MAX_ROWS:
         config = config or mma_schedule.choose(m, n, k, device.num_sms())
         return mma_kernel().matmul(x, weight, config=config, xa=xa, b=b, bias=bias, dtype=dtype)
@@ -290,7 +288,8 @@ def run_mma(
     weight = dataclasses.replace(weight, codes=codes)
     y = reference.dot(x, mma_kernel().dequantize(weight, inputs=k), dtype)
     if b is not None:
-        y += reference.dot(xa, b, dtype)
+        rank = min(xa.shape[1], b.shape[1])  # columns after the smaller one are zero
+        y += reference.dot(xa[:, :rank], b[:, :rank], dtype)
     return y if bias is None else y + bias.astype(dtype)
 
 

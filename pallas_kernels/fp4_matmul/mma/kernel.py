@@ -70,8 +70,8 @@ def matmul(
         x: bfloat16 [M, K], M <= 64.
         weight: packed weight [N, K].
         config: schedule.
-        xa: bfloat16 [M, R], x A^T; R a multiple of 32.
-        b: bfloat16 [N, R].
+        xa: bfloat16 [M, R], x A^T.
+        b: bfloat16 [N, R'']; what only one of b and xa has of columns counts as zero.
         bias: bias [N].
         dtype: dtype of the result, bfloat16 or float32.
         interpret: whether to simulate the kernel on a CPU.
@@ -98,8 +98,11 @@ def matmul(
         "scales": weight.scales,
         "divisor": pad_rows(weight.divisor),
     }
-    if b is not None:
-        operands |= {"b": pad_rows(b), "xa": jnp.pad(xa, ((0, tokens - m), (0, 0)))}
+    if b is not None and xa is not None:
+        columns = pl.cdiv(xa.shape[1], _RANKS) * _RANKS
+        missing = max(0, columns - b.shape[1])
+        operands["b"] = jnp.pad(pad_rows(b), ((0, 0), (0, missing)))
+        operands["xa"] = jnp.pad(xa, ((0, tokens - m), (0, columns - xa.shape[1])))
     if bias is not None:
         operands["bias"] = pad_rows(bias)
     results = {"y": jax.ShapeDtypeStruct((m, n), dtype)}
@@ -197,8 +200,8 @@ def _adapter(
     zeros = threads.cast(jnp.zeros((TILE_ROWS, tokens), jnp.float32), ACC)
     if "b" not in operands:
         return zeros
-    rows = pl.ds(tile * TILE_ROWS, TILE_ROWS)
-    b = threads.load(operands["b"].at[rows], _B)
+    place = pl.ds(tile * TILE_ROWS, TILE_ROWS), pl.ds(0, operands["xa"].shape[1])
+    b = threads.load(operands["b"].at[place], _B)
     product = _multiply_adapter(threads, b, threads.load(operands["xa"], _XA))
     factor = divisor * jnp.where(part == 0, 1 / layout.UNIT, 0.0)
     return product * lax.broadcast_in_dim(factor, product.shape, (0,))
