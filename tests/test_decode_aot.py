@@ -225,7 +225,6 @@ def test_a_layer_of_a_step_is_few_kernels(kernel, rows, most, compile_for_h200, 
             steps=16,
         )
         hlo = compiled.as_text()
-        open(f"/tmp/hlo_{kernel}_{rows}_{layers}.txt","w").write(hlo)
         counts.append(kernels_of_a_step(hlo))
         assert ("fp4_matmul_mma" in hlo) == (kernel == "mma")
         assert ("attention_sm90" in hlo) == (kernel == "mosaic" and rows >= 32)

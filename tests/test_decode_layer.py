@@ -1,6 +1,7 @@
 """A layer of a decode step out of kernels, compared with the layer of `transformer`."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from warpgroup_kernel import BACKENDS, assert_close, normal, use_decode_kernels,
 
 from pallas_kernels import decode, fp4_matmul
 from pallas_kernels.decode import attention, attention_sm90, layer, norms
-from pallas_kernels.fp4_matmul import cases, dispatch, layout, lora_shrink
+from pallas_kernels.fp4_matmul import cases, dispatch, layout, lora_shrink, mma
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import PROJECTIONS
@@ -151,6 +152,26 @@ def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
     gate_up_proj = 2 * config.mlp_dim, config.embed_dim
     # Once each, as the layers share a trace.
     assert called == ([o_proj, gate_up_proj] if with_norm else [gate_up_proj])
+    assert_close(actual, wide(expected), 2e-2)
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize("form", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
+def test_a_step_by_the_kernel_for_every_gpu(form, interpret, monkeypatch):
+    config, arguments, expected = packed_policy("packed", form)
+    use_decode_kernels(monkeypatch, interpret)
+    for module in (fp4_matmul, dispatch):
+        monkeypatch.setattr(module, "supports_device", lambda: False)
+    monkeypatch.setattr(dispatch, "supports_mma_device", lambda: True)
+    products = []
+
+    def matmul(*args, **options):
+        products.append(args[1].shape)
+        return mma.matmul(*args, **options, interpret=interpret)
+
+    monkeypatch.setattr(dispatch, "mma_kernel", lambda: types.SimpleNamespace(matmul=matmul))
+    actual = traced_step(config, *arguments)[0]
+    assert len(products) == 4  # once each, as the layers share a trace
     assert_close(actual, wide(expected), 2e-2)
 
 
