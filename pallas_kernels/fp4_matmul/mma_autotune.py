@@ -7,6 +7,7 @@
 
 import argparse
 import functools
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -20,15 +21,17 @@ from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.gpu_lock import sole_use
 
-_WIDTHS = (128, 4), (256, 2), (256, 3), (256, 4), (512, 2)  # columns of a step, and stages
+_WIDTHS = (128, 3), (128, 4), (256, 2), (256, 3), (512, 2)  # columns of a step, and stages
+_ROWS = TILE_ROWS, 2 * TILE_ROWS, 4 * TILE_ROWS
+_LARGEST = 128 * 256  # weights of a step: with more, CTAs are few
 _SPLITS = 1, 2, 3, 4, 6, 8, 12
 _CTAS = 1.5, 10  # for each SM, fewest and most
 
 
 def candidates(m: int, n: int, k: int, num_sms: int) -> Iterator[MmaConfig]:
-    """Yields schedules that occupy all SMs and whose CTAs have at least two steps."""
-    for rows in (TILE_ROWS, 2 * TILE_ROWS):
-        for columns, stages in _WIDTHS:
+    """Yields schedules that occupy all SMs, and whose CTAs have a step or more."""
+    for rows, (columns, stages) in itertools.product(_ROWS, _WIDTHS):
+        if rows * columns <= _LARGEST:
             for split in _SPLITS:
                 config = MmaConfig(rows, columns, stages, split)
                 ctas = -(-n // rows) * split
@@ -59,7 +62,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", default="7b", help="models and layers, as 7b.gate_up,14b")
-    parser.add_argument("--m", default="8,32,64", help="numbers of tokens, at most 64")
+    parser.add_argument("--m", default="8,16,32,64", help="numbers of tokens, at most 64")
     parser.add_argument("--threads", type=int, default=8, help="number of threads that compile")
     parser.add_argument("--out", type=benchmark.user_path, help="JSON file of all measurements")
     args = parser.parse_args()

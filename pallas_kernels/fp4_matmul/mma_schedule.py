@@ -74,7 +74,7 @@ def choose(m: int, n: int, k: int, num_sms: int) -> MmaConfig:
         num_sms: number of SMs.
     """
     # More tokens are shared by more rows, or their copies would take longer than the weight's.
-    rows, columns, stages = (64, 256, 2) if m <= 16 else (128, 128, 3)
+    rows, columns, stages = (64, 256, 2) if m <= 8 else (128, 128, 3)
     blocks, tiles = -(-n // rows), -(-k // TILE_COLUMNS)
     wanted = max(1, round(_CTAS * num_sms / blocks))
     per_step = columns // TILE_COLUMNS
