@@ -11,6 +11,7 @@ import json
 import pathlib
 import textwrap
 
+from benchmarks.card_table import card_table
 from benchmarks.config_page import config_page
 from benchmarks.differences import runs_by_arm
 from benchmarks.evidence_tables import cost_sentence, noise_sentence
@@ -476,6 +477,18 @@ def benchmarks_page() -> str:
             _accuracy_section(),
             *_rollout_sections(),
             _kernel_section(),
+            _section(
+                "Other cards",
+                "Computed, not measured: what a decode step of Qwen2.5-7B takes at least, from its "
+                "bytes and the bandwidth of the data sheet, with an adapter of rank 32 and 512 "
+                "tokens of a row in the cache. From Ampere on the kernels of a decode step are "
+                "compiled for capability 8.0, 8.6, 8.9, 9.0 and 12.0, and their machine code runs "
+                "in an emulation (`tests/test_warpgroup_aot.py`); only Hopper cards ran them. "
+                "Products of more than 64 rows, those of updates among them, dequantize a weight "
+                "at a time and leave the product to cuBLAS. Attention in an update is XLA's, "
+                "exact and in bounded memory, at the speed of dense products under a mask.",
+                card_table(),
+            ),
         ]
     )
 

@@ -262,7 +262,7 @@ def row_settings(subject: Subject, kind: str, options: BenchmarkConfig) -> dict:
         "weights": "real" if options.source else "random",
         "chunk_steps": options.chunk_steps,
         "dequantize": options.dequantize,
-        **({"implementation": options.implementation} if options.implementation else {}),
+        "implementation": options.implementation,
         "kv_cache_dtype": str(shapes.cache_dtype(options.kv_cache_dtype, jnp.dtype("bfloat16"))),
         "head_format": options.head_format,
         "device": jax.devices()[0].device_kind,
