@@ -51,14 +51,12 @@ def fp4_matmul(
     if implementation is None:
         implementation = dispatch.implementation_of(weight, x)
     if implementation != "xla":
-        rows, inside = x.reshape(-1, x.shape[-1]), True
-        if lora is not None and implementation == "mosaic":
-            inside = dispatch.fits_adapter(
-                len(rows), len(lora[1]), x.shape[-1], len(lora[0]), config
-            )
-        y = _kernel_matmul(rows, weight, lora if inside else None, bias, config, implementation)
+        rows, outside = x.reshape(-1, x.shape[-1]), None
+        if lora is not None and not dispatch.adapter_inside(implementation, rows, lora, config):
+            lora, outside = None, lora
+        y = _kernel_matmul(rows, weight, lora, bias, config, implementation)
         y = y.reshape(*x.shape[:-1], -1)
-        return y if inside else y + _adapter(x, lora)
+        return y if outside is None else y + _adapter(x, outside)
     y = _frozen_matmul(x, _in_checkpoint_order(weight, x))
     if lora is not None:
         y = y + _adapter(x, lora)

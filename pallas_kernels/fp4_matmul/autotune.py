@@ -260,7 +260,7 @@ def measured(
         spills = spilled_bytes(jax.jit(operation).lower(*(arg[0] for arg in args)))
         return spills, None if spills else benchmark.repeated(operation).lower(*args).compile()
 
-    results = []
+    results: list[tuple[float, Any, Callable]] = []
     with compiler_reports(), concurrent.futures.ThreadPoolExecutor(threads) as pool:
         programs = {pool.submit(compiled, config): config for config in configs}
         for done in concurrent.futures.as_completed(programs):

@@ -137,6 +137,19 @@ def fits_adapter(m: int, n: int, k: int, rank: int, config: TileConfig | None = 
     return tiling.fits_adapter(m, n, k, rank=rank, num_sms=device.num_sms())
 
 
+def adapter_inside(
+    implementation: str,
+    x: jax.Array,
+    lora: tuple[jax.Array, jax.Array],
+    config: TileConfig | MmaConfig | None,
+) -> bool:
+    """Whether a kernel's product of x [M, K] takes the adapter A [R, K], B [N, R'']."""
+    (m, k), (a, b) = x.shape, lora
+    if implementation == "mma" or isinstance(config, MmaConfig):
+        return len(a) <= _MAX_RANK
+    return fits_adapter(m, len(b), k, len(a), config)
+
+
 def schedule_of(
     x: jax.Array | jax.ShapeDtypeStruct,
     weight: Fp4Tiles,
@@ -287,7 +300,7 @@ def run_mma(
     x, codes = jax.lax.optimization_barrier((x, weight.codes))
     weight = dataclasses.replace(weight, codes=codes)
     y = reference.dot(x, mma_kernel().dequantize(weight, inputs=k), dtype)
-    if b is not None:
+    if xa is not None and b is not None:
         rank = min(xa.shape[1], b.shape[1])  # columns after the smaller one are zero
         y += reference.dot(xa[:, :rank], b[:, :rank], dtype)
     return y if bias is None else y + bias.astype(dtype)

@@ -6,7 +6,6 @@ from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 
 MAX_ROWS = 64  # of x
 SHARED_MEMORY = 99 << 10  # bytes of a CTA on consumer cards
-_CTAS = 4.5  # for each SM
 _FEWEST_TILES = 4  # along the columns of a CTA
 _PITCH = 16  # bytes between rows of x in shared memory, so that reads of eight rows do not collide
 
@@ -73,10 +72,11 @@ def choose(m: int, n: int, k: int, num_sms: int) -> MmaConfig:
         k: K.
         num_sms: number of SMs.
     """
-    # More tokens are shared by more rows, or their copies would take longer than the weight's.
-    rows, columns, stages = (64, 256, 2) if m <= 8 else (128, 128, 3)
+    rows, columns, stages, ctas = (64, 256, 2, 4.5) if m <= 8 else (64, 128, 3, 2.25)
+    if m > 8 and n >= 2 * 128 * num_sms:
+        rows = 128  # Copies of many tokens would take longer than those of the weight.
     blocks, tiles = -(-n // rows), -(-k // TILE_COLUMNS)
-    wanted = max(1, round(_CTAS * num_sms / blocks))
+    wanted = max(1, round(ctas * num_sms / blocks))
     per_step = columns // TILE_COLUMNS
     per_part = max(_FEWEST_TILES, -(-tiles // (wanted * per_step)) * per_step)
     return MmaConfig(rows, columns, stages, -(-tiles // per_part))

@@ -1,5 +1,7 @@
 """From sums of products to results: divisor, bias, the sum over CTAs."""
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -14,10 +16,12 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels import warp_mma
 from pallas_kernels.fp4_matmul import layout
 from pallas_kernels.fp4_matmul.mma.codes import PAIRS
+from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 from pallas_kernels.warpgroup import WARPS, Warpgroup
 
 ACC = PAIRS  # sums [64, tokens]
+_NUMBERS_IN_FLIGHT = 32  # of a thread, of other parts
 
 
 def load_rows(threads: Warpgroup, vector: Any, tile: Any) -> jax.Array:
@@ -64,6 +68,28 @@ def is_last(threads: Warpgroup, counters: Any, block: Any, part: Any, parts: int
         return mgpu.FragmentedArray.splat(before, (), is_signed=True)
 
     return count(counters.at[block]) == parts - 1
+
+
+def add_parts(threads: Warpgroup, partial: Any) -> jax.Array:
+    """Adds up the sums of all parts, in order: float32 [64, tokens] of [parts, 64, tokens]."""
+    parts, _, tokens = partial.shape
+    batch = max(1, _NUMBERS_IN_FLIGHT // (TILE_ROWS * tokens // (32 * WARPS)))
+
+    def add(start, count, total):
+        loaded = [threads.load(partial.at[start + i], ACC) for i in range(count)]
+        return functools.reduce(operator.add, loaded, total)
+
+    def add_batch(i, total):
+        return add(i * batch, batch, total)
+
+    total = threads.cast(jnp.zeros((TILE_ROWS, tokens), jnp.float32), ACC)
+    whole = parts // batch
+    if whole > 1:  # Unrolled, all parts would be in registers that the products need.
+        total = lax.fori_loop(
+            0, whole if threads.simulated else opaque(jnp.int32(whole)), add_batch, total
+        )
+        return add(whole * batch, parts - whole * batch, total)
+    return add(0, parts, total)
 
 
 def store(

@@ -33,10 +33,12 @@ from pallas_kernels.fp4_matmul.mma import copies, epilogue
 from pallas_kernels.fp4_matmul.mma.epilogue import ACC
 from pallas_kernels.fp4_matmul.mma_schedule import MAX_ROWS, MmaConfig, padded_tokens
 from pallas_kernels.fp4_matmul.sm90.codes import CODES, SCALES, dequantize_reference
+from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.warpgroup import WARPS, Warpgroup
 
 _RANKS = 32  # columns of B of two products, which a thread reads by eights
+_RANKS_AT_A_TIME = 128  # columns of B in registers, at most
 # B: the rows of each warp. A thread has eight columns of its rows r and r + 8, for each 32 columns.
 _B = plgpu.Layout.TILED(
     plgpu.Tiling(((TILE_ROWS, _RANKS), (TILE_ROWS // WARPS, _RANKS), (8, 8))),
@@ -139,8 +141,9 @@ def _body(config: MmaConfig, threads: Warpgroup, operands, _, results, **shared)
         column, stage = first + step * config.column_tiles, stages.at(step)
         copies.start_x(threads, operands["x"], stage.x, column * TILE_COLUMNS, end * TILE_COLUMNS)
         for i, tile in enumerate(tiles):
-            rows = [operands[name].at[tile] for name in ("codes", "scales")]
-            copies.start_tiles(threads, rows, [stage.codes.at[i], stage.scales.at[i]], column, end)
+            rows = operands["codes"].at[tile], operands["scales"].at[tile]
+            places = stage.codes.at[i], stage.scales.at[i]
+            copies.start_tiles(threads, rows, places, column, end)
         copies.close_group(threads)
 
     for step in range(config.stages - 1):
@@ -185,9 +188,7 @@ def _body(config: MmaConfig, threads: Warpgroup, operands, _, results, **shared)
     @pl.when(epilogue.is_last(threads, operands["counters"], block, part, config.split))
     def add_parts():
         for i, row in enumerate(own):
-            places = [results["partial"].at[row, j] for j in range(config.split)]
-            parts = [threads.load(place, ACC) for place in places]
-            store(i, sum(parts[1:], start=parts[0]))
+            store(i, epilogue.add_parts(threads, results["partial"].at[row]))
 
 
 def _adapter(
@@ -200,9 +201,20 @@ def _adapter(
     zeros = threads.cast(jnp.zeros((TILE_ROWS, tokens), jnp.float32), ACC)
     if "b" not in operands:
         return zeros
-    place = pl.ds(tile * TILE_ROWS, TILE_ROWS), pl.ds(0, operands["xa"].shape[1])
-    b = threads.load(operands["b"].at[place], _B)
-    product = _multiply_adapter(threads, b, threads.load(operands["xa"], _XA))
+    product, rows = zeros, pl.ds(tile * TILE_ROWS, TILE_ROWS)
+    rank = operands["xa"].shape[1]
+
+    def add(i, product):
+        columns = pl.ds(i * _RANKS, _RANKS)
+        b = threads.load(operands["b"].at[rows, columns], _B)
+        xa = threads.load(operands["xa"].at[:, columns], _XA)
+        return product + _multiply_adapter(threads, b, xa)
+
+    if rank > _RANKS_AT_A_TIME and not threads.simulated:
+        product = lax.fori_loop(0, opaque(jnp.int32(rank // _RANKS)), add, product)
+    else:
+        for i in range(rank // _RANKS):
+            product = add(i, product)
     factor = divisor * jnp.where(part == 0, 1 / layout.UNIT, 0.0)
     return product * lax.broadcast_in_dim(factor, product.shape, (0,))
 
@@ -263,10 +275,10 @@ def _multiply(
             mma_codes.operands(list(codes.registers.flat), list(scales.registers.flat))
             for codes, scales in pairs
         ]
-        accs = [
-            [[*map(warp_mma.numbers, two)] for two in acc.registers.reshape(-1, 2)] for acc in sums
+        accs: list[list[Any]] = [
+            [warp_mma.numbers(upper) + warp_mma.numbers(lower) for upper, lower in pairs]
+            for pairs in (acc.registers.reshape(-1, 2) for acc in sums)
         ]
-        accs = [[upper + lower for upper, lower in acc] for acc in accs]
         for group in range(shape[1] // 8):
             columns = copies.read(stage, group, column_tile)
             for step, words in enumerate(columns):
