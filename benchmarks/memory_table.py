@@ -9,11 +9,11 @@ from qerl_jax.memory import report, run_plan
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.system.device_memory import pool_of
 
-# Bytes of a card, and its kernel for packed weights.
+# Bytes of a card, and whether the Hopper kernel runs on it.
 CARDS = {
-    "24 GB (RTX 4090)": (24 * 10**9, "mma"),
-    "48 GB (L40S)": (48 * 10**9, "mma"),
-    "80 GB (H100)": (84_929_347_584, "mosaic"),
+    "24 GB (RTX 4090)": (24 * 10**9, False),
+    "48 GB (L40S)": (48 * 10**9, False),
+    "80 GB (H100)": (84_929_347_584, True),
 }
 STEP_ROWS = 128  # completions of a step in the preset's recipe
 MODELS = (
@@ -40,8 +40,8 @@ def memory_table(measured: Iterable[dict[str, Any]]) -> str:
         config = grpo_gsm8k.get_config(f"{model},first_run")
         shapes = ARCHITECTURES[model]
         cells, weights = [], 0.0
-        for memory, kernel in CARDS.values():
-            device = run_plan.Device(int(pool_of(1) * memory), kernel)
+        for memory, hopper in CARDS.values():
+            device = run_plan.Device(int(pool_of(1) * memory), "mosaic" if hopper else "xla")
             plan = run_plan.plan_run(config, shapes, device)
             weights = plan.weights / 1e9
             rows = report.largest_rows(plan, config, shapes) if plan.fits else 0

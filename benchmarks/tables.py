@@ -481,12 +481,10 @@ def benchmarks_page() -> str:
                 "Other cards",
                 "Computed, not measured: what a decode step of Qwen2.5-7B takes at least, from its "
                 "bytes and the bandwidth of the data sheet, with an adapter of rank 32 and 512 "
-                "tokens of a row in the cache. From Ampere on the kernels of a decode step are "
-                "compiled for capability 8.0, 8.6, 8.9, 9.0 and 12.0, and their machine code runs "
-                "in an emulation (`tests/test_warpgroup_aot.py`); only Hopper cards ran them. "
-                "Products of more than 64 rows, those of updates among them, dequantize a weight "
-                "at a time and leave the product to cuBLAS. Attention in an update is XLA's, "
-                "exact and in bounded memory, at the speed of dense products under a mask.",
+                "tokens of a row in the cache. By default a weight in 4 bits is dequantized there, "
+                "which takes longer than the column of bf16; `docs/kernel_notes.md` has a kernel "
+                "that reads it as it is. Attention in an update is XLA's, exact and in bounded "
+                "memory, at the speed of dense products under a mask.",
                 card_table(),
             ),
         ]

@@ -156,7 +156,8 @@ def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
-@pytest.mark.parametrize("form", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
+@pytest.mark.slow  # 12 s
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
 def test_a_step_by_the_kernel_for_every_gpu(form, interpret, monkeypatch):
     config, arguments, expected = packed_policy("packed", form)
     use_decode_kernels(monkeypatch, interpret)

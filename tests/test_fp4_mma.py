@@ -22,6 +22,16 @@ VARIANTS = {
     "64 rows": ((64, 64, 160), MmaConfig(64, 128, 3), 96, "mxfp4"),
 }
 
+CACHED = dispatch.supports_device, dispatch.supports_mma_device, dispatch._warn_once
+SLOW_VARIANTS = "whole tiles", "one row, parts of unequal size", "64 rows"
+
+
+@pytest.fixture(autouse=True)
+def the_choice_is_asked_anew():
+    yield
+    for cached in CACHED:
+        cached.cache_clear()
+
 
 @pytest.fixture
 def simulated_api(monkeypatch):
@@ -34,8 +44,14 @@ def simulated_api(monkeypatch):
     monkeypatch.setattr(device, "num_sms", lambda: 2)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        ("nothing fills a tile", "float32"),
+        ("an adapter, parts", "bfloat16"),
+        *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in SLOW_VARIANTS),
+    ],
+)
 def test_kernel(variant, dtype):
     (m, n, k), config, rank, form = VARIANTS[variant]
     assert config.problem(m) is None
@@ -51,7 +67,7 @@ def test_kernel(variant, dtype):
     assert relative_error(y, expected) < (ROUNDING if dtype == jnp.bfloat16 else 1e-5)
 
 
-@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("form", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_dequantize(form):
     weight = random_weight(136, 192, form)
     if form == "nvfp4":  # of exact values, which are rounded once
@@ -61,7 +77,7 @@ def test_dequantize(form):
 
 
 @pytest.mark.usefixtures("simulated_api")
-@pytest.mark.parametrize("m", [3, mma_schedule.MAX_ROWS + 2])
+@pytest.mark.parametrize("m", [pytest.param(3, marks=pytest.mark.slow), mma_schedule.MAX_ROWS + 2])
 def test_product_and_derivatives(m):
     n, k, rank = 64, 128, 4
     weight = random_weight(n, k)
@@ -110,12 +126,46 @@ def test_what_a_caller_gets(monkeypatch):
     assert relative_error(y, expected) < 4e-3  # x A^T is rounded
 
 
+@pytest.mark.slow  # 5 s
 def test_the_self_test_while_tracing():
     errors = []
     matmul = functools.partial(mma.matmul, interpret=True)
     measure = functools.partial(self_test.relative_error_of_mma, matmul)
     jax.eval_shape(lambda x: (errors.append(measure()), x)[1], jnp.ones(1))
     assert errors[0] < ROUNDING
+
+
+def test_nobody_gets_it_without_asking(monkeypatch):
+    """It has not run on a card."""
+    monkeypatch.setattr(device, "cuda_capability", lambda: 8.9)
+    monkeypatch.setattr(self_test, "relative_error_of_mma", lambda _: 0.0)
+    for choice, expected in ((None, "xla"), ("mma", "mma"), ("xla", "xla")):
+        monkeypatch.delenv(dispatch.KERNEL_VARIABLE, raising=False)
+        if choice:
+            monkeypatch.setenv(dispatch.KERNEL_VARIABLE, choice)
+        for cached in CACHED:
+            cached.cache_clear()
+        assert fp4.device_kernel() == expected
+        assert fp4.supports_tiles() == (expected == "mma")
+    monkeypatch.setenv(dispatch.KERNEL_VARIABLE, "cuda")
+    with pytest.raises(ValueError, match="QERL_FP4_KERNEL is 'cuda', expected 'mosaic', 'mma'"):
+        dispatch.chosen_kernel()
+
+
+@pytest.mark.parametrize("error", [1.0, None])
+def test_it_falls_back_with_one_line(error, monkeypatch):
+    def relative_error(_):
+        if error is None:
+            raise NotImplementedError("gone")
+        return error
+
+    monkeypatch.setattr(device, "cuda_capability", lambda: 8.9)
+    monkeypatch.setenv(dispatch.KERNEL_VARIABLE, "mma")
+    monkeypatch.setattr(self_test, "relative_error_of_mma", relative_error)
+    for cached in CACHED:
+        cached.cache_clear()
+    with pytest.warns(match="off by 1.0e|NotImplementedError: gone"):
+        assert fp4.device_kernel() == "xla"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import step
 from benchmarks.rollout.random_policy import random_params
+from pallas_kernels import fp4_matmul
 from qerl_jax.commands.plan import CARDS
 from qerl_jax.config import models
 from qerl_jax.config.experiments import dapo_math, grpo_gsm8k
@@ -22,7 +23,7 @@ from qerl_jax.memory.report import (
     largest_rows,
     out_of_memory,
 )
-from qerl_jax.memory.run_plan import Device, plan_run
+from qerl_jax.memory.run_plan import Device, kernel_of, plan_run
 from qerl_jax.policy import sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import LoraConfig, init
@@ -50,8 +51,8 @@ CPU = Device(None, "xla")
 
 
 def card(name):
-    memory, kernel = CARDS[name]
-    return Device(int(pool_of(1) * memory), kernel)
+    memory, hopper = CARDS[name]
+    return Device(int(pool_of(1) * memory), kernel_of(hopper=hopper))
 
 
 H100 = card("h100-80gb")
@@ -226,16 +227,16 @@ def test_the_sizes_of_a_user_are_kept_and_refused_where_they_do_not_fit():
 
 
 def test_without_a_kernel_a_third_of_the_memory_may_be_a_dense_copy():
-    other = Device(card("a100-80gb").pool, "xla")
-    assert planned("qwen2.5-7b", other)[0].rollout.dequantize == "once"
-    plan, _ = planned("qwen2.5-32b", other)
+    assert planned("qwen2.5-7b", card("a100-80gb"))[0].rollout.dequantize == "once"
+    plan, _ = planned("qwen2.5-32b", card("a100-80gb"))
     assert plan.rollout.dequantize == "step"
     assert planned("qwen2.5-32b", rollout__dequantize="once")[0].rollout.dense_copy == 0
     assert planned("qwen2.5-7b", model__format="nf4")[0].rollout.dense_copy > 10 * GB
 
 
 @pytest.mark.parametrize("name", ["rtx-3090", "rtx-4090", "l4"])
-def test_a_7b_decodes_on_24_gb_without_a_dense_copy(name):
+def test_a_7b_decodes_on_24_gb_without_a_dense_copy(name, monkeypatch):
+    monkeypatch.setenv(fp4_matmul.KERNEL_VARIABLE, "mma")
     plan, _ = planned("qwen2.5-7b", card(name))
     assert plan.fits
     assert plan.rollout.dense_copy < 0.5 * GB  # a layer at a time, for prompts

@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
         "dequantize once per rollout or in every step, where no kernel reads packed weights"
     )
     add("--dequantize", choices=("once", "step"), default="once", help=dequantize)
-    kernel = "kernel of packed weights (default: the best one for the device)"
+    kernel = "kernel of packed weights (default: the Hopper kernel, where it runs)"
     add("--implementation", choices=("", "mosaic", "mma", "xla"), default="", help=kernel)
     cache = "dtype of keys and values (default: bfloat16)"
     add("--kv-cache-dtype", choices=("", "bfloat16", "float8"), default="", help=cache)

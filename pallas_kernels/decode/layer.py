@@ -17,8 +17,8 @@ A layer has six steps. In each step the first line is taken whose conditions hol
 
 A weight is "FP4" if it is in tile order (`Fp4Tiles`) and the Hopper kernel runs; the two epilogues
 "+RMSNorm" and "+SwiGLU" need rows in multiples of eight. Attention is "unsplit" if M <= 128, o_proj
-is FP4, and the M K heads of keys occupy all SMs. On other GPUs, from Ampere on, products of weights
-in tile order have a kernel of their own (`fp4_matmul.mma`), and the other kernels are the same.
+is FP4, and the M K heads of keys occupy all SMs. Where the user chose another kernel for weights in
+tile order (`fp4_matmul.mma`), no weight is FP4.
 
 An adapted product needs x A^T. Every kernel in front of a product computes partial sums of it, but
 for unsplit attention and the FP4 kernel. After these, the product computes x A^T itself, or the
@@ -39,8 +39,6 @@ For Qwen2.5-7B on an H200 this gives:
     72 to 128  Fp4Tiles and adapters add_rmsnorm, qkv_proj, attention_sm90, o_proj, add_rmsnorm,
                                      gate_up_proj+SwiGLU, [lora_shrink,] down_proj
     136, ...   Fp4Tiles and adapters as with dense weights
-
-and on other GPUs the kernels of dense weights for any M.
 
 The module uses an API of jax that may change (Pallas's Mosaic GPU backend): import it when it is
 needed, after `decode.supports_layer`.

@@ -7,6 +7,7 @@ from pallas_kernels.fp4_matmul.api import (
 )
 from pallas_kernels.fp4_matmul.dispatch import (
     KERNEL_VARIABLE,
+    chosen_kernel,
     device_kernel,
     load_kernel,
     sum_xa_partials,
@@ -40,6 +41,7 @@ __all__ = [
     "Fp4Tiles",
     "Fp4Weight",
     "TileConfig",
+    "chosen_kernel",
     "dequantize",
     "device_kernel",
     "dot",

@@ -17,6 +17,21 @@ bandwidth, which is measured first, and at 790 TFLOP/s. Implementations:
     nf4            bitsandbytes, if it is installed
     dx, dx_bf16    the gradient with respect to x of nvfp4 and of bf16
 
+The kernel `mma` has not run on a card yet. What measures it, on any GPU from Ampere on (a Hopper
+card runs the same code as the others): its tests; the schedules; products beside cuBLAS and, on
+Hopper, beside the other kernel; decode steps; and a run that is resumed bit for bit:
+
+    pytest -n 0 -m gpu tests/test_fp4_mma_gpu.py
+    pytest -n 0 -m gpu tests/test_decode_layer.py -k every_gpu
+    python -m pallas_kernels.fp4_matmul.mma_autotune --layers=7b --m=8,16,32,64 --out=schedules.json
+    python -m pallas_kernels.fp4_matmul.benchmark --layers=7b --m=1,8,16,32,64,128 \
+        --impls=mma,mma_lora32,nvfp4,bf16,xla --out=kernel_mma.json
+    python -m benchmarks.rollout --model=qwen2.5-7b --format=nvfp4 --batch=1,8,32 \
+        --implementation=mma
+    python -m benchmarks.rollout --model=qwen2.5-7b --format=nvfp4 --batch=1,8,32 \
+        --implementation=xla --dequantize=step
+    QERL_FP4_KERNEL=mma pytest -n 0 -m gpu tests/test_resume_gpu.py
+
 A run replaces the rows of the same layer, M and implementation, and keeps the others. Most of its
 time is compilation: several commands may run at a time, for they take turns to measure. Rows name
 the commit of git; the environment variable QERL_COMMIT names it where git is absent.

@@ -22,7 +22,7 @@ from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 _MAX_RANK = 512  # rank of an adapter inside the kernel; no larger one was tried
-KERNEL_VARIABLE = "QERL_FP4_KERNEL"  # environment: "mosaic", "mma" or "xla" in place of the best
+KERNEL_VARIABLE = "QERL_FP4_KERNEL"  # environment: "mosaic", "mma" or "xla"
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def supports_device() -> bool:
     A table that was tuned with this device, version of jax and kernel proves the agreement;
     elsewhere the kernel computes small products once.
     """
-    if device.cuda_capability() != 9.0 or _chosen() not in (None, "mosaic"):
+    if device.cuda_capability() != 9.0 or chosen_kernel() not in (None, "mosaic"):
         return False
     if tiling.verified(jax.devices()[0].device_kind, jax.__version__):
         return True
@@ -50,11 +50,11 @@ def supports_device() -> bool:
 
 @functools.cache
 def supports_mma_device() -> bool:
-    """Whether "mma" is the kernel for the default device, and agrees with the definition there.
+    """Whether the user chose "mma", and it agrees with the definition on the default device.
 
     It computes small products once, as no table knows the GPU.
     """
-    if device.cuda_capability() < 8.0 or _chosen() not in (None, "mma") or supports_device():
+    if device.cuda_capability() < 8.0 or chosen_kernel() != "mma":
         return False
     try:
         error = self_test.relative_error_of_mma(mma_kernel().matmul)
@@ -80,8 +80,12 @@ def supports_tiles() -> bool:
     return device_kernel() != "xla"
 
 
-def _chosen() -> str | None:
-    """The kernel that the user chose: "mosaic", "mma" or "xla"; None for the best one."""
+def chosen_kernel() -> str | None:
+    """The kernel that the user chose: "mosaic", "mma" or "xla"; None for what has run on a card.
+
+    Raises:
+        ValueError: the environment variable has another value.
+    """
     choice = os.environ.get(KERNEL_VARIABLE)
     if choice not in (None, "mosaic", "mma", "xla"):
         raise ValueError(f"{KERNEL_VARIABLE} is {choice!r}, expected 'mosaic', 'mma' or 'xla'")

@@ -150,6 +150,18 @@ def this_device() -> Device:
     return Device(memory.get("bytes_limit"), fp4_matmul.device_kernel())
 
 
+def kernel_of(*, hopper: bool) -> str:
+    """What multiplies packed weights on a card that is not there, as in `fp4_matmul`.
+
+    Args:
+        hopper: whether it is a Hopper card.
+    """
+    chosen = fp4_matmul.chosen_kernel()
+    if chosen in ("mma", "xla"):
+        return chosen
+    return "mosaic" if hopper else "xla"
+
+
 def plan_run(
     config: ConfigDict,
     model: ModelConfig,

@@ -96,14 +96,16 @@ def plan(
     """
     if card not in CARDS:
         raise UserError(f"--card={card}: choose from {', '.join(CARDS)}, or --memory-gb=GB")
-    memory, kernel = CARDS[card]
+    memory, hopper = CARDS[card]
     if memory_gb is not None:
         check_limits({"--memory-gb": (memory_gb, 0.001, 1e6)})
         memory, card = int(1e9 * memory_gb), f"{memory_gb:g} GB"
     validate(config)
     model = _architecture(config.model.source)
     pool = int(pool_of(config.mesh.tensor) * memory)
-    planned = run_plan.plan_run(config, model, run_plan.Device(pool, kernel))
+    planned = run_plan.plan_run(
+        config, model, run_plan.Device(pool, run_plan.kernel_of(hopper=hopper))
+    )
     return CardPlan(
         config=config,
         model=model,
