@@ -78,6 +78,7 @@ def decode_data() -> dict[str, dict[str, dict[str, float]]]:
             row["model"] in data
             and row["format"] in ("nvfp4", "bf16")
             and _DECODE.items() <= row.items()
+            and not row.get("implementation")
         ):
             data[row["model"]][row["format"]][str(row["batch"])] = row["ms_per_step"]
     for formats in data.values():

@@ -12,6 +12,8 @@ from pallas_kernels.fp4_matmul import benchmark, cases
 _KERNELS = {
     "nvfp4": "NVFP4",
     "nvfp4_lora32": "NVFP4 + LoRA",
+    "mma": "NVFP4, for every GPU",
+    "mma_lora32": "NVFP4 + LoRA, for every GPU",
     "bf16": "bf16",
     "nf4": "NF4",
     "dx": "NVFP4, gradient",
@@ -300,9 +302,9 @@ def loading_table(rows: Sequence[dict]) -> str:
 
 
 def rows_of(result: dict, kind: str, values: Mapping[str, Any]) -> list[dict]:
-    """The rows of one kind with these values."""
-    values = {"kind": kind, **values}
-    return [row for row in result["rows"] if values.items() <= row.items()]
+    """The rows of one kind with these values, and without a chosen kernel if none is named."""
+    values, default = {"kind": kind, "implementation": "", **values}, {"implementation": ""}
+    return [row for row in result["rows"] if values.items() <= (default | row).items()]
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

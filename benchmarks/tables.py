@@ -11,6 +11,7 @@ import json
 import pathlib
 import textwrap
 
+from benchmarks.card_table import card_table
 from benchmarks.config_page import config_page
 from benchmarks.differences import runs_by_arm
 from benchmarks.evidence_tables import cost_sentence, noise_sentence
@@ -476,6 +477,16 @@ def benchmarks_page() -> str:
             _accuracy_section(),
             *_rollout_sections(),
             _kernel_section(),
+            _section(
+                "Other cards",
+                "Computed, not measured: what a decode step of Qwen2.5-7B takes at least, from its "
+                "bytes and the bandwidth of the data sheet, with an adapter of rank 32 and 512 "
+                "tokens of a row in the cache. By default a weight in 4 bits is dequantized there, "
+                "which takes longer than the column of bf16; `docs/kernel_notes.md` has a kernel "
+                "that reads it as it is. Attention in an update is XLA's, exact and in bounded "
+                "memory, at the speed of dense products under a mask.",
+                card_table(),
+            ),
         ]
     )
 
