@@ -6,8 +6,8 @@
 
 Both write a part of benchmarks/results/environments.json. `rollout` decodes 64 episodes on 32
 slots, three turns of 512 tokens each, with replies that come at once and after 0.5 s: the time of
-the one relative to the other, and the share of slots that waited. Rows are compared up to the first
-token that differs: the share of their tokens, and the log-probs of these. The weights are random.
+the one relative to the other, the share of slots that waited, and how their tokens and log-probs
+agree, beside how those of two rollouts with instant replies do. The weights are random.
 `learning` compares the last fifth of the steps of runs with the first (examples/calculator.py has
 the commands): reward, and the share of rows with a call that succeeded.
 """
@@ -33,6 +33,7 @@ from qerl_jax.environments.roles import DONE, OPEN, SAMPLED, Reply, Turn
 from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.policy import Policy
+from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
@@ -124,10 +125,7 @@ def measure_rollout(arguments: argparse.Namespace) -> dict[str, Any]:
             "idle_share": last.statistics.idle / max(1, last.statistics.decoded),
             "waiting_seconds": last.statistics.waiting_seconds,
         }
-    instant, slow = rollouts[1:]
-    # The tokens of a row up to the first one that differs.
-    common = np.cumprod(instant.tokens == slow.tokens, axis=1).astype(bool)
-    difference = np.abs(instant.logprobs - slow.logprobs)[common & (instant.roles == SAMPLED)]
+    first, instant, slow = rollouts
     return {
         "model": arguments.model,
         "device": jax.devices()[0].device_kind,
@@ -137,10 +135,30 @@ def measure_rollout(arguments: argparse.Namespace) -> dict[str, Any]:
         "turn_tokens": tokens,
         "by_reply_seconds": rows,
         "slowdown": rows[f"{arguments.seconds:g}"]["seconds"] / rows["0"]["seconds"],
-        "equal_tokens": float(common.mean()),
-        "logprob_diff_mean": float(difference.mean()),
-        "logprob_diff_largest": float(difference.max()),
+        "agreement": agreement(instant, slow),
+        "agreement_of_instant": agreement(first, instant),
     } | origin("benchmarks.environments")
+
+
+def agreement(one: Rollout, other: Rollout) -> dict[str, float]:
+    """Returns how two rollouts agree: rows are compared up to the first token that differs.
+
+    Args:
+        one: a rollout.
+        other: another one of the same prompts.
+
+    Returns:
+        `equal_rows` and `equal_tokens`, shares of the rows and of the tokens, and the mean and the
+        largest difference of the log-probs of these tokens.
+    """
+    common = np.cumprod(one.tokens == other.tokens, axis=1).astype(bool)
+    differences = np.abs(one.logprobs - other.logprobs)[common & (one.roles == SAMPLED)]
+    return {
+        "equal_rows": float(common[:, -1].mean()),
+        "equal_tokens": float(common.mean()),
+        "logprob_diff_mean": float(differences.mean()),
+        "logprob_diff_max": float(differences.max()),
+    }
 
 
 def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
