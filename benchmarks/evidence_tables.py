@@ -69,8 +69,7 @@ def noise_sentence(runs: Runs) -> str:
     for base in (CALIBRATED, ROUNDED):
         texts = [
             f"{_gain(runs[base], runs[arm])} {name}"
-            for suffix, name in _NOISE.items()
-            if base in runs and (arm := f"{base}{suffix}") in runs
+            for arm, name in _arms_with_noise(base, runs).items()
         ]
         if texts:
             sentences.append(
@@ -79,9 +78,22 @@ def noise_sentence(runs: Runs) -> str:
             )
     if not sentences:
         return "What noise gains was not measured."
+    compared = [
+        arm for base in (CALIBRATED, ROUNDED) for arm in (base, *_arms_with_noise(base, runs))
+    ]
+    if len({runs[arm][0]["learning_rate"] for arm in compared if arm in runs}) > 1:
+        sentences.append(
+            "Each arm has the learning rate that is best for it, so a part may be the rate."
+        )
     if not any(arm.startswith(f"{CALIBRATED}-aqn") for arm in runs):
-        sentences.append(f"In {WEIGHTS[CALIBRATED]} it was not measured yet.")
+        sentences.append(f"In {WEIGHTS[CALIBRATED]}, a GPU's default, it was not measured yet.")
     return " ".join(sentences)
+
+
+def _arms_with_noise(base: str, runs: Runs) -> dict[str, str]:
+    """The arms that differ from another one in their noise, and the names of the noise."""
+    arms = {f"{base}{suffix}": name for suffix, name in _NOISE.items()}
+    return {arm: name for arm, name in arms.items() if base in runs and arm in runs}
 
 
 def _gain(reference: list[Row], rows: list[Row]) -> str:

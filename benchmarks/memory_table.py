@@ -5,15 +5,15 @@ from typing import Any
 
 from benchmarks.result_tables import markdown
 from qerl_jax.config.experiments import grpo_gsm8k
-from qerl_jax.memory import report, run_plan
+from qerl_jax.memory import cards, report, run_plan
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.system.device_memory import pool_of
 
 # Bytes of a card, and whether the Hopper kernel runs on it.
 CARDS = {
-    "24 GB (RTX 4090)": (24 * 10**9, False),
+    "24 GB (RTX 4090)": cards.CARDS["rtx-4090"],
     "48 GB (L40S)": (48 * 10**9, False),
-    "80 GB (H100)": (84_929_347_584, True),
+    "80 GB (H100)": cards.CARDS["h100-80gb"],
 }
 STEP_ROWS = 128  # completions of a step in the preset's recipe
 MODELS = (

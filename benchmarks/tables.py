@@ -458,7 +458,8 @@ def benchmarks_page() -> str:
             "# Benchmarks",
             "`uv run python -m benchmarks.tables` writes this page from the JSON files under "
             "`benchmarks/results/`. Each file holds the command, commit, device and versions of "
-            "its figures. Not reproduced yet: the GSM8K accuracies of the QeRL paper.",
+            "its figures; a command is that of its commit. Not reproduced yet: the GSM8K "
+            "accuracies of the QeRL paper.",
             _summary_section(),
             _preset_section(),
             _learning_section(),

@@ -201,6 +201,11 @@ def test_rewards_become_a_table():
             table_of(bad)
 
 
+def test_a_name_in_place_of_a_config_is_refused():
+    with pytest.raises(UserError, match=r"config is 'qwen2\.5-7b': pass what get_config returns"):
+        qerl_jax.train("qwen2.5-7b")
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [

@@ -28,8 +28,13 @@ def with_problems(config: ConfigDict, problems: Iterable[Mapping[str, Any]] | No
             returns the config.
 
     Raises:
-        UserError: the list is empty, or an entry is no dict, or not what JSON can hold.
+        UserError: the config is none; the list is empty, or an entry is no dict, or not what JSON
+            can hold.
     """
+    if not isinstance(config, ConfigDict):
+        raise UserError(
+            f"config is {config!r:.60}: pass what get_config returns, as get_config('qwen2.5-7b')"
+        )
     if problems is None:
         return config
     if isinstance(problems, str | bytes | Mapping):
