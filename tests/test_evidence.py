@@ -855,8 +855,9 @@ def test_what_noise_gains(costs):
         "nearest by +50.0 points (95 % interval: +"
     )
     assert text.endswith(
-        "over seeds) with the paper's schedule. Each arm has the learning rate that is best for it, "
-        "so a part may be the rate. In calibrated NVFP4, a GPU's default, it was not measured yet."
+        "over seeds) with the paper's schedule. Each arm has the learning rate that is best for "
+        "it, so a part may be the rate. In calibrated NVFP4, a GPU's default, it was not measured "
+        "yet."
     )
     runs["nvfp4-rounded-lora-aqn-kl0.01"] = runs["bf16-lora"][
         :2
