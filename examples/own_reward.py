@@ -1,0 +1,39 @@
+"""A reward of one's own: the policy learns to answer with a single word, on a CPU.
+
+    uv run python examples/own_reward.py
+
+A reward is a function of a completion. This one needs no answers, so a problem is a question alone.
+"""
+
+import qerl_jax as qj
+
+THINGS = ["animal", "fruit", "color", "city", "country", "tree", "river", "metal", "planet", "bird"]
+PLACES = ["in a song", "in a book", "on a map", "in a garden", "at school", "in a film"]
+
+
+def one_word(prompt, completion, answer, num_tokens, finished):
+    """Returns 1 for one word, 1/2 for two, and so on; 0 where the completion did not end."""
+    words = len(completion.split())
+    return 1.0 / words if finished and words else 0.0
+
+
+def main():
+    """Trains the default model; a run that was stopped goes on."""
+    config = qj.get_config("grpo_gsm8k")
+    config.experiment = "one_word"
+    config.update_from_flattened_dict(
+        {
+            "steps": 12,
+            "rollout.prompts_per_step": 4,
+            "data.question_suffix": "",
+            "optimizer.learning_rate": 1e-3,
+            "eval.every": 0,
+        }
+    )
+    questions = [f"Name a {thing} {place}." for thing in THINGS for place in PLACES]
+    problems = [{"question": question, "answer": ""} for question in questions]
+    return qj.train(config, problems=problems, rewards=one_word)
+
+
+if __name__ == "__main__":
+    main()
