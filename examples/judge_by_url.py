@@ -19,7 +19,7 @@ ADDRESS = ("127.0.0.1", 8765)
 class Judge(http.server.BaseHTTPRequestHandler):
     """Answers lists of completions and answers with the list of their rewards."""
 
-    def do_POST(self):  # noqa: N802 (the name that http.server calls)
+    def do_POST(self):
         """Scores a rollout by the similarity of each completion and its answer."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         pairs = zip(asked["completions"], asked["answers"], strict=True)
@@ -56,7 +56,9 @@ def main():
     judge = multiprocessing.get_context("spawn").Process(target=serve, daemon=True)
     judge.start()
     try:
-        sums = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(10) for b in range(10)]
+        sums = [
+            {"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(10) for b in range(10)
+        ]
         return qj.train(config, problems=sums)
     finally:
         judge.terminate()

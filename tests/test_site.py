@@ -57,8 +57,8 @@ def test_a_docstring_explains_every_argument(name):
     value = getattr(qerl_jax, name)
     if value is qerl_jax.UserError:
         return
-    docstring = inspect.getdoc(value)
-    _, _, entries = docstring.partition("\nAttributes:\n" if inspect.isclass(value) else "\nArgs:\n")
+    section = "Attributes" if inspect.isclass(value) else "Args"
+    _, _, entries = inspect.getdoc(value).partition(f"\n{section}:\n")
     explained = re.findall(r"^    (\w+(?:, \w+)*):", entries, re.MULTILINE)
     assert set(inspect.signature(value).parameters) <= set(", ".join(explained).split(", "))
 
@@ -106,6 +106,6 @@ def test_an_example_becomes_a_page(hooks, tmp_path, monkeypatch):
     cell = {"cell_type": "code", "source": ["x\n", "y"], "outputs": [{"text": ["7\n"]}]}
     notebook.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": "# B"}, cell]}))
     assert hooks.example_page(module) == (
-        "# A title.\n\n\n    run it\n\n## a.py\n\n```python\nx = 1\n```\n"
+        "# A title\n\n    run it\n\n## a.py\n\n```python\nx = 1\n```\n"
     )
     assert hooks.example_page(notebook) == "# B\n\n```python\nx\ny\n```\n\n```text\n7\n```"

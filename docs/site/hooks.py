@@ -84,9 +84,10 @@ def example_page(path):
     if path.suffix == ".ipynb":
         return "\n\n".join(_cell(cell) for cell in json.loads(text)["cells"])
     module = ast.parse(text)
-    title, _, rest = ast.get_docstring(module).partition("\n")
+    title, _, rest = ast.get_docstring(module, clean=False).partition("\n")
     code = "\n".join(text.splitlines()[module.body[0].end_lineno :]).strip()
-    return f"# {title}\n\n{rest}\n\n## {path.relative_to(ROOT)}\n\n```python\n{code}\n```\n"
+    text = f"# {title.rstrip('.')}\n{rest.rstrip()}\n\n## {path.relative_to(ROOT)}\n\n"
+    return f"{text}```python\n{code}\n```\n"
 
 
 def _cell(cell):
