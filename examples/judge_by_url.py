@@ -2,28 +2,33 @@
 
     uv run python examples/judge_by_url.py
 
-The judge is a process of its own, here a small one that compares a text with the answer. Whatever
-answers the same POST takes its place: a reward model, a language model as a judge, a sandbox.
+The judge here is a thread that says how close a sum is. Whatever answers the same POST takes its
+place, on this machine or another: a reward model, a language model as a judge, a sandbox.
 """
 
-import difflib
 import http.server
 import json
-import multiprocessing
+import re
+import threading
 
 import qerl_jax as qj
 
 ADDRESS = ("127.0.0.1", 8765)
 
 
+def closeness(completion, answer):
+    """Returns 1 for the right number, 1/2 for one beside it, and so on; 0 without a number."""
+    number = re.search(r"\d+", completion)
+    return 1 / (1 + abs(int(number[0]) - int(answer))) if number else 0.0
+
+
 class Judge(http.server.BaseHTTPRequestHandler):
     """Answers lists of completions and answers with the list of their rewards."""
 
     def do_POST(self):
-        """Scores a rollout by the similarity of each completion and its answer."""
+        """Scores the completions of a rollout."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        pairs = zip(asked["completions"], asked["answers"], strict=True)
-        rewards = [difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs]
+        rewards = list(map(closeness, asked["completions"], asked["answers"]))
         body = json.dumps({"rewards": rewards}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -34,34 +39,23 @@ class Judge(http.server.BaseHTTPRequestHandler):
         """Prints nothing of each request."""
 
 
-def serve():
-    """Serves the judge until the process is ended."""
-    http.server.ThreadingHTTPServer(ADDRESS, Judge).serve_forever()
-
-
 def main():
     """Starts the judge and trains the default model; a run that was stopped goes on."""
     config = qj.get_config("grpo_gsm8k")
     config.experiment = "judge_by_url"
     config.update_from_flattened_dict(
         {
-            "steps": 12,
-            "rollout.prompts_per_step": 4,
+            "steps": 20,
             "rewards.correctness.function": "http://{}:{}/score".format(*ADDRESS),
             "rewards.format.weight": 0.0,
-            "optimizer.learning_rate": 1e-3,
             "eval.every": 0,
         }
     )
-    judge = multiprocessing.get_context("spawn").Process(target=serve, daemon=True)
-    judge.start()
-    try:
-        sums = [
-            {"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(10) for b in range(10)
-        ]
-        return qj.train(config, problems=sums)
-    finally:
-        judge.terminate()
+    server = http.server.ThreadingHTTPServer(ADDRESS, Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sums = [(a, b) for a in range(10) for b in range(10)]
+    problems = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a, b in sums]
+    return qj.train(config, problems=problems)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""A reward of one's own: the policy learns to answer with a single word, on a CPU.
+"""Your own reward: the policy learns to answer with a single word, on a CPU.
 
     uv run python examples/own_reward.py
 
 A reward is a function of a completion. This one needs no answers, so a problem is a question alone.
+
+The mean reward of a step rose from 0.06 to 1.00 within 9 of the 12 steps (one run, 8 minutes on two
+CPU cores that others used too, 2.2 minutes of processor time). In the end the policy writes `1`
+under most questions: a reward gets what it asks for, so read the completions of a run.
 """
 
 import qerl_jax as qj

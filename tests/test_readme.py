@@ -155,7 +155,7 @@ def test_links_lead_to_files():
     for page in pages:
         text = (ROOT / page).read_text(encoding="utf-8")
         links = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(
-            r"`((?:docs|examples)/[^`]+)`", text
+            r"`((?:docs|examples)/[^`/]+)`", text
         )
         for link in links:
             base = ROOT if link.startswith(("docs/", "examples/")) else (ROOT / page).parent
