@@ -6,7 +6,7 @@
             --config.optimizer.learning_rate=0.0
     done
     uv run python -m benchmarks.learning runs/learn-* --control runs/control-* \
-        --out=benchmarks/results/learning_smollm2-135m.json
+        --out=benchmarks/results/learning_sums.json
 
 The steps of all seeds are pooled. A run that learns has a t far above 3; the control, with a
 learning rate of 0, stays below 2. The file also holds the reward of every step of every seed, from
@@ -43,9 +43,9 @@ def summarize(folders: list[pathlib.Path]) -> dict:
         folders: run folders of equal length, one for each seed.
 
     Returns:
-        The comparison of reward and accuracy, the mean evaluation accuracy before and after, the
-        mean minutes of a run, `by_step` with the reward of each seed and step, and the origin of
-        the first run.
+        The comparison of reward and accuracy, the mean evaluation accuracy before and after and
+        that of each seed, the mean part of the completions that was cut off, the mean minutes of a
+        run, `by_step` with the reward of each seed and step, and the origin of the first run.
 
     Raises:
         UserError: the runs differ in length, or have less than 10 steps.
@@ -68,13 +68,29 @@ def summarize(folders: list[pathlib.Path]) -> dict:
             "welch_t": welch_t(last, first),
         }
     evaluations = [read_evaluations(path) for path in metrics]
+    by_seed = {
+        "before": [accuracy[0] for accuracy in evaluations],
+        "after": [accuracy[summary["steps"]] for accuracy in evaluations],
+    }
     summary["eval_accuracy"] = {
-        "before": float(np.mean([accuracy[0] for accuracy in evaluations])),
-        "after": float(np.mean([accuracy[summary["steps"]] for accuracy in evaluations])),
+        "before": float(np.mean(by_seed["before"])),
+        "after": float(np.mean(by_seed["after"])),
+        "by_seed": by_seed,
+    }
+    summary["eval_truncated"] = {
+        "before": _truncated(metrics, 0),
+        "after": _truncated(metrics, summary["steps"]),
     }
     summary["minutes"] = float(np.mean([_seconds(path) / 60 for path in metrics]))
     summary["by_step"] = {"reward": [[row["reward"] for row in rows] for rows in runs]}
     return summary | describe_run(folders[0])
+
+
+def _truncated(metrics: list[pathlib.Path], step: int) -> float | None:
+    """The mean part of the completions that was cut off; None where runs did not log it."""
+    rows = [row for path in metrics for row in read_jsonl(path) if row["step"] == step]
+    parts = [row["eval_truncated"] for row in rows if "eval_truncated" in row]
+    return float(np.mean(parts)) if parts else None
 
 
 def _seconds(metrics: pathlib.Path) -> float:

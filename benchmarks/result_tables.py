@@ -12,6 +12,8 @@ from pallas_kernels.fp4_matmul import benchmark, cases
 _KERNELS = {
     "nvfp4": "NVFP4",
     "nvfp4_lora32": "NVFP4 + LoRA",
+    "mma": "NVFP4, for every GPU",
+    "mma_lora32": "NVFP4 + LoRA, for every GPU",
     "bf16": "bf16",
     "nf4": "NF4",
     "dx": "NVFP4, gradient",
@@ -38,14 +40,22 @@ def learning_table(result: dict) -> str:
                 f"{reward['welch_t']:.1f}",
                 f"{evaluated['before']:.3f}",
                 f"{evaluated['after']:.3f}",
+                f"{_range(evaluated['by_seed']['after'])}",
+                f"{100 * part['eval_truncated']['before']:.0f} %",
+                f"{100 * part['eval_truncated']['after']:.0f} %",
                 f"{part['minutes']:.1f}",
             ]
         )
     header = (
         "run", "seeds x steps", "mean reward, first fifth of the steps", "last fifth", "Welch's t",
-        "greedy accuracy before", "after", "minutes",
+        "greedy accuracy before", "after", "by seed", "cut off before", "after",
+        "minutes of steps",
     )  # fmt: skip
     return markdown(header, lines)
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.3f} to {max(values):.3f}"
 
 
 def run_table(result: dict) -> str:
@@ -292,9 +302,9 @@ def loading_table(rows: Sequence[dict]) -> str:
 
 
 def rows_of(result: dict, kind: str, values: Mapping[str, Any]) -> list[dict]:
-    """The rows of one kind with these values."""
-    values = {"kind": kind, **values}
-    return [row for row in result["rows"] if values.items() <= row.items()]
+    """The rows of one kind with these values, and without a chosen kernel if none is named."""
+    values, default = {"kind": kind, "implementation": "", **values}, {"implementation": ""}
+    return [row for row in result["rows"] if values.items() <= (default | row).items()]
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

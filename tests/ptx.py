@@ -5,6 +5,7 @@ PTX for any target, on any machine. Threads proceed together, so it finds no rac
 must be taken by all threads of a CTA or by none.
 """
 
+import functools
 import itertools
 import re
 import struct
@@ -109,6 +110,7 @@ class _Block:
         self.program, self.memory = program, memory
         self.shared = np.zeros(256 << 10, np.uint8)
         self.parameters = parameters
+        self.groups = [[]]  # of asynchronous copies, the last one is open
         self.registers = {"%tid.x": _THREAD.copy()}
         for axis, i in zip("xyz", (*place[::-1], 0, 0), strict=False):
             self.registers[f"%ctaid.{axis}"] = np.full(THREADS, i, np.uint64)
@@ -207,6 +209,37 @@ class _Block:
             assert at.size == 0 or (at.min() >= 0 and at.max() < memory.size), "outside"
             memory[at] = np.ascontiguousarray(data).view(np.uint8).reshape(THREADS, size)[mask]
 
+    def op_cp(self, parts, operands, mask):
+        """Asynchronous copies, which are there no earlier than they are waited for."""
+        if "commit_group" in parts:
+            self.groups.append([])
+        elif "wait_group" in parts:
+            done = max(0, len(self.groups) - 1 - int(operands[0]))
+            for copy in itertools.chain.from_iterable(self.groups[:done]):
+                copy()
+            del self.groups[:done]
+        else:
+            size, count = int(operands[2]), self.get(operands[3], "u32").astype(np.int64)
+            target, source = self.address(operands[0]), self.address(operands[1]) - _BASE
+            there = mask[:, None] & (np.arange(size) < count[:, None])
+            assert (target % size == 0).all(), "a misaligned copy"
+            assert (source[there[:, 0]] % size == 0).all(), "a misaligned copy"
+            places = (target[:, None] + np.arange(size))[mask]
+            data = self.memory[np.where(there, source[:, None] + np.arange(size), 0)]
+            data = np.where(there, data, 0)[mask]  # what the source does not have is zero
+            self.groups[-1].append(functools.partial(self.shared.__setitem__, places, data))
+
+    def op_atom(self, parts, operands, mask):
+        """An increment with a limit, by one thread after another."""
+        assert parts[-2:] == ["inc", "u32"]
+        limit, places = self.get(operands[2], "u32"), self.address(operands[1]) - _BASE
+        before = np.zeros(THREADS, np.uint32)
+        for thread in np.flatnonzero(mask):
+            word = self.memory[places[thread] : places[thread] + 4].view(np.uint32)
+            before[thread] = word[0]
+            word[0] = 0 if word[0] >= limit[thread] else word[0] + 1
+        self.put(operands[0], before, mask)
+
     def op_mov(self, parts, operands, mask):
         target, source = operands
         width = int(parts[-1][1:]) if parts[-1] != "pred" else 0
@@ -227,7 +260,8 @@ class _Block:
         elif source in ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z"):
             self.put(target, self.registers[source], mask)
         elif parts[-1] == "pred":
-            self.put(target, np.full(THREADS, source != "0"), mask)
+            known = self.registers.get(source)
+            self.put(target, np.full(THREADS, source != "0") if known is None else known, mask)
         elif source.startswith(("0f", "0d")):
             self.put(target, self.get(source), mask)
         else:

@@ -1,6 +1,7 @@
 """Compiles the kernels of one warpgroup for a GPU that is not there, and runs the code.
 
     uv run --group aot python tests/target_kernels.py 80
+    uv run --group aot python tests/target_kernels.py 80 packed
 
 Prints a line of JSON for each case: its registers, the bytes that it spills, and the relative
 errors of its results. Mosaic GPU keeps the options of the first target for which it compiles, so a
@@ -27,13 +28,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import ptx
+import sass
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from kernel_code import standard_output
+from simulated_kernel import random_weight
 
-from pallas_kernels import matvec, warpgroup
+from pallas_kernels import fp4_matmul, matvec, warpgroup
 from pallas_kernels.decode import attention, norms
-from pallas_kernels.fp4_matmul import lora_shrink
+from pallas_kernels.fp4_matmul import lora_shrink, mma
+from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 
 NAMES = {
     80: "NVIDIA A100-SXM4-80GB",
@@ -77,19 +81,32 @@ def parameters(function, args):
     """Indices of a kernel's references in the order of its parameters: that of their first use."""
     (call,) = equations(jax.make_jaxpr(function)(*args).jaxpr, "mpmd_map")
     (kernel,) = call.params["jaxprs"]
-    order = []
+    order, pointers = [], []  # what inline code takes whole comes after everything else
 
     def visit(jaxpr, known):
         for equation in jaxpr.eqns:
             inputs = [None if hasattr(x, "val") else known.get(x) for x in equation.invars]
             inner = list(inner_jaxprs(equation, inputs))
             if not inner:
-                order.extend(i for i in inputs if i is not None and i not in order)
+                whole = whole_arguments(equation)
+                for place, i in enumerate(inputs):
+                    found = pointers if place in whole else order
+                    if i is not None and i not in found:
+                        found.append(i)
             for body, names in inner:
                 visit(body, names)
 
     visit(kernel, {x: i for i, x in enumerate(kernel.invars)})
-    return order
+    return order + [i for i in pointers if i not in order]
+
+
+def whole_arguments(equation):
+    """Places of the references that inline code takes whole, without an index."""
+    if equation.primitive.name != "inline_mgpu":
+        return []
+    tree = equation.params["pytree_ref_transforms"]
+    transforms = jax.tree.unflatten(tree, range(tree.num_leaves))
+    return [place for place, indices in enumerate(transforms) if indices == ()]
 
 
 def inner_jaxprs(equation, inputs):
@@ -146,6 +163,7 @@ def check(target, function, *args):
         return run(body, name, grid, operands, results, updated=updated, **options)
 
     report = compiled_code(target, kernel, (operands, updated))
+    products = [count for count, product in sass.loops(report) if product]
     inputs = [np.asarray(x) for x in (*jax.tree.leaves(operands), *updated)]
     count = len(inputs) - len(updated)
     outputs = [(x.shape, x.dtype) for x in jax.tree.leaves(results)]
@@ -159,6 +177,7 @@ def check(target, function, *args):
     return {
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),
         "spills": max(map(int, re.findall(r"(\d+) bytes spill stores", report))),
+        "loop": max(products, default=0),
         "errors": [relative_error(x, y) for x, y in zip([*found, *changed], expected, strict=True)],
     }
 
@@ -229,9 +248,40 @@ def cases(target):
         yield name, functools.partial(attend, eps=1e-6, num_sms=132), inputs
 
 
+def packed_cases():
+    """As `cases`, of the kernels that read weights in tile order, which every target has."""
+    numbers = itertools.count()
+
+    def normal(*shape):
+        return jax.random.normal(jax.random.key(next(numbers)), shape, jnp.bfloat16)
+
+    def multiply(x, weight, adapter, *, config, dtype, interpret):
+        options = {"config": config, "dtype": dtype, "interpret": interpret}
+        return mma.matmul(x, weight, **adapter, **options)
+
+    def dequantize(weight, *, inputs, interpret):
+        return mma.dequantize(weight, inputs=inputs, interpret=interpret)
+
+    for (m, n, k), config, rank, form, dtype in (
+        ((8, 64, 1280), MmaConfig(64, 256, 3), 64, "nvfp4", jnp.bfloat16),
+        ((11, 136, 480), MmaConfig(64, 256, 2, split=2), 96, "nvfp4", jnp.bfloat16),
+        ((1, 200, 1056), MmaConfig(64, 512, 2, split=2), 0, "mxfp4", jnp.bfloat16),
+        ((32, 200, 640), MmaConfig(128, 128, 3, split=2), 32, "nvfp4", jnp.float32),
+        ((64, 64, 384), MmaConfig(64, 128, 2, split=3), 32, "mxfp4", jnp.bfloat16),
+    ):
+        adapter = {}
+        if rank:
+            adapter = {"xa": normal(m, rank), "b": normal(n, rank), "bias": normal(n)}
+        weight = fp4_matmul.to_tiles(random_weight(n, k, form))
+        run = functools.partial(multiply, config=config, dtype=jnp.dtype(dtype))
+        yield f"mma {m} {n} {k} {config}", run, normal(m, k), weight, adapter
+    weight = fp4_matmul.to_tiles(random_weight(136, 192))
+    yield "mma dequantize", functools.partial(dequantize, inputs=192), weight
+
+
 def main():
     target = int(sys.argv[1])
-    for name, *arguments in cases(target):
+    for name, *arguments in packed_cases() if "packed" in sys.argv else cases(target):
         print(json.dumps({"case": name} | check(target, *arguments)), flush=True)
 
 

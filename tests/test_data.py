@@ -513,9 +513,26 @@ def test_a_small_task_gives_all_its_problems():
     assert not {p.question for p in train} & {p.question for p in held_out}
 
 
+def test_sums():
+    load = functools.partial(load_problems, "qerl_jax:sums", options={"largest": 12})
+    train, held_out = load(eval_size=100), load(eval_size=100, split="eval")
+    assert (len(train), len(held_out)) == (69, 100)
+    assert len({p.question for p in train + held_out}) == 13 * 13
+    for problem in train + held_out:
+        a, b = map(int, re.fullmatch(r"What is (\d+) \+ (\d+)\?", problem.question).groups())
+        assert problem.answer == f"{a} + {b} = {a + b}"
+    assert load(seed=1) != load(seed=0)
+    assert {p.question for p in load(seed=1)} == {p.question for p in load(seed=0)}
+    assert len(load(size=5)) == 5
+
+
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
+        ("qerl_jax:sum", {}, "qerl_jax:sum: no such task; there is qerl_jax:sums"),
+        ("qerl_jax:sums", {"seed": 1}, "no option 'seed'; it has largest"),
+        ("qerl_jax:sums", {"largest": 0}, "largest=0: pass a whole number from 1 to 99"),
+        ("qerl_jax:sums", {"largest": 2.0}, "largest=2.0: pass a whole number from 1 to 99"),
         ("reasoning_gym:chain_sums", {}, "no such task; there are ab, acre,"),
         ("reasoning_gym:chain_sum", {"terms": 2}, "no option 'terms'; it has allow_negation, max_"),
         ("reasoning_gym:chain_sum", {"seed": 2}, "no option 'seed'"),
@@ -540,6 +557,7 @@ COMPARING = [
     functions.boxed_answer,
     functions.tagged_answer,
     functions.exact_answer,
+    functions.whole_answer,
     functions.math_answer,
 ]
 SEVERAL = [
@@ -744,6 +762,21 @@ def test_render_prompt(system_prompt, suffix, text):
     (prompt,) = encode_prompts([problem], WordTokenizer(), **options, max_prompt_tokens=20)
     assert (prompt.problem, prompt.text) == (problem, text)
     assert prompt.ids == tuple(len(word) for word in text.split())
+
+
+def test_solved_examples_come_before_the_question():
+    examples = ("2 + 2 =", "4", "1 + 3 =", "5")
+    render = functools.partial(render_prompt, tokenizer=WordTokenizer(), examples=examples)
+    turns = "<user> 2 + 2 = Go. <assistant> 4 <user> 1 + 3 = Go. <assistant> 5"
+    text = render(Problem("1 + 1 =", "2"), system_prompt="Be brief.", question_suffix=" Go.")
+    assert text == f"<system> Be brief. {turns} <user> 1 + 1 = Go. <assistant>"
+    chat = (("system", "Think."), ("user", "a"), ("assistant", "b"), ("user", "c"))
+    text = render(Problem("", "2", chat), question_suffix=" Go.")
+    assert text == f"<system> Think. {turns} <user> a <assistant> b <user> c Go. <assistant>"
+    with pytest.raises(UserError, match=r"data.examples has 3 texts, the last '1 \+ 3 ='"):
+        render(Problem("q", "1"), examples=examples[:3])
+    with pytest.raises(UserError, match=r"a solved example: not valid Unicode"):
+        render(Problem("q", "1"), examples=("\ud800", "1"))
 
 
 def test_a_prompt_over_the_limit_is_an_error():

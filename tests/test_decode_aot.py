@@ -185,12 +185,16 @@ def kernels_of_a_step(hlo):
 
 
 # Attention splits few rows; rows that are no multiple of eight have kernels for SwiGLU and a norm.
-@pytest.mark.parametrize(("rows", "most"), [(6, 9), (8, 7), (32, 6), (64, 6)])
-def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypatch):
+@pytest.mark.parametrize(
+    ("kernel", "rows", "most"),
+    [("mosaic", 6, 9), ("mosaic", 8, 7), ("mosaic", 32, 6), ("mosaic", 64, 6), ("mma", 8, 13)],
+)
+def test_a_layer_of_a_step_is_few_kernels(kernel, rows, most, compile_for_h200, monkeypatch):
     monkeypatch.setattr(decode_kernels, "supports_device", lambda _: True)
     monkeypatch.setattr(decode_layer, "_sm90_attention_agrees", lambda: True)
+    monkeypatch.setattr(dispatch, "supports_mma_device", lambda: kernel == "mma")
     for module in (fp4_matmul, dispatch):
-        monkeypatch.setattr(module, "supports_device", lambda: True)
+        monkeypatch.setattr(module, "supports_device", lambda: kernel == "mosaic")
     counts = []
     for layers in (1, 2):
         config, params = policy(layers)
@@ -222,5 +226,6 @@ def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypa
         )
         hlo = compiled.as_text()
         counts.append(kernels_of_a_step(hlo))
-        assert ("attention_sm90" in hlo) == (rows >= 32)
+        assert ("fp4_matmul_mma" in hlo) == (kernel == "mma")
+        assert ("attention_sm90" in hlo) == (kernel == "mosaic" and rows >= 32)
     assert 0 < counts[1] - counts[0] <= most

@@ -1,6 +1,7 @@
 """A layer of a decode step out of kernels, compared with the layer of `transformer`."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from warpgroup_kernel import BACKENDS, assert_close, normal, use_decode_kernels,
 
 from pallas_kernels import decode, fp4_matmul
 from pallas_kernels.decode import attention, attention_sm90, layer, norms
-from pallas_kernels.fp4_matmul import cases, dispatch, layout, lora_shrink
+from pallas_kernels.fp4_matmul import cases, dispatch, layout, lora_shrink, mma
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import PROJECTIONS
@@ -154,6 +155,27 @@ def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
     assert_close(actual, wide(expected), 2e-2)
 
 
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.slow  # 12 s
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_a_step_by_the_kernel_for_every_gpu(form, interpret, monkeypatch):
+    config, arguments, expected = packed_policy("packed", form)
+    use_decode_kernels(monkeypatch, interpret)
+    for module in (fp4_matmul, dispatch):
+        monkeypatch.setattr(module, "supports_device", lambda: False)
+    monkeypatch.setattr(dispatch, "supports_mma_device", lambda: True)
+    products = []
+
+    def matmul(*args, **options):
+        products.append(args[1].shape)
+        return mma.matmul(*args, **options, interpret=interpret)
+
+    monkeypatch.setattr(dispatch, "mma_kernel", lambda: types.SimpleNamespace(matmul=matmul))
+    actual = traced_step(config, *arguments)[0]
+    assert len(products) == 4  # once each, as the layers share a trace
+    assert_close(actual, wide(expected), 2e-2)
+
+
 class StopTraceError(Exception):
     """Ends a trace at the output projection, with the kernel that was chosen."""
 
@@ -221,20 +243,21 @@ PLAIN = "add_rmsnorm fp4 attend merge_parts fp4 add_rmsnorm fp4 swiglu fp4"
 
 # The table in the docstring of `layer`.
 @pytest.mark.parametrize(
-    ("rows", "expected"),
+    ("rows", "kernel", "expected"),
     [
-        pytest.param(1, PLAIN, marks=pytest.mark.slow),
-        (8, "add_rmsnorm fp4 attend merge_parts fp4+RMSNorm fp4+SwiGLU fp4"),
+        pytest.param(1, "mosaic", PLAIN, marks=pytest.mark.slow),
+        (8, "mosaic", "add_rmsnorm fp4 attend merge_parts fp4+RMSNorm fp4+SwiGLU fp4"),
         pytest.param(
-            *(64, "add_rmsnorm fp4 attention_sm90 fp4+RMSNorm fp4+SwiGLU fp4"),
+            *(64, "mosaic", "add_rmsnorm fp4 attention_sm90 fp4+RMSNorm fp4+SwiGLU fp4"),
             marks=pytest.mark.slow,
         ),
-        (72, "add_rmsnorm fp4 attention_sm90 fp4 add_rmsnorm fp4+SwiGLU lora_shrink fp4"),
-        pytest.param(136, PLAIN, marks=pytest.mark.slow),
+        (72, "mosaic", "add_rmsnorm fp4 attention_sm90 fp4 add_rmsnorm fp4+SwiGLU lora_shrink fp4"),
+        pytest.param(136, "mosaic", PLAIN, marks=pytest.mark.slow),
+        (32, "mma", PLAIN),
     ],
 )
-def test_the_kernels_of_a_layer(rows, expected, monkeypatch):
-    """The kernels for Qwen2.5-7B in NVFP4 with an adapter of rank 32, on an H100 or H200."""
+def test_the_kernels_of_a_layer(rows, kernel, expected, monkeypatch):
+    """The kernels for Qwen2.5-7B in NVFP4 with an adapter of rank 32, on 132 SMs."""
     called = []
 
     def record(module, name, label):
@@ -248,8 +271,9 @@ def test_the_kernels_of_a_layer(rows, expected, monkeypatch):
         monkeypatch.setattr(module, name, recorded)
 
     monkeypatch.setattr(layer, "_sm90_attention_agrees", lambda: True)
+    monkeypatch.setattr(dispatch, "supports_mma_device", lambda: kernel == "mma")
     for module in (fp4_matmul, dispatch):
-        monkeypatch.setattr(module, "supports_device", lambda: True)
+        monkeypatch.setattr(module, "supports_device", lambda: kernel == "mosaic")
     for module, name, label in (
         (norms, "add_rmsnorm", "add_rmsnorm"),
         (norms, "swiglu", "swiglu"),

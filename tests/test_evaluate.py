@@ -137,6 +137,17 @@ def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
     assert 0 < found.accuracy < 1
     assert found.truncated == np.mean(~rollout.finished)
     assert found.truncated > 0
+    texts = detokenize(rollout, model.tokenizer.decode)
+    assert found.answers == [
+        {
+            "question": prompts[i].problem.question,
+            "answer": prompts[i].problem.answer,
+            "completion": texts[i],
+            "finished": bool(rollout.finished[i]),
+            "correct": bool(expected[i]),
+        }
+        for i in range(2)
+    ]
 
 
 def test_greedy_accuracy_leaves_missing_scores_out(tiny, capsys):
@@ -149,6 +160,7 @@ def test_greedy_accuracy_leaves_missing_scores_out(tiny, capsys):
             sampler, Policy(model.params, None), prompts, correctness=judge, time_limit=1.0
         )
         assert (None if np.isnan(found.accuracy) else found.accuracy, found.missing) == expected
+    assert [answer["correct"] for answer in found.answers] == [None, None]
     assert "reward 'correct' is missing for 8 of 8" in capsys.readouterr().err
 
 

@@ -392,7 +392,10 @@ def test_shards_of_tiles():
     ("changes", "message"),
     [
         ({"x": np.ones((2, 384), np.float32)}, r"codes of the tiles are uint32 \(1, 2, 1024\)"),
-        ({"implementation": "cuda"}, "implementation is 'cuda', expected 'mosaic', 'xla' or None"),
+        (
+            {"implementation": "cuda"},
+            "implementation is 'cuda', expected 'mosaic', 'mma', 'xla' or None",
+        ),
         (
             {"implementation": "mosaic", "x": np.ones((2, 256), np.float32)},
             "mosaic wants bfloat16 and Fp4Tiles, got float32 and Fp4Tiles",

@@ -331,7 +331,7 @@ def test_the_plan_counts_the_adapter_that_the_kl_is_measured_to(tiny):
         plan_run(
             tiny.config({"rl.kl_coef": 0.1, **changes}),
             model_config(),
-            Device(pool=None, reads_packed=False),
+            Device(pool=None, kernel="xla"),
         ).training
         for changes in ({}, {"init_from": "run"}, {"lora.init": "adapter"})
     ]

@@ -330,3 +330,37 @@ def test_time_left(seconds, text):
     assert terminal.format_row({"step": 1, "remaining_seconds": seconds}, 1).endswith(
         f"left {text}"
     )
+
+
+def test_answers_before_and_after():
+    def answer(question, completion, **changes):
+        return {"question": question, "completion": completion, "finished": True} | changes
+
+    before = [
+        answer("What is\n1 + 2?", "It is 4\x1b", correct=False, finished=False),
+        answer("q", "no", correct=None),
+    ]
+    after = [
+        answer("What is\n1 + 2?", "1 + 2 = 3", correct=True),
+        answer("q", 200 * "a" + "end", correct=False),
+        answer("other", "x", correct=True),
+    ]
+    lines = terminal.format_answers(before, after)
+    assert lines == [
+        "What is 1 + 2?",
+        r"  before: It is 4\x1b (wrong, cut off)",
+        "  after:  1 + 2 = 3 (right)",
+        "q",
+        "  before: no (no score)",
+        f"  after:  ...{154 * 'a'}end (wrong)",
+    ]
+    assert terminal.format_answers([], after) == []
+
+
+def test_answers_are_read_by_step(tmp_path):
+    with open_log(tmp_path) as log:
+        for row in ({"step": 0, "eval_answers": [{"question": "q"}]}, {"step": 1, "reward": 0.5}):
+            log.write(row)
+        log.write({"step": 2, "eval_answers": [1, {"question": "p", "finished": np.bool_(True)}]})
+    found = metrics.read_answers(tmp_path / "metrics.jsonl")
+    assert found == {0: [{"question": "q"}], 2: [{"question": "p", "finished": True}]}

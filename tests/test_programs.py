@@ -481,6 +481,16 @@ def test_a_cpu_keeps_programs_for_its_processor(tmp_path, monkeypatch):
     assert not (tmp_path / "other").exists()  # JAX's own cache has it.
 
 
+def test_vector_instructions_are_the_widest_that_programs_use():
+    text = "processor\t: 0\nflags\t\t: fpu avx avx2 {}\n\nprocessor\t: 1\nflags\t\t: fpu avx\n"
+    wide = text.format("avx512f avx512bw")
+    assert processor.vectors_of(text.format("fma"), "") == "AVX2"
+    assert processor.vectors_of(wide, "--xla_force=1") == "AVX512"
+    assert processor.vectors_of(wide, "--xla_cpu_max_isa=AVX2 --xla_force=1") == "AVX2"
+    assert processor.vectors_of(text.format(""), "--xla_cpu_max_isa=AVX512") == "AVX2"
+    assert processor.vectors_of("processor\t: 0\n", "") == ""
+
+
 def test_processors_with_other_features_are_told_apart():
     text = "processor\t: 0\nmodel\t\t: 1\ncpu MHz\t\t: {}\nflags\t\t: fpu avx2{}\n\n"
     digests = [

@@ -63,10 +63,10 @@ def inputs():
 def chunked(x, ba, buffer_segments, *, packed=True):
     """The outputs and the last state of the chunked form."""
     layer = inputs()[2]
-    buffer_segments = buffer_segments if packed else None
-    mixed = recurrent.convolve(x, layer["conv"], buffer_segments)
+    layout = recurrent.layout_of(buffer_segments, SHAPES) if packed else None
+    mixed = recurrent.convolve(x, layer["conv"], layout)
     heads = recurrent.split_heads(mixed, SHAPES)
-    return recurrent.delta_rule(*heads, recurrent.gates(ba, layer), buffer_segments)
+    return recurrent.delta_rule(*heads, recurrent.gates(ba, layer), layout)
 
 
 def test_steps_are_the_chunks():
@@ -276,14 +276,14 @@ def test_plans_know_states():
     config = get_config("qwen3.5-27b")
     config.rollout.prompts_per_step, config.rollout.group_size = 1, 8
     model = ARCHITECTURES["qwen3.5-27b"]
-    plan = plan_run(config, model, Device(int(0.92 * 85e9), reads_packed=True))
+    plan = plan_run(config, model, Device(int(0.92 * 85e9), "mosaic"))
     assert plan.fits
     state = 48 * 4 * (48 * 128 * 128 + 3 * 10240)
     assert plan.rollout.state == state
     assert f"positions each and a state of {state / 1e6:.1f} MB" in format_plan(plan, config)
     config.train.parameters = "lora+norms"
     with pytest.raises(UserError, match="norms of a qwen3_5 are stored minus 1"):
-        plan_run(config, model, Device(int(0.92 * 85e9), reads_packed=True))
+        plan_run(config, model, Device(int(0.92 * 85e9), "mosaic"))
 
 
 # --- Files ----------------------------------------------------------------------------------------

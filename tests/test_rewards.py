@@ -257,6 +257,28 @@ def test_exact_answer(completion, value):
 
 
 @pytest.mark.parametrize(
+    ("completion", "finished", "whole", "equation"),
+    [
+        (" 3 + 4 = 7\n", True, 1, 1),
+        ("3 + 4 = 7", False, 0, 0),
+        ("3 + 4 = 8", True, 0, 1),
+        ("4 + 3 = 7", True, 0, 1),
+        ("3 * 4.5 - 1 = 12.5", True, 0, 1),
+        ("3 + 4 = 7.", True, 0, 0),
+        ("3 + 4 = 7\n7", True, 0, 0),
+        ("x = 7", True, 0, 0),
+        ("7", True, 0, 0),
+        ("<answer>3 + 4 = 7</answer>", True, 0, 0),
+        ("<think>7</think> 3 + 4 = 7", True, 1, 1),
+    ],
+)
+def test_the_whole_answer_in_the_asked_form(completion, finished, whole, equation):
+    arguments = ("", completion, "3 + 4 = 7", 9, finished)
+    assert functions.whole_answer(*arguments) == whole
+    assert functions.equation_format(*arguments) == equation
+
+
+@pytest.mark.parametrize(
     ("completion", "answer", "value"),
     [
         (r"\boxed{\frac{1}{2}}", "0.5", 1),
@@ -541,10 +563,12 @@ def test_unequal_lengths_are_refused():
         "tagged_answer",
         "boxed_answer",
         "exact_answer",
+        "whole_answer",
         "math_answer",
         "think_format",
         "boxed_format",
         "number_only_format",
+        "equation_format",
     ],
 )
 def test_resolve_built_in(name):

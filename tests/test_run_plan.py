@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import step
 from benchmarks.rollout.random_policy import random_params
+from pallas_kernels import fp4_matmul
 from qerl_jax.commands.plan import CARDS
 from qerl_jax.config import models
 from qerl_jax.config.experiments import dapo_math, grpo_gsm8k
@@ -22,7 +23,7 @@ from qerl_jax.memory.report import (
     largest_rows,
     out_of_memory,
 )
-from qerl_jax.memory.run_plan import Device, plan_run
+from qerl_jax.memory.run_plan import Device, kernel_of, plan_run
 from qerl_jax.policy import sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import LoraConfig, init
@@ -46,12 +47,12 @@ WASTED = COPIED_HEAD | {
     "e0997e029293ef4b90a79e85c29ceb1eda162349",
 }
 GB = 10**9
-CPU = Device(None, reads_packed=False)
+CPU = Device(None, "xla")
 
 
 def card(name):
     memory, hopper = CARDS[name]
-    return Device(int(pool_of(1) * memory), hopper)
+    return Device(int(pool_of(1) * memory), kernel_of(hopper=hopper))
 
 
 H100 = card("h100-80gb")
@@ -183,7 +184,7 @@ def test_every_preset_starts(model, name):
 def test_the_target_of_32b_fits_an_h100():
     lengths = {"rollout__max_new_tokens": 4096, "eval__every": 0, "prompt": 256}
     step = {"rollout__prompts_per_step": 1, "rollout__group_size": 8}
-    small, _ = planned("qwen2.5-32b", Device(int(45 * GB / 0.95), True), **lengths | step)
+    small, _ = planned("qwen2.5-32b", Device(int(45 * GB / 0.95), "mosaic"), **lengths | step)
     assert small.fits
     assert small.rollout.rows == 8
     step["rollout__prompts_per_step"] = 4
@@ -231,6 +232,14 @@ def test_without_a_kernel_a_third_of_the_memory_may_be_a_dense_copy():
     assert plan.rollout.dequantize == "step"
     assert planned("qwen2.5-32b", rollout__dequantize="once")[0].rollout.dense_copy == 0
     assert planned("qwen2.5-7b", model__format="nf4")[0].rollout.dense_copy > 10 * GB
+
+
+@pytest.mark.parametrize("name", ["rtx-3090", "rtx-4090", "l4"])
+def test_a_7b_decodes_on_24_gb_without_a_dense_copy(name, monkeypatch):
+    monkeypatch.setenv(fp4_matmul.KERNEL_VARIABLE, "mma")
+    plan, _ = planned("qwen2.5-7b", card(name))
+    assert plan.fits
+    assert plan.rollout.dense_copy < 0.5 * GB  # a layer at a time, for prompts
 
 
 def test_a_longer_evaluation_has_fewer_rows():

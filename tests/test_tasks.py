@@ -123,15 +123,16 @@ def test_a_run_is_asked_what_it_held_out(run, file):
     (task,) = make(run=run)
     assert task.name == "run"
     data = run["data"]
-    train = load_problems(data["source"], options=data["options"], eval_size=32, size=1000)
-    assert len(task.problems) == 32
+    train = load_problems(data["source"], options=data["options"], eval_size=256, size=1000)
+    assert len(task.problems) == 256
     assert not set(task.problems) & set(train)
     expected = {
         "system_prompt": "Be brief.",
-        "question_suffix": " Answer with the number only.",
-        "scorer": REWARDS + "numeric_answer",
-        "format_scorer": REWARDS + "number_only_format",
-        "max_new_tokens": 16,
+        "question_suffix": "",
+        "examples": ("What is 21 + 4?", "21 + 4 = 25"),
+        "scorer": REWARDS + "whole_answer",
+        "format_scorer": REWARDS + "equation_format",
+        "max_new_tokens": 12,
     }
     assert dataclasses.asdict(task).items() >= expected.items()
     # A file has the same prompt and scorers.
@@ -166,7 +167,7 @@ def test_a_benchmark_keeps_its_scorer_and_its_limit_for_a_run(run, hub, file):
     assert [task.max_new_tokens for task in benchmarks] == [4096, 1024]
     # The problems and files of the run have its limit; all have its prompt and its stop strings.
     tasks = benchmarks + make("run", file("1", name="other.jsonl"), run=run)
-    assert [task.max_new_tokens for task in tasks[2:]] == [16, 16]
+    assert [task.max_new_tokens for task in tasks[2:]] == [12, 12]
     for task in tasks:
         assert task.system_prompt == "Be brief."
         assert (task.stop, task.kv_cache_dtype) == (("</answer>",), "float8")
@@ -279,6 +280,7 @@ def test_a_run_may_have_nothing_to_ask(run, file):
         ("boxed_answer", r"\fbox{1,00,000}", "100000"),
         ("tagged_answer", r"\boxed{3} <answer>x = 4</answer>", "4"),
         ("exact_answer", " yes ", "yes"),
+        ("whole_answer", r" 3 + 4 = \boxed{7} ", r"3 + 4 = \boxed{7}"),
         ("math_answer", r"\boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
         ("math_answer", r"<answer>$x + 1$.</answer>", "x+1"),
         ("math_answer", r"\boxed{0.50}", "0.5"),

@@ -76,6 +76,7 @@ def same_adapters(a, b):
 def test_rows(finished):
     written = read_jsonl(finished / "metrics.jsonl")
     assert [row["step"] for row in written] == [0, 1, 2, 2, 3, 4, 4]
+    assert all(len(row.pop("eval_answers")) == 2 for row in written if "eval_seconds" in row)
     assert_finite(written)
     evaluation = {"step", "eval_seconds", "eval_truncated", "compiled_programs", "compile_seconds"}
     assert written[0].keys() == evaluation | {"eval_accuracy_before"}
@@ -141,7 +142,16 @@ def test_a_finished_run_is_left_alone(finished, tiny, capsys):
     assert tiny_run.contents(finished) == before
     out = capsys.readouterr().out
     assert "finished after step 4" in out
+    first, last = (row["eval_answers"] for row in answers_of(finished) if row["step"] in (0, 4))
+    for before, after in zip(first, last, strict=True):
+        assert before["question"] == after["question"]
+        assert f"{before['question']}\n  before: {before['completion']} (" in out
+        assert f"\n  after:  {after['completion']} (" in out
     assert f"--workdir={finished} --config.steps=8" in out
+
+
+def answers_of(run):
+    return [row for row in read_jsonl(run / "metrics.jsonl") if "eval_answers" in row]
 
 
 @pytest.mark.slow  # 5 s; `test_resume` compares runs

@@ -63,6 +63,8 @@ def make_parser() -> argparse.ArgumentParser:
         "dequantize once per rollout or in every step, where no kernel reads packed weights"
     )
     add("--dequantize", choices=("once", "step"), default="once", help=dequantize)
+    kernel = "kernel of packed weights (default: the Hopper kernel, where it runs)"
+    add("--implementation", choices=("", "mosaic", "mma", "xla"), default="", help=kernel)
     cache = "dtype of keys and values (default: bfloat16)"
     add("--kv-cache-dtype", choices=("", "bfloat16", "float8"), default="", help=cache)
     add("--head-format", default="", help="nvfp4: a head in 4 bits (default: as the embedding)")
@@ -99,6 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
     from benchmarks.rollout.benchmark import benchmark
     from benchmarks.rollout.subject import BenchmarkConfig
+    from pallas_kernels import fp4_matmul
     from qerl_jax.errors import UserError
     from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
 
@@ -109,6 +112,8 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(f"{flag}={text}: numbers with commas, like 1,8,32") from error
 
     options = dict(vars(arguments))
+    if arguments.implementation:
+        os.environ[fp4_matmul.KERNEL_VARIABLE] = arguments.implementation
     if options["system_prompt"] is None:
         options["system_prompt"] = SYSTEM_PROMPT
     benchmark(

@@ -18,7 +18,7 @@ from qerl_jax.system.staging import check_writable
 
 _POLICY = (
     "kind", "model", "format", "weights", "lora_rank", "kv_cache_dtype", "head_format",
-    "chunk_steps", "dequantize", "tensor",
+    "chunk_steps", "dequantize", "implementation", "tensor",
 )  # fmt: skip
 _STEPS = (*_POLICY, "batch", "prompt", "new_tokens")
 _ROLLOUTS = (*_POLICY, "prompts", "group", "max_new_tokens")
@@ -81,6 +81,7 @@ def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
 
 
 def _key(row: dict) -> tuple:
+    row = {"implementation": ""} | row  # rows from before one could be chosen
     return tuple(row[name] for name in KEYS[row["kind"]])
 
 

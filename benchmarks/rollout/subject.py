@@ -58,6 +58,7 @@ class BenchmarkConfig:
         tensor: number of devices that the weights are cut between.
         chunk_steps: decode steps per program call, as in `EngineConfig`.
         dequantize: 'once' or 'step', as in `EngineConfig`.
+        implementation: kernel of packed weights, as in `fp4_matmul`; '' for the device's best.
         kv_cache_dtype: dtype of keys and values, as in `EngineConfig`.
         head_format: format of the head, as in `head.rollout_head`.
         parts: whether the parts of a step are measured too.
@@ -85,6 +86,7 @@ class BenchmarkConfig:
     tensor: int
     chunk_steps: int
     dequantize: str
+    implementation: str
     kv_cache_dtype: str
     head_format: str
     parts: bool
@@ -260,6 +262,7 @@ def row_settings(subject: Subject, kind: str, options: BenchmarkConfig) -> dict:
         "weights": "real" if options.source else "random",
         "chunk_steps": options.chunk_steps,
         "dequantize": options.dequantize,
+        "implementation": options.implementation,
         "kv_cache_dtype": str(shapes.cache_dtype(options.kv_cache_dtype, jnp.dtype("bfloat16"))),
         "head_format": options.head_format,
         "device": jax.devices()[0].device_kind,

@@ -17,7 +17,8 @@ A layer has six steps. In each step the first line is taken whose conditions hol
 
 A weight is "FP4" if it is in tile order (`Fp4Tiles`) and the Hopper kernel runs; the two epilogues
 "+RMSNorm" and "+SwiGLU" need rows in multiples of eight. Attention is "unsplit" if M <= 128, o_proj
-is in tile order, and the M K heads of keys occupy all SMs.
+is FP4, and the M K heads of keys occupy all SMs. Where the user chose another kernel for weights in
+tile order (`fp4_matmul.mma`), no weight is FP4.
 
 An adapted product needs x A^T. Every kernel in front of a product computes partial sums of it, but
 for unsplit attention and the FP4 kernel. After these, the product computes x A^T itself, or the
@@ -190,9 +191,10 @@ def _attention(
 ) -> tuple[Activations, jax.Array, jax.Array]:
     """Attention, and the updated keys and values; the output projection reads the former."""
     options = {"eps": eps, "num_sms": num_sms()}
-    # The FP4 product makes x A^T too: after attention in one part nothing is left to do.
+    # The Hopper kernel makes x A^T too: after attention in one part nothing is left to do.
     unsplit = (
         isinstance(o.weight, Fp4Tiles)
+        and fp4_matmul.supports_device()
         and len(inputs.qkv) <= MAX_ROWS_OF_PARTIALS
         and attention.num_parts(inputs.keys, num_sms()) == 1
     )

@@ -6,10 +6,14 @@ from pallas_kernels.fp4_matmul.api import (
     fp4_matmul_with_xa_partials,
 )
 from pallas_kernels.fp4_matmul.dispatch import (
+    KERNEL_VARIABLE,
+    chosen_kernel,
+    device_kernel,
     load_kernel,
     sum_xa_partials,
     supports_device,
     supports_lora_shrink,
+    supports_tiles,
 )
 from pallas_kernels.fp4_matmul.epilogues import (
     fp4_matmul_add_rmsnorm,
@@ -32,11 +36,14 @@ from pallas_kernels.fp4_matmul.tiling import TileConfig, padded_rank
 __all__ = [
     "BLOCK",
     "FORMATS",
+    "KERNEL_VARIABLE",
     "Format",
     "Fp4Tiles",
     "Fp4Weight",
     "TileConfig",
+    "chosen_kernel",
     "dequantize",
+    "device_kernel",
     "dot",
     "format_of",
     "fp4_matmul",
@@ -52,5 +59,6 @@ __all__ = [
     "supports_device",
     "supports_lora_shrink",
     "supports_swiglu",
+    "supports_tiles",
     "to_tiles",
 ]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import device
 from pallas_kernels.fp4_matmul import dispatch, layout, reference, tiling
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
+from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
@@ -20,7 +22,7 @@ def fp4_matmul(
     lora: tuple[jax.Array, jax.Array] | None = None,
     bias: jax.Array | None = None,
     implementation: str | None = None,
-    config: TileConfig | None = None,
+    config: TileConfig | MmaConfig | None = None,
 ) -> jax.Array:
     """Returns x W^T + (x A^T) B^T + bias for a frozen weight W in 4 bits.
 
@@ -33,10 +35,11 @@ def fp4_matmul(
         lora: A [R, K], which includes LoRA's scale, and B [N, R]. The kernel reads 64 columns of B
             at a time and pads B in every call, unless zeros fill it up to a multiple of 64 already.
         bias: bias [N].
-        implementation: "mosaic" is the Hopper kernel, for a weight in tile order and bfloat16 x;
-            "xla" dequantizes and multiplies. None takes the kernel on a Hopper GPU on which it
-            agrees with the definition.
-        config: tiling of the kernel; None looks it up.
+        implementation: "mosaic" is the Hopper kernel, "mma" the kernel for up to 64 rows on every
+            GPU since Ampere, which dequantizes for more rows; both are for a weight in tile order
+            and bfloat16 x. "xla" dequantizes and multiplies. None takes "mosaic" on a Hopper GPU
+            on which it agrees with the definition, and "mma" where QERL_FP4_KERNEL says so.
+        config: tiling of "mosaic" or schedule of "mma"; None looks it up.
 
     Returns:
         [..., N] in x's dtype.
@@ -46,15 +49,14 @@ def fp4_matmul(
     """
     _check(x, weight, lora, bias, implementation, config)
     if implementation is None:
-        implementation = "mosaic" if dispatch.supports_weight(weight, x) else "xla"
-    if implementation == "mosaic":
-        rows = x.reshape(-1, x.shape[-1])
-        inside = lora is None or dispatch.fits_adapter(
-            len(rows), len(lora[1]), x.shape[-1], len(lora[0]), config
-        )
-        y = _kernel_matmul(rows, weight, lora if inside else None, bias, config)
+        implementation = dispatch.implementation_of(weight, x)
+    if implementation != "xla":
+        rows, outside = x.reshape(-1, x.shape[-1]), None
+        if lora is not None and not dispatch.adapter_inside(implementation, rows, lora, config):
+            lora, outside = None, lora
+        y = _kernel_matmul(rows, weight, lora, bias, config, implementation)
         y = y.reshape(*x.shape[:-1], -1)
-        return y if inside else y + _adapter(x, lora)
+        return y if outside is None else y + _adapter(x, outside)
     y = _frozen_matmul(x, _in_checkpoint_order(weight, x))
     if lora is not None:
         y = y + _adapter(x, lora)
@@ -112,6 +114,8 @@ def fp4_matmul_with_xa_partials(
         and xa_partials.shape[2] <= rank == tiling.padded_rank(rank)
         and dispatch.fits_adapter(len(x), len(b), x.shape[1], rank, config)
     )
+    if not inside and dispatch.supports_mma(weight, x):
+        return dispatch.run_mma(x, weight, xa_partials=xa_partials, b=b)
     if not inside:
         return fp4_matmul(x, weight, config=config) + reference.dot(
             dispatch.sum_xa_partials(xa_partials, x, b), b
@@ -132,6 +136,9 @@ def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
     _check(x, weight, None, None, None, None)
     if dispatch.supports_weight(weight, x):
         return dispatch.run(x, weight, dtype=jnp.float32)
+    if dispatch.supports_mma(weight, x):
+        y = dispatch.run_mma(x.reshape(-1, x.shape[-1]), weight, dtype=jnp.float32)
+        return y.reshape(*x.shape[:-1], -1)
     return reference.matmul(x, _in_checkpoint_order(weight, x), dtype=jnp.float32)
 
 
@@ -158,28 +165,30 @@ def _frozen_matmul_bwd(weight, dy):
 _frozen_matmul.defvjp(_frozen_matmul_fwd, _frozen_matmul_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _kernel_matmul(x, weight, lora, bias, config):
-    """The product for x [M, K] with the adapter and the bias, by the kernel."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _kernel_matmul(x, weight, lora, bias, config, implementation):
+    """The product for x [M, K] with the adapter and the bias, by a kernel."""
     if lora is None or len(x) > tiling.MAX_ROWS_OF_PARTIALS:
-        return _kernel_matmul_fwd(x, weight, lora, bias, config)[0]
+        return _kernel_matmul_fwd(x, weight, lora, bias, config, implementation)[0]
     a, b = (matrix.astype(x.dtype) for matrix in lora)
-    return dispatch.run(x, weight, config, bias=bias, a=a, b=dispatch.padded(b, len(a)))
+    run = dispatch.run if implementation == "mosaic" else dispatch.run_mma
+    return run(x, weight, config, bias=bias, a=a, b=dispatch.padded(b, len(a)))
 
 
-def _kernel_matmul_fwd(x, weight, lora, bias, config):
+def _kernel_matmul_fwd(x, weight, lora, bias, config, implementation):
     adapter, xa = {}, None
     if lora is not None:
         a, b = (matrix.astype(x.dtype) for matrix in lora)
         xa = reference.dot(x, a)
         adapter = {"b": dispatch.padded(b, len(a)), "xa": dispatch.padded(xa, len(a))}
-    y = dispatch.run(x, weight, config, bias=bias, **adapter)
+    run = dispatch.run if implementation == "mosaic" else dispatch.run_mma
+    y = run(x, weight, config, bias=bias, **adapter)
     return y, (x if lora is not None else x[:0], xa, weight, lora, bias)
 
 
-def _kernel_matmul_bwd(_, residuals, dy):
+def _kernel_matmul_bwd(_, implementation, residuals, dy):
     x, xa, weight, lora, bias = residuals
-    dx = kernel_transposed(dy, weight, inputs=x.shape[1])
+    dx = kernel_transposed(dy, weight, inputs=x.shape[1], implementation=implementation)
     dlora = None
     if lora is not None:
         a, b = lora
@@ -195,7 +204,9 @@ def _kernel_matmul_bwd(_, residuals, dy):
     return dx, None, dlora, dbias
 
 
-def kernel_transposed(dy: jax.Array, weight: Fp4Tiles, *, inputs: int) -> jax.Array:
+def kernel_transposed(
+    dy: jax.Array, weight: Fp4Tiles, *, inputs: int, implementation: str = "mosaic"
+) -> jax.Array:
     """The gradient with respect to x without the adapter's part: dy times the weight.
 
     The kernel dequantizes, XLA multiplies. As in `reference.matmul`, no loop may carry the
@@ -206,13 +217,17 @@ def kernel_transposed(dy: jax.Array, weight: Fp4Tiles, *, inputs: int) -> jax.Ar
         dy: bfloat16 [M, N].
         weight: packed weight [N, K].
         inputs: K.
+        implementation: the kernel that dequantizes, "mosaic" or "mma".
 
     Returns:
         bfloat16 [M, K].
     """
     dy, codes = jax.lax.optimization_barrier((dy, weight.codes))
     weight = dataclasses.replace(weight, codes=codes)
-    dense = dispatch.kernel().dequantize(weight, inputs=inputs, num_sms=device.num_sms())
+    if implementation == "mosaic":
+        dense = dispatch.kernel().dequantize(weight, inputs=inputs, num_sms=device.num_sms())
+    else:
+        dense = dispatch.mma_kernel().dequantize(weight, inputs=inputs)
     return reference.dot(dy, dense.T)
 
 
@@ -240,14 +255,20 @@ def _check(x, weight, lora, bias, implementation, config):
             problems.append(f"lora is {a.shape}, {b.shape}, expected (R, {k}), ({n}, R)")
     if bias is not None and bias.shape != (n,):
         problems.append(f"bias is {bias.shape}, expected {(n,)}")
-    if implementation not in (None, "mosaic", "xla"):
-        problems.append(f"implementation is {implementation!r}, expected 'mosaic', 'xla' or None")
-    if implementation == "mosaic" and not (
+    if implementation not in (None, "mosaic", "mma", "xla"):
+        expected = "'mosaic', 'mma', 'xla' or None"
+        problems.append(f"implementation is {implementation!r}, expected {expected}")
+    if implementation in ("mosaic", "mma") and not (
         isinstance(weight, Fp4Tiles) and x.dtype == jnp.bfloat16
     ):
         kind = type(weight).__name__
-        problems.append(f"mosaic wants bfloat16 and Fp4Tiles, got {x.dtype} and {kind}")
-    if config is not None and (problem := config.problem()):
+        problems.append(f"{implementation} wants bfloat16 and Fp4Tiles, got {x.dtype} and {kind}")
+    if isinstance(config, MmaConfig):
+        if implementation != "mma":
+            problems.append(f"{config} is for implementation 'mma', not {implementation!r}")
+        elif problem := config.problem(math.prod(x.shape[:-1])):
+            problems.append(problem)
+    elif config is not None and (problem := config.problem()):
         problems.append(problem)
     if problems:
         raise ValueError("fp4_matmul: " + "; ".join(problems))

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Generator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -225,16 +226,41 @@ def tune(
     if expected.shape[1] < n:  # SwiGLU wants all tokens in one tile.
         configs = [config for config in configs if config.tile_m >= m]
 
+    results = measured(configs, product, args, expected, threads=threads)
+    if not results:
+        raise ValueError(f"no tiling works for M {m}, N {n}, K {k}")
+    finalists = sorted(results, key=lambda result: result[0])[:3]
+    with sole_use():
+        medians = [
+            (statistics.median(seconds_of(program, args) for _ in range(3)), config)
+            for _, config, program in finalists
+        ]
+    best, config = min(medians, key=lambda result: result[0])
+    return config, best
+
+
+def measured(
+    configs: list, product: Callable, args: list, expected: jax.Array, *, threads: int
+) -> list[tuple[float, Any, Callable]]:
+    """Measures a product in every tiling that compiles, spills nothing and is right.
+
+    Args:
+        configs: tilings, or schedules.
+        product: function of tokens, a weight and other arguments, which takes a `config`.
+        args: lists of the arguments, with one element for each weight.
+        expected: float32 result for the first elements.
+        threads: number of threads that compile.
+
+    Returns:
+        The seconds, the tiling and the program of each.
+    """
+
     def compiled(config):
         operation = functools.partial(product, config=config)
         spills = spilled_bytes(jax.jit(operation).lower(*(arg[0] for arg in args)))
         return spills, None if spills else benchmark.repeated(operation).lower(*args).compile()
 
-    def seconds(program):
-        times = benchmark.device_times(program, *args)
-        return sum(time for _, time in times) / len(weights)
-
-    results = []
+    results: list[tuple[float, Any, Callable]] = []
     with compiler_reports(), concurrent.futures.ThreadPoolExecutor(threads) as pool:
         programs = {pool.submit(compiled, config): config for config in configs}
         for done in concurrent.futures.as_completed(programs):
@@ -252,18 +278,14 @@ def tune(
                 if not error < 1e-2:
                     print(f"    {config}: off by {error:.1e}", flush=True)
                     continue
-                results.append((seconds(program), config, program))
+                results.append((seconds_of(program, args), config, program))
             print(f"    {1e6 * results[-1][0]:8.2f} us  {config}", flush=True)
-    if not results:
-        raise ValueError(f"no tiling works for M {m}, N {n}, K {k}")
-    finalists = sorted(results, key=lambda result: result[0])[:3]
-    with sole_use():
-        measured = [
-            (statistics.median(seconds(program) for _ in range(3)), config)
-            for _, config, program in finalists
-        ]
-    best, config = min(measured, key=lambda result: result[0])
-    return config, best
+    return results
+
+
+def seconds_of(program: Callable, args: list) -> float:
+    """The seconds of a product on the device, of a program that computes one for each weight."""
+    return sum(time for _, time in benchmark.device_times(program, *args)) / len(args[0])
 
 
 def merge(path: pathlib.Path, entries: list[dict]) -> None:

@@ -10,10 +10,27 @@ bandwidth, which is measured first, and at 790 TFLOP/s. Implementations:
 
     nvfp4          the kernel
     nvfp4_lora32   the kernel with an adapter of rank 32 for each fused projection, x A^T included
+    mma            the kernel for up to 64 tokens on every GPU since Ampere
+    mma_lora32     the same with an adapter, as nvfp4_lora32
     bf16           cuBLAS on a dense weight, for one token `pallas_kernels.matvec.matvec`
     xla            XLA's dequantize-and-dot of the packed weight
     nf4            bitsandbytes, if it is installed
     dx, dx_bf16    the gradient with respect to x of nvfp4 and of bf16
+
+The kernel `mma` has not run on a card yet. What measures it, on any GPU from Ampere on (a Hopper
+card runs the same code as the others): its tests; the schedules; products beside cuBLAS and, on
+Hopper, beside the other kernel; decode steps; and a run that is resumed bit for bit:
+
+    pytest -n 0 -m gpu tests/test_fp4_mma_gpu.py
+    pytest -n 0 -m gpu tests/test_decode_layer.py -k every_gpu
+    python -m pallas_kernels.fp4_matmul.mma_autotune --layers=7b --m=8,16,32,64 --out=schedules.json
+    python -m pallas_kernels.fp4_matmul.benchmark --layers=7b --m=1,8,16,32,64,128 \
+        --impls=mma,mma_lora32,nvfp4,bf16,xla --out=kernel_mma.json
+    python -m benchmarks.rollout --model=qwen2.5-7b --format=nvfp4 --batch=1,8,32 \
+        --implementation=mma
+    python -m benchmarks.rollout --model=qwen2.5-7b --format=nvfp4 --batch=1,8,32 \
+        --implementation=xla --dequantize=step
+    QERL_FP4_KERNEL=mma pytest -n 0 -m gpu tests/test_resume_gpu.py
 
 A run replaces the rows of the same layer, M and implementation, and keeps the others. Most of its
 time is compilation: several commands may run at a time, for they take turns to measure. Rows name
@@ -179,9 +196,12 @@ def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, 
             raise
     make = {"bf16": _dense, "dx_bf16": _dense, "xla": random_weight}.get(impl, _tiles)
     kernel = functools.partial(fp4.fp4_matmul, implementation="mosaic")
+    mma = functools.partial(fp4.fp4_matmul, implementation="mma")
     operations = {
         "nvfp4": kernel,
         "nvfp4_lora32": lambda x, w, lora: kernel(x, w, lora=lora),
+        "mma": mma,
+        "mma_lora32": lambda x, w, lora: mma(x, w, lora=lora),
         "xla": functools.partial(fp4.fp4_matmul, implementation="xla"),
         "bf16": matvec.matmul,
         "dx": lambda dy, w: api.kernel_transposed(dy, w, inputs=k),
@@ -190,11 +210,11 @@ def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, 
     with sole_use():
         weights = random_weights(make, n, k, bits=BITS.get(impl, 4.5))
         args = [random_tokens(len(weights), m, n if impl.startswith("dx") else k), weights]
-        if impl == "nvfp4_lora32":
+        if impl.endswith("_lora32"):
             args.append(random_adapters(len(weights), cases.rank_of(layer, 32), n, k))
         jax.block_until_ready(args)
     lowered = repeated(operations[impl]).lower(*args)
-    program = lowered.compile() if impl in ("nvfp4", "nvfp4_lora32") else None
+    program = lowered.compile() if impl.startswith(("nvfp4", "mma")) else None
     with sole_use():  # XLA compiles its products by measuring, too.
         return measure(program or lowered.compile(), *args)
 

@@ -1,20 +1,28 @@
-"""Which products the Hopper kernel supports, and the product by it in its tiling."""
+"""Which products the kernels support, and the product by one of them in its tiling.
 
+"mosaic" is the kernel for Hopper GPUs (`sm90`), "mma" the one for every GPU since Ampere (`mma`).
+"""
+
+import dataclasses
 import functools
+import os
 import warnings
 from types import ModuleType
 from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import device
-from pallas_kernels.fp4_matmul import reference, self_test, tiling
+from pallas_kernels.fp4_matmul import mma_schedule, reference, self_test, tiling
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
+from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 _MAX_RANK = 512  # rank of an adapter inside the kernel; no larger one was tried
+KERNEL_VARIABLE = "QERL_FP4_KERNEL"  # environment: "mosaic", "mma" or "xla"
 
 
 @functools.cache
@@ -24,7 +32,7 @@ def supports_device() -> bool:
     A table that was tuned with this device, version of jax and kernel proves the agreement;
     elsewhere the kernel computes small products once.
     """
-    if device.cuda_capability() != 9.0:
+    if device.cuda_capability() != 9.0 or chosen_kernel() not in (None, "mosaic"):
         return False
     if tiling.verified(jax.devices()[0].device_kind, jax.__version__):
         return True
@@ -40,6 +48,50 @@ def supports_device() -> bool:
     return True
 
 
+@functools.cache
+def supports_mma_device() -> bool:
+    """Whether the user chose "mma", and it agrees with the definition on the default device.
+
+    It computes small products once, as no table knows the GPU.
+    """
+    if device.cuda_capability() < 8.0 or chosen_kernel() != "mma":
+        return False
+    try:
+        error = self_test.relative_error_of_mma(mma_kernel().matmul)
+    except Exception as problem:  # Whatever an untested version of jax raises.
+        first_line = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        _warn_once(f"the FP4 kernel does not run, dequantizing instead ({first_line})")
+        return False
+    if not error < 1e-2:
+        _warn_once(f"the FP4 kernel is off by {error:.1e}, dequantizing instead")
+        return False
+    return True
+
+
+def device_kernel() -> str:
+    """What multiplies packed weights on the default device: "mosaic", "mma" or "xla"."""
+    if supports_device():
+        return "mosaic"
+    return "mma" if supports_mma_device() else "xla"
+
+
+def supports_tiles() -> bool:
+    """Whether a kernel for the default device reads weights in tile order."""
+    return device_kernel() != "xla"
+
+
+def chosen_kernel() -> str | None:
+    """The kernel that the user chose: "mosaic", "mma" or "xla"; None for what has run on a card.
+
+    Raises:
+        ValueError: the environment variable has another value.
+    """
+    choice = os.environ.get(KERNEL_VARIABLE)
+    if choice not in (None, "mosaic", "mma", "xla"):
+        raise ValueError(f"{KERNEL_VARIABLE} is {choice!r}, expected 'mosaic', 'mma' or 'xla'")
+    return choice
+
+
 def load_kernel() -> None:
     """Loads what a compiled program with kernels in it needs, if the device has any.
 
@@ -49,6 +101,8 @@ def load_kernel() -> None:
         _lora_shrink()
     if supports_device():
         kernel()
+    elif supports_mma_device():
+        mma_kernel()
 
 
 def self_check() -> float:
@@ -59,11 +113,20 @@ def self_check() -> float:
 def supports_weight(
     weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct
 ) -> TypeGuard[Fp4Tiles]:
-    """Whether the kernel multiplies x by the weight; warns where only x's dtype prevents it."""
-    if not isinstance(weight, Fp4Tiles) or not supports_device():
-        return False
-    if x.dtype != jnp.bfloat16:
-        _warn_once(f"the FP4 kernel multiplies bfloat16, not {x.dtype}: dequantizing instead")
+    """Whether "mosaic" multiplies x by the weight; warns where only x's dtype prevents it."""
+    return isinstance(weight, Fp4Tiles) and supports_device() and _supports_dtype(x.dtype)
+
+
+def implementation_of(weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """What multiplies x by the weight on the default device: "mosaic", "mma" or "xla"."""
+    if supports_weight(weight, x):
+        return "mosaic"
+    return "mma" if supports_mma(weight, x) else "xla"
+
+
+def _supports_dtype(dtype: jnp.dtype) -> bool:
+    if dtype != jnp.bfloat16:
+        _warn_once(f"the FP4 kernel multiplies bfloat16, not {dtype}: dequantizing instead")
         return False
     return True
 
@@ -76,6 +139,19 @@ def fits_adapter(m: int, n: int, k: int, rank: int, config: TileConfig | None = 
     if config is not None:
         return rank <= config.block_k
     return tiling.fits_adapter(m, n, k, rank=rank, num_sms=device.num_sms())
+
+
+def adapter_inside(
+    implementation: str,
+    x: jax.Array,
+    lora: tuple[jax.Array, jax.Array],
+    config: TileConfig | MmaConfig | None,
+) -> bool:
+    """Whether a kernel's product of x [M, K] takes the adapter A [R, K], B [N, R'']."""
+    (m, k), (a, b) = x.shape, lora
+    if implementation == "mma" or isinstance(config, MmaConfig):
+        return len(a) <= _MAX_RANK
+    return fits_adapter(m, len(b), k, len(a), config)
 
 
 def schedule_of(
@@ -179,6 +255,66 @@ def sum_xa_partials(xa_partials: jax.Array, x: jax.Array, b: jax.Array) -> jax.A
     """Returns x A^T [M, R''] in x's dtype, for arguments of `fp4_matmul_with_xa_partials`."""
     product = xa_partials.sum(axis=0)[:, : b.shape[1]].astype(x.dtype)
     return jnp.pad(product, ((0, 0), (0, b.shape[1] - product.shape[1])))
+
+
+def supports_mma(
+    weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct
+) -> TypeGuard[Fp4Tiles]:
+    """Whether "mma" multiplies x by the weight; warns where only x's dtype prevents it."""
+    return isinstance(weight, Fp4Tiles) and supports_mma_device() and _supports_dtype(x.dtype)
+
+
+def run_mma(
+    x: jax.Array,
+    weight: Fp4Tiles,
+    config: MmaConfig | None = None,
+    *,
+    a: jax.Array | None = None,
+    b: jax.Array | None = None,
+    xa: jax.Array | None = None,
+    xa_partials: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> jax.Array:
+    """The product by the kernel of `mma`, or for many rows by XLA on a dequantized copy.
+
+    Args:
+        x: bfloat16 [M, K].
+        weight: packed weight [N, K].
+        config: schedule; None looks it up.
+        a: A [R, K] of an adapter, or None.
+        b: B [N, R''] of an adapter, or None.
+        xa: x A^T [M, R] in place of `a`, or None.
+        xa_partials: float32 [S, M, R'], whose sum over S is x A^T, in place of `a`, or None.
+        bias: bias [N], or None.
+        dtype: dtype of the result, bfloat16 or float32.
+
+    Returns:
+        [M, N].
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    if a is not None:
+        xa = reference.dot(x, a)
+    elif xa_partials is not None:
+        xa = xa_partials.sum(axis=0).astype(x.dtype)
+    if m <= mma_schedule.MAX_ROWS:
+        config = config or mma_schedule.choose(m, n, k, device.num_sms())
+        return mma_kernel().matmul(x, weight, config=config, xa=xa, b=b, bias=bias, dtype=dtype)
+    # As in `reference.matmul`, no loop may carry the dequantized weight.
+    x, codes = jax.lax.optimization_barrier((x, weight.codes))
+    weight = dataclasses.replace(weight, codes=codes)
+    y = reference.dot(x, mma_kernel().dequantize(weight, inputs=k), dtype)
+    if xa is not None and b is not None:
+        rank = min(xa.shape[1], b.shape[1])  # columns after the smaller one are zero
+        y += reference.dot(xa[:, :rank], b[:, :rank], dtype)
+    return y if bias is None else y + bias.astype(dtype)
+
+
+def mma_kernel() -> ModuleType:
+    """The kernels for every GPU since Ampere, loaded when needed, as `kernel`."""
+    from pallas_kernels.fp4_matmul import mma
+
+    return mma
 
 
 def padded(b: jax.Array, rank: int) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from pallas_kernels.fp4_matmul import layout, reference, tiling
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
+from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 # A tile has more steps than the pipeline stages. The tilings have neither slices nor `ahead`, which
@@ -90,6 +92,31 @@ def relative_error(matmul: Callable) -> float:
             pairs = zip(jax.tree.leaves(actual), case.expected, strict=True)
             errors += [_error(np.asarray(y, np.float64), z) for y, z in pairs]
     return float(np.max(errors))
+
+
+def relative_error_of_mma(matmul: Callable) -> float:
+    """The largest relative error of small products with an adapter, by the kernel of `mma`.
+
+    Args:
+        matmul: `mma.matmul`, which uses an API of jax that may change.
+    """
+    inputs = _inputs(np.random.default_rng(0))
+    xa = inputs.x.astype(np.float32) @ inputs.a.astype(np.float32).T
+    xa = np.pad(xa.astype(jnp.bfloat16), ((0, 0), (0, inputs.b.shape[1] - _RANK)))
+
+    def run(config):
+        product = jax.jit(functools.partial(matmul, config=config))
+        y = product(inputs.x, inputs.weight, xa=xa, b=inputs.b, bias=inputs.bias)
+        return np.asarray(y, np.float64)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:  # as in `relative_error`
+        dense = threads.submit(_dequantized, inputs.weight).result()
+        expected = inputs.x.astype(np.float64) @ dense.T + inputs.bias.astype(np.float64)
+        expected += xa.astype(np.float64) @ inputs.b.astype(np.float64).T
+        # One has several parts of the columns, an odd number of tiles of rows, and several steps.
+        configs = MmaConfig(64, 256, 3, split=2), MmaConfig(128, 128, 2)
+        results = [threads.submit(run, config).result() for config in configs]
+    return max(_error(y, expected) for y in results)
 
 
 def _cases(inputs: _Inputs, dense: np.ndarray, rng: np.random.Generator) -> dict[str, _Case]:

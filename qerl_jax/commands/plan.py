@@ -5,7 +5,8 @@
     qerl-plan --config=... --memory-gb=48 --config.mesh.tensor=2
 
     --config, --config.FIELD=VALUE    the run, as in the experiment that trains it
-    --card=NAME                       a100-40gb, a100-80gb, h100-80gb (the default), h200-141gb
+    --card=NAME                       h100-80gb (the default), rtx-3090, rtx-4090, rtx-5090, l4,
+                                      a100-40gb, a100-80gb, dgx-spark, h200-141gb
     --memory-gb=GB                    other memory than that of --card, in 10^9 bytes
     --json                            the plan as JSON
 

@@ -92,7 +92,7 @@ def origin(policy: Any, *, shapes: bool = True) -> str:
         if not any(word in name for word in _REPORTS)
     }
     kinds = [d.device_kind for d in jax.devices()]
-    kernels = fp4_matmul.supports_device(), device.num_sms()
+    kernels = fp4_matmul.device_kernel(), device.num_sms()
     versions = jax.__version__, jaxlib.__version__, jax.devices()[0].client.platform_version
     flags = os.environ.get("XLA_FLAGS", "")
     return f"{_SOURCES} {versions} {kinds} {kernels} {flags} {settings} {arrays} {placement}"

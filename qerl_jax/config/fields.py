@@ -20,7 +20,8 @@ from ml_collections import ConfigDict
 from qerl_jax.config.models import SOURCES, TEMPLATE_ARGS, calibration_of, lora_targets
 from qerl_jax.system.import_path import names_function
 
-GENERATED = "reasoning_gym:"  # what the source of generated problems begins with
+REASONING_GYM, OWN_TASKS = "reasoning_gym:", "qerl_jax:"
+GENERATED = (REASONING_GYM, OWN_TASKS)  # what the source of generated problems begins with
 HELD_OUT = "held_out"  # evaluation source: the training problems, some of which are held out
 
 
@@ -259,8 +260,9 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "data.source",
         "",
-        "A hub id, or 'reasoning_gym:TASK': generated problems, which need no hub. gsm_symbolic is "
-        "the stand-in for GSM8K, for models of 1B and more.",
+        "A hub id; or generated problems, which need no hub: 'reasoning_gym:TASK', of which "
+        "gsm_symbolic is the stand-in for GSM8K, for models of 1B and more, or 'qerl_jax:sums', "
+        "sums of two numbers.",
         read_if=Condition(
             "an empty data.path and no data.mixture",
             lambda c: not c.data.path and not c.data.mixture,
@@ -344,11 +346,11 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "data.options",
         {},
-        "Options of the reasoning_gym task. --config.data.options=\"{'difficulty': 1.0}\" replaces "
-        "all.",
+        "Options of the reasoning_gym task, or of the sums, {'largest': 20}. "
+        "--config.data.options=\"{'difficulty': 1.0}\" replaces all.",
         read_if=Condition(
-            "generated problems: data.source='reasoning_gym:TASK', an empty data.path, no "
-            "data.mixture",
+            "generated problems: data.source='reasoning_gym:TASK' or 'qerl_jax:sums', an empty "
+            "data.path, no data.mixture",
             lambda c: (
                 not c.data.path and not c.data.mixture and c.data.source.startswith(GENERATED)
             ),
@@ -371,6 +373,12 @@ FIELDS: tuple[Section | Field, ...] = (
     ),
     Field("data.system_prompt", "", "System message of every prompt; '': none."),
     Field("data.question_suffix", "", "appended to every question"),
+    Field(
+        "data.examples",
+        (),
+        "Solved examples, which come before every question as turns of the chat: a question, its "
+        "answer, the next question and so on, such as ('What is 21 + 4?', '21 + 4 = 25').",
+    ),
     Field(
         "data.chat_template_args",
         ModelDefault(

@@ -52,29 +52,33 @@ def calibration_of(model: str) -> str:
     return "none" if model == STAND_IN else "gptq"
 
 
-# Settings of the stand-in, in place of an experiment's task: short sums, few and small steps.
+# Settings of the stand-in, in place of an experiment's task: sums of two numbers up to 20, few and
+# small steps. The solved example shows the form of the answer, and is not one of the sums.
 SUMS: dict[str, Any] = {
-    "steps": 30,
+    "experiment": "sums",
+    "steps": 32,
     "lora.rank": 16,
     "lora.alpha": 32.0,
-    "data.source": "reasoning_gym:chain_sum",
+    "data.source": "qerl_jax:sums",
     "data.eval_source": "",
-    "data.options": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "data.options": {"largest": 20},
     "data.system_prompt": "Be brief.",
-    "data.question_suffix": " Answer with the number only.",
+    "data.examples": ("What is 21 + 4?", "21 + 4 = 25"),
     "data.max_prompt_tokens": 64,
     "rollout.prompts_per_step": 8,
-    "rollout.max_new_tokens": 16,
-    "rollout.chunk_steps": 16,
-    # Logged, not rewarded: a bare number would be a guess, writing the sum down gives the answer.
-    "rewards.format.function": "qerl_jax.rewards.functions:number_only_format",
+    "rollout.max_new_tokens": 12,
+    "rollout.temperature": 1.3,  # at 1.0 the answers of a group soon are all the same
+    "rollout.chunk_steps": 12,
+    # Both take only an answer that ended by itself. The format is logged, not rewarded.
+    "rewards.correctness.function": "qerl_jax.rewards.functions:whole_answer",
+    "rewards.format.function": "qerl_jax.rewards.functions:equation_format",
     "rewards.format.weight": 0.0,
-    "aqn.sigma_start": 5e-3,
-    "aqn.kl_rows": 3,  # fill one buffer of the update; two forward passes a step on a CPU
+    "aqn.schedule": "off",
     "rl.updates_per_rollout": 1,
-    "optimizer.learning_rate": 3e-4,
+    "optimizer.learning_rate": 5e-4,
+    "optimizer.schedule": "linear",
     "optimizer.warmup_steps": 0,
-    "eval.every": 10,
-    "eval.problems": 32,
-    "checkpoint.every": 10,
+    "eval.every": 32,
+    "eval.problems": 256,
+    "checkpoint.every": 16,
 }

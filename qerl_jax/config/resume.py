@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from qerl_jax.config.fields import ROWS, row_of
 
 # Fields that runs of earlier versions lack, with the value that stands for what these runs did.
-_EARLIER = {"optimizer.name": "adamw"} | {
+_EARLIER = {"optimizer.name": "adamw", "data.examples": []} | {
     name: row.default for name, row in ROWS.items() if name.startswith("environment.")
 }
 

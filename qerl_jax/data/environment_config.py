@@ -132,6 +132,7 @@ def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> RunEnvironmen
         {
             "system_prompt": data.system_prompt,
             "question_suffix": data.question_suffix,
+            "examples": data.examples,
             "chat_template_args": arguments,
             "tools": tools_of(contracts),
         },

@@ -139,6 +139,7 @@ def encode_problems(
             tools=tools,
             system_prompt=config.data.system_prompt,
             question_suffix=config.data.question_suffix,
+            examples=config.data.examples,
             chat_template_args=config.data.chat_template_args.to_dict(),
             max_prompt_tokens=config.data.max_prompt_tokens,
             what=f"prompts of {split.removeprefix(f'{TRAIN}/')}" if "/" in split else "prompts",

@@ -58,6 +58,7 @@ def render_prompt(
     *,
     system_prompt: str = "",
     question_suffix: str = "",
+    examples: Sequence[str] = (),
     chat_template_args: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     observation: str = "",
@@ -69,19 +70,23 @@ def render_prompt(
         tokenizer: tokenizer with the chat template.
         system_prompt: the system message; with '' the problem or the template decides.
         question_suffix: text that is appended to the last message without a space in between.
+        examples: solved examples, a question and its answer in turn; they come before the problem
+            as messages of the user and the assistant, and their questions have the suffix too.
         chat_template_args: further variables of the chat template.
         tools: JSON schemas of tools that the policy may call; None for no tools.
         observation: what an environment says, after the last message and its suffix.
 
     Raises:
         UserError: the tokenizer has no chat template, the template rejects the messages or does not
-            read an argument, a text is not valid Unicode, or there are two system messages.
+            read an argument, a text is not valid Unicode, there are two system messages, or a
+            solved example has no answer.
     """
     for text, name in (
         (system_prompt, "the system message"),
         (problem.question, "the question"),
         (question_suffix, "the question suffix"),
         (observation, "what the environment says"),
+        *((text, "a solved example") for text in examples),
     ):
         check_unicode(text, name)
     chat = list(problem.messages or [("user", problem.question)])
@@ -94,6 +99,8 @@ def render_prompt(
     chat.append((role, content + question_suffix + observation))
     if system_prompt:
         chat.insert(0, ("system", system_prompt))
+    place = int(chat[0][0] == "system")
+    chat[place:place] = _turns(examples, question_suffix)
     messages = [{"role": role, "content": content} for role, content in chat]
     arguments = dict(chat_template_args or {})
     if "tools" in arguments:
@@ -108,12 +115,26 @@ def render_prompt(
     return text
 
 
+def _turns(examples: Sequence[str], question_suffix: str) -> list[tuple[str, str]]:
+    """The messages of solved examples."""
+    if len(examples) % 2:
+        raise UserError(
+            f"data.examples has {len(examples)} texts, the last {examples[-1]!r:.60}: pass a "
+            "question and its answer for each example"
+        )
+    turns = []
+    for question, answer in zip(examples[::2], examples[1::2], strict=True):
+        turns += [("user", question + question_suffix), ("assistant", answer)]
+    return turns
+
+
 def encode_prompts(
     problems: Sequence[Problem],
     tokenizer: ChatTokenizer,
     *,
     system_prompt: str = "",
     question_suffix: str = "",
+    examples: Sequence[str] = (),
     chat_template_args: Mapping[str, Any] | None = None,
     tools: Callable[[Problem], Sequence[Mapping[str, Any]] | None] | None = None,
     observation: str = "",
@@ -129,6 +150,7 @@ def encode_prompts(
         tokenizer: tokenizer with the chat template.
         system_prompt: the system message, as in `render_prompt`.
         question_suffix: text that is appended to every question without a space in between.
+        examples: solved examples, as in `render_prompt`.
         chat_template_args: further variables of the chat template.
         tools: function from a problem to the JSON schemas of its tools; None for no tools.
         observation: what an environment says, as in `render_prompt`.
@@ -147,6 +169,7 @@ def encode_prompts(
             tokenizer,
             system_prompt=system_prompt,
             question_suffix=question_suffix,
+            examples=examples,
             chat_template_args=chat_template_args,
             tools=None if tools is None else tools(problem),
             observation=observation,

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.config.fields import GENERATED
+from qerl_jax.config.fields import OWN_TASKS, REASONING_GYM
 from qerl_jax.data.prompts import Problem
+from qerl_jax.data.sums import sums
 from qerl_jax.errors import UserError, check_unicode, first_line, visible
 from qerl_jax.rewards.answers import answer_part, last_boxed
 from qerl_jax.rewards.calls import plain
@@ -338,7 +339,10 @@ def generate_problems(
         UserError: the task does not exist, refuses the options, has no single answers, or is not
             one for the rewards, see `check_generated`.
     """
-    tasks, task = _tasks(), source.removeprefix(GENERATED)
+    if source.startswith(OWN_TASKS):
+        rows = _own_rows(source, options, seed)[:size]
+        return [Problem(row["question"], row["answer"], columns=row) for row in rows]
+    tasks, task = _tasks(), source.removeprefix(REASONING_GYM)
     if task not in tasks:
         raise UserError(f"{source}: no such task; there are {', '.join(sorted(tasks))}")
     check_generated(source, rewards)  # before anything is generated
@@ -366,6 +370,16 @@ def generate_problems(
     return list(problems.values())
 
 
+def _own_rows(source: str, options: Mapping[str, Any], seed: int) -> list[dict[str, str]]:
+    """The rows of the project's own task."""
+    if source != f"{OWN_TASKS}{sums.__name__}":
+        raise UserError(f"{source}: no such task; there is {OWN_TASKS}{sums.__name__}")
+    for name in options:
+        if name != "largest":
+            raise UserError(f"{source}: no option {name!r}; it has largest")
+    return sums(seed=seed, **options)
+
+
 def check_generated(
     source: str, rewards: Sequence[Reward], problems: Iterable[Problem] = ()
 ) -> None:
@@ -385,7 +399,7 @@ def check_generated(
         UserError: a reward does not fit the task.
     """
     reward = next((plain(reward) for reward in rewards if plain(reward) in COMPARING), None)
-    task = source.removeprefix(GENERATED)
+    task = source.removeprefix(REASONING_GYM)
     if reward is None or task == source:
         return
     from reasoning_gym.dataset import ProceduralDataset

@@ -1,7 +1,7 @@
 """Problems: which are trained on and which are held out.
 
-A source is a local file or folder, `reasoning_gym:TASK` (generated, needs no network), or a dataset
-on the Hugging Face hub (`openai/gsm8k`, or `owner/name:configuration`).
+A source is a local file or folder, `reasoning_gym:TASK` or `qerl_jax:sums` (generated, needs no
+network), or a dataset on the Hugging Face hub (`openai/gsm8k`, or `owner/name:configuration`).
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class ProblemConfig:
       trained on either.
 
     Attributes:
-        source: `reasoning_gym:TASK` or a hub id; not used if `path` is set.
+        source: `reasoning_gym:TASK`, `qerl_jax:sums` or a hub id; not used if `path` is set.
         path: path of a file or folder of training problems, as in `problem_sources.read_problems`.
             Each row has `question` (or `problem`, `prompt`) and `answer` (or `solution`). A
             question is a text or a list of chat messages. An answer whose last line is `####
@@ -59,7 +59,7 @@ class ProblemConfig:
             selects all.
         max_question_chars: largest length of a training question; 0 means no limit.
         fields: names of the fields `question`, `answer` and `level`, as in `Selection`.
-        options: options of the reasoning_gym task.
+        options: options of the generated task.
         seed: seed of the generated problems.
         size: number of distinct training problems to generate; a task with fewer problems gives
             fewer.

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from qerl_jax.data.prompts import Problem, render_prompt
 from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
@@ -53,6 +54,7 @@ def complete(
     sampling: SamplingConfig,
     lora: Lora | None = None,
     system: str = "",
+    examples: Sequence[str] = (),
     chat_template_args: Mapping[str, Any] | None = None,
     group_size: int = 1,
     seed: int = 0,
@@ -66,6 +68,7 @@ def complete(
         sampling: distribution and length of the completions; a temperature of 0 is greedy.
         lora: adapter of the policy, or None.
         system: the system message; with '' the template decides.
+        examples: solved examples before each question, as in `render_prompt`.
         chat_template_args: further variables of the template, such as Qwen3's `enable_thinking`.
         group_size: G, number of completions of each question.
         seed: seed of the samples.
@@ -75,8 +78,8 @@ def complete(
         G completions for each of P questions.
 
     Raises:
-        UserError: there is no question, a question is no text, the model has no chat template, or
-            a prompt is too long.
+        UserError: there is no question, a question is no text, the model has no chat template, a
+            prompt cannot be rendered, or is too long.
     """
     questions = [questions] if isinstance(questions, str) else list(questions)
     if not questions:
@@ -86,10 +89,13 @@ def complete(
             raise UserError(
                 f"question {number} is {question!r:.60}, not a text: pass a list of texts"
             )
-    start = [{"role": "system", "content": system}] if system else []
     texts = [
-        model.tokenizer.apply_chat_template(
-            [*start, {"role": "user", "content": question}], **(chat_template_args or {})
+        render_prompt(
+            Problem(question, ""),
+            model.tokenizer,
+            system_prompt=system,
+            examples=examples,
+            chat_template_args=chat_template_args,
         )
         for question in questions
     ]

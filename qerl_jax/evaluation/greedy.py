@@ -25,6 +25,8 @@ from qerl_jax.rollout.completions import detokenize
 from qerl_jax.rollout.replicas import deal
 from qerl_jax.rollout.sampler import Sampler
 
+_SHOWN = 2  # answers that a run shows before and after it
+
 
 @dataclasses.dataclass(frozen=True)
 class GreedyScore:
@@ -35,11 +37,14 @@ class GreedyScore:
         truncated: fraction of completions that the limit on new tokens cut off.
         missing: number of completions without a score, because a reward failed. They count neither
             as right nor as wrong, so that scores over other problems are not comparable.
+        answers: the first completions of this process, as values for JSON: `question`, `answer`,
+            `completion`, `finished`, and `correct`, which is None without a score.
     """
 
     accuracy: float
     truncated: float
     missing: int = 0
+    answers: Sequence[Mapping[str, Any]] = ()
 
 
 def greedy_accuracy(
@@ -72,7 +77,7 @@ def greedy_accuracy(
     """
     shares = deal([len(prompt.ids) for prompt in prompts], processes.count)
     own_prompts = [prompts[i] for i in shares[processes.index]]
-    correct, finished = np.zeros(0), np.zeros(0, bool)
+    own_correct, finished, texts = np.zeros(0), np.zeros(0, bool), list[str]()
     if own_prompts:  # There may be fewer prompts than processes.
         key, episodes = jax.random.key(0, impl="threefry2x32"), None
         if environments is not None:
@@ -103,19 +108,31 @@ def greedy_accuracy(
             time_limit=time_limit,
             on_wait=on_wait,
         )
-        correct, finished = is_correct(scores.parts["correct"]), rollout.finished
+        own_correct, finished = is_correct(scores.parts["correct"]), rollout.finished
         if episodes is not None:
             failed = rollout.endings == FAILURE
-            correct = np.where(failed, np.nan, correct)
+            own_correct = np.where(failed, np.nan, own_correct)
             for error in episodes.failures():
                 print(f"warning: {error}", file=sys.stderr, flush=True)
-    results = processes.exchange({"right": correct, "finished": finished})
+    results = processes.exchange({"right": own_correct, "finished": finished})
     correct = np.concatenate([share["right"] for share in results])
     judged = correct[~np.isnan(correct)]
     return GreedyScore(
         accuracy=float(judged.mean()) if judged.size else math.nan,
         truncated=float(1 - np.mean(np.concatenate([share["finished"] for share in results]))),
         missing=correct.size - judged.size,
+        answers=[
+            {
+                "question": prompt.problem.question,
+                "answer": prompt.problem.answer,
+                "completion": text,
+                "finished": bool(ended),
+                "correct": None if np.isnan(right) else bool(right),
+            }
+            for prompt, text, ended, right in zip(
+                own_prompts[:_SHOWN], texts, finished, own_correct, strict=False
+            )
+        ],
     )
 
 

@@ -50,6 +50,7 @@ def encode_task(
         model.tokenizer,
         system_prompt=task.system_prompt,
         question_suffix=task.question_suffix,
+        examples=task.examples,
         chat_template_args=task.chat_template_args,
         tools=tools,
         max_prompt_tokens=sys.maxsize,

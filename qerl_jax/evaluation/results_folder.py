@@ -33,11 +33,11 @@ _SAME_SETTINGS = (
 )  # fmt: skip
 _SAME_TASK = (
     "problems_sha256", "system_prompt", "question_suffix", "max_new_tokens", "stop",
-    "kv_cache_dtype", "chat_template_args",
+    "kv_cache_dtype", "chat_template_args", "examples",
 )  # fmt: skip
 _OVERRIDE_KEYS = _SAME_TASK[1:4]  # the settings of a task that `TaskOverrides` has
 # Settings of a task in results of earlier versions, which did not save them.
-_EARLIER_DEFAULTS = {"stop": [], "kv_cache_dtype": "", "chat_template_args": {}}
+_EARLIER_DEFAULTS = {"stop": [], "kv_cache_dtype": "", "chat_template_args": {}, "examples": []}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +195,7 @@ def open_folder(
             "stop": list(task.stop),
             "kv_cache_dtype": task.kv_cache_dtype,
             "chat_template_args": dict(task.chat_template_args),
+            "examples": list(task.examples),
             "judge": task.scorer,
             "format_judge": task.format_scorer,
         }

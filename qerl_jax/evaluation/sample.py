@@ -289,6 +289,7 @@ def _prompt(
         model.tokenizer,
         system_prompt=system,
         question_suffix=suffix,
+        examples=data.get("examples", ()),
         chat_template_args=arguments,
         tools=None if environments is None else environments.prompts["tools"],
         max_prompt_tokens=sys.maxsize,

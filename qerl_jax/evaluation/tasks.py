@@ -108,6 +108,7 @@ class Task:
         stop: strings that end a completion.
         kv_cache_dtype: dtype of the stored keys and values, as in `EngineConfig`.
         chat_template_args: further variables of the chat template.
+        examples: solved examples, as in `render_prompt`.
         options: further arguments of `calls.resolve` for `scorer` and `format_scorer`.
     """
 
@@ -122,6 +123,7 @@ class Task:
     stop: tuple[str, ...] = ()
     kv_cache_dtype: str = ""
     chat_template_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    examples: Sequence[str] = ()
     options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -405,6 +407,7 @@ def _run_settings(run: Mapping[str, Any]) -> dict[str, Any]:
         "stop": tuple(run["rollout"].get("stop", ())),
         "kv_cache_dtype": run["rollout"].get("kv_cache_dtype", ""),
         "chat_template_args": run["data"].get("chat_template_args", {}),
+        "examples": tuple(run["data"].get("examples", ())),
         **run_scorers(run),
     }
 
@@ -440,6 +443,8 @@ def extracted_answer(completion: str, scorer: str, prompt: str = "") -> str | No
             return _digits(marked_number(last_tagged(completion) or ""))
         case "exact_answer":
             return (completion if marked is None else marked).strip() or None
+        case "whole_answer":
+            return completion.strip() or None
         case "math_answer":
             answer = marked or ""
         case _:

@@ -246,6 +246,8 @@ def _about(card: Card) -> list[str]:
         lines.append(f"The system message was {json.dumps(data['system_prompt'])}.")
     if data.get("question_suffix"):
         lines.append(f"Each question was followed by {json.dumps(data['question_suffix'])}.")
+    if examples := data.get("examples"):
+        lines.append(f"Solved examples came before each question: {json.dumps(list(examples))}.")
     if arguments := data.get("chat_template_args"):
         lines.append(
             f"The chat template was rendered with {json.dumps(arguments)}; vLLM takes it as "

@@ -231,6 +231,7 @@ def _probe_prompts(policy: LoadedPolicy, held_out: HeldOutSet | None) -> list[Se
         tokenizer,
         system_prompt=data.get("system_prompt", ""),
         question_suffix=data.get("question_suffix", ""),
+        examples=data.get("examples", ()),
         chat_template_args=data.get("chat_template_args", {}),
         max_prompt_tokens=policy.model.config.max_position,
     )

@@ -36,7 +36,7 @@ _USABLE = 0.95
 # is hardly larger than the weights is copied in small batches, and loses a little more.
 _PACKED_SPREAD = 1.02
 _EVAL_PROBLEMS = 256  # problems of an evaluation that does not name their number, at most
-_KERNEL_FORMATS = ("nvfp4", "mxfp4")  # formats that the Hopper kernel reads
+_KERNEL_FORMATS = ("nvfp4", "mxfp4")  # formats that a kernel reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Device:
 
     Attributes:
         pool: bytes that the run may use; None where they are unknown, as on a CPU.
-        reads_packed: whether a kernel reads packed weights.
+        kernel: what multiplies packed weights, as in `fp4_matmul`: "mosaic", "mma" or "xla".
     """
 
     pool: int | None
-    reads_packed: bool
+    kernel: str
 
     @property
     def usable(self) -> int | None:
@@ -147,7 +147,19 @@ class RunPlan:
 def this_device() -> Device:
     """Returns the default device of this process."""
     memory = jax.local_devices()[0].memory_stats() or {}
-    return Device(memory.get("bytes_limit"), fp4_matmul.supports_device())
+    return Device(memory.get("bytes_limit"), fp4_matmul.device_kernel())
+
+
+def kernel_of(*, hopper: bool) -> str:
+    """What multiplies packed weights on a card that is not there, as in `fp4_matmul`.
+
+    Args:
+        hopper: whether it is a Hopper card.
+    """
+    chosen = fp4_matmul.chosen_kernel()
+    if chosen in ("mma", "xla"):
+        return chosen
+    return "mosaic" if hopper else "xla"
 
 
 def plan_run(
@@ -284,10 +296,12 @@ def _plan_rollout(
 def _dequantize(config: ConfigDict, model: ModelConfig, device: Device) -> tuple[str, int]:
     """How a rollout dequantizes weights that no kernel reads, and the bytes of its dense copy."""
     compute, format = jnp.dtype(config.model.dtype), config.model.format
-    by_kernel = device.reads_packed and format in _KERNEL_FORMATS and compute == jnp.bfloat16
-    if format == "bf16" or by_kernel:
+    by_kernel = format in _KERNEL_FORMATS and compute == jnp.bfloat16
+    if format == "bf16" or (by_kernel and device.kernel == "mosaic"):
         return "once", 0
     dense = sizes.dense_layers_bytes(model, compute.itemsize)
+    if by_kernel and device.kernel == "mma":  # It dequantizes for many rows: those of prefill.
+        return "step", dense // model.num_layers
     mode = config.rollout.dequantize
     if mode == "auto":
         mode = "once" if device.pool is None or 3 * dense <= device.pool else "step"

@@ -54,7 +54,7 @@ class QuantTensor:
         global_scale: float32 [N], the divisor of each row in NVFP4, or None in another format. The
             rows of one checkpoint tensor have the same divisor; fused projections (q, k, v and
             gate, up) may have different divisors.
-        tiles: the same weight in the order of the Hopper kernel, as `tile_order` returns it, or
+        tiles: the same weight in the order of the kernels for GPUs, as `tile_order` returns it, or
             None. Where it is set, the other three attributes are None.
     """
 
@@ -192,7 +192,7 @@ def dequantize(weight: QuantTensor, dtype: DTypeLike) -> jax.Array:
 
 
 def tile_order(weight: QuantTensor) -> QuantTensor:
-    """Returns the weight in the order of the Hopper kernel, or the weight itself.
+    """Returns the weight in the order of the kernels for GPUs, or the weight itself.
 
     NF4 weights have no such order, and neither have MXFP4 weights whose scales lie too far apart.
     """
@@ -206,9 +206,9 @@ def tile_order(weight: QuantTensor) -> QuantTensor:
 def in_machine_order(layer: dict) -> dict:
     """Returns a layer of the policy with its packed projections in the order of this machine.
 
-    The order is that of the Hopper kernel where the kernel runs, otherwise that of checkpoints.
+    The order is that of the kernels where one of them runs, otherwise that of checkpoints.
     """
-    if not fp4_matmul.supports_device():
+    if not fp4_matmul.supports_tiles():
         return layer
     return {
         name: tile_order(leaf) if isinstance(leaf, QuantTensor) else leaf

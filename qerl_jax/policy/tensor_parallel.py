@@ -175,7 +175,7 @@ def cut(name: str, leaf: Any, config: ModelConfig, shards: int) -> list[Any]:
         shards=shards,
         padding=padding,
     )
-    if not isinstance(leaf, QuantTensor) or not fp4_matmul.supports_device():
+    if not isinstance(leaf, QuantTensor) or not fp4_matmul.supports_tiles():
         return parts
     tiled = [tile_order(part) for part in parts]
     # All devices run one program: they have one order.

@@ -143,8 +143,10 @@ def packed_hidden_states(
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*keep))
     def layer_fn(layer, lora, x):
         adapters = lora_lib.fuse(lora, config, x.dtype)[0]
-        return _layer(layer, adapters, x, segments, angles, config=config)[0]
+        visible = segments if layout is None or "in_proj" not in layer else layout
+        return _layer(layer, adapters, x, visible, angles, config=config)[0]
 
+    layout = recurrent.layout_of(segments, config.recurrent) if config.recurrent else None
     x = embed(params["embed_tokens"], tokens[None], config)
     for number, layer in enumerate(params["layers"]):
         lora_of_layer = lora and Lora(layers=[lora.layers[number]], scale=lora.scale)
@@ -411,8 +413,8 @@ def _run_layers(params, lora, tokens, lengths, *, config):
 def _layer(layer, adapters, x, visible, angles, *, config):
     """One block over whole rows, or over one packed buffer; also returns its keys and values.
 
-    `visible` are the lengths of the rows, or the segments of the buffer. A recurrent layer returns
-    the state and the window after each row.
+    `visible` are the lengths of the rows, or the segments of the buffer, of which a recurrent layer
+    takes the layout. It returns the state and the window after each row.
     """
     if "in_proj" in layer:
         mixed, state, window = _recur(layer, adapters, x, visible, config)
@@ -532,20 +534,20 @@ def _project_in(layer, adapters, x, config, project=_project):
 def _recur(layer, adapters, x, visible, config, project=_project):
     """Returns [B, T, values] of a recurrent layer over rows or a packed buffer, state and window.
 
-    `visible` are lengths or segments; of a buffer the state and the window mean nothing.
+    `visible` are lengths or a layout; of a buffer the state and the window mean nothing.
     """
     shapes = config.recurrent
-    segments = visible if isinstance(visible, Segments) else None
+    layout = visible if isinstance(visible, recurrent.Layout) else None
     mixed, z, gates = _project_in(layer, adapters, x, config, project)
     with jax.named_scope("recurrence"):
-        if segments is None:
+        if layout is None:
             # Tokens after a row's end leave its state as it is.
             is_token = (jnp.arange(x.shape[1]) < visible[:, None])[..., None]
             gates = jax.tree.map(lambda gate: jnp.where(is_token, gate, 0.0), gates)
-        inputs = recurrent.split_heads(recurrent.convolve(mixed, layer["conv"], segments), shapes)
-        out, state = recurrent.delta_rule(*inputs, gates, segments)
+        inputs = recurrent.split_heads(recurrent.convolve(mixed, layer["conv"], layout), shapes)
+        out, state = recurrent.delta_rule(*inputs, gates, layout)
         out = checkpoint_name(out.astype(x.dtype), "attention")
-        lengths = jnp.full(1, x.shape[1]) if segments is not None else visible
+        lengths = jnp.full(1, x.shape[1]) if layout is not None else visible
         window = recurrent.last_window(mixed, lengths, shapes.window).astype(jnp.float32)
     return _gated_norm(out, z, layer["gated_norm"], config.norm_eps), state, window
 

@@ -33,6 +33,7 @@ Reward = Callable[..., Any]
 
 LARGEST = 3e38  # largest absolute value of a reward, because training computes in float32
 _TOLERANCE = Decimal("1e-6")
+_EQUATION = re.compile(r"[0-9][0-9 .+*/-]* = -?[0-9]+(?:\.[0-9]+)?")
 _THINK = re.compile(r"<think>.*</think>\s*<answer>.*</answer>", re.DOTALL)
 
 
@@ -103,6 +104,17 @@ def exact_answer(
     return float((final if prediction is None else prediction).strip() == answer.strip())
 
 
+def whole_answer(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    """Returns 1.0 if the completion is the reference answer and ended by itself, else 0.0.
+
+    Reasoning may come before it. Both texts are stripped, and no mark is read.
+    Example: ` 3 + 4 = 7` is right for `3 + 4 = 7`; `7`, and `3 + 4 = 7. So` are wrong.
+    """
+    return float(finished and answer_part(prompt, completion).strip() == answer.strip())
+
+
 def math_answer(
     prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
 ) -> float:
@@ -170,6 +182,18 @@ def number_only_format(
     return float(whole_number(answer_part(prompt, completion)) is not None)
 
 
+def equation_format(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    """Returns 1.0 if the completion is an equation of numbers and ended by itself, else 0.0.
+
+    Reasoning may come before it, and its right side is one number.
+    Example: `3 + 4 = 8` is right; `3 + 4 = 7. So` is wrong.
+    """
+    final = answer_part(prompt, completion).strip()
+    return float(finished and _EQUATION.fullmatch(final) is not None)
+
+
 # --- Environments ---------------------------------------------------------------------------------
 
 
@@ -195,10 +219,12 @@ BUILT_IN: tuple[Reward, ...] = (
     tagged_answer,
     boxed_answer,
     exact_answer,
+    whole_answer,
     math_answer,
     think_format,
     boxed_format,
     number_only_format,
+    equation_format,
     environment_reward,
 )
 

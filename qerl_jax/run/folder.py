@@ -41,7 +41,7 @@ class RunFolder:
     """Where the files of a run lie; they need not exist.
 
     Attributes:
-        path: the folder, for example runs/grpo_gsm8k-smollm2-135m-paper-1a2b3c4d.
+        path: the folder, for example runs/sums-smollm2-135m-paper-1a2b3c4d.
     """
 
     path: Path

@@ -4,7 +4,7 @@ The two files are the record: one JSON object per line, flushed, floats with all
 TensorBoard, W&B and trackio show the same rows.
 
     {"step": 20, "reward": 0.41, ..., "step_seconds": 11.8, ...}         a step, when it ends
-    {"step": 20, "eval_accuracy": 0.55, "eval_truncated": 0.1, ...}      an evaluation after it
+    {"step": 20, "eval_accuracy": 0.55, "eval_answers": [...], ...}      an evaluation after it
     {"step": 0, "eval_accuracy_before": 0.35, ...}                       the one before training
 
 Runs of earlier versions have no rows for evaluations: `eval_accuracy` is in the row of the step,
@@ -195,6 +195,19 @@ def read_evaluations(path: str | Path) -> dict[int, float]:
         if is_number(row.get("eval_accuracy")) and type(row.get("step")) is int:
             accuracies[row["step"]] = row["eval_accuracy"]
     return accuracies
+
+
+def read_answers(path: str | Path) -> dict[int, list[dict[str, Any]]]:
+    """The answers that evaluations logged, by step; step 0 is before training.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    return {
+        row["step"]: [answer for answer in answers if isinstance(answer, dict)]
+        for row in _objects(path)
+        if type(row.get("step")) is int and isinstance(answers := row.get("eval_answers"), list)
+    }
 
 
 def _objects(path: str | Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from pallas_kernels.provenance import git_state
+from qerl_jax.system.processor import available_cores, vector_instructions
 
 _PACKAGES = ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -18,6 +19,7 @@ def provenance() -> dict[str, Any]:
     import jax
 
     devices = jax.devices()
+    on_cpu = devices[0].platform == "cpu"
     return {
         "versions": versions(),
         "git": git_state(),
@@ -25,6 +27,7 @@ def provenance() -> dict[str, Any]:
             "platform": devices[0].platform,
             "kind": devices[0].device_kind,
             "count": len(devices),
+            **({"cores": available_cores(), "vectors": vector_instructions()} if on_cpu else {}),
             **({"processes": jax.process_count()} if jax.process_count() > 1 else {}),
         },
         "command": shlex.join(sys.orig_argv),

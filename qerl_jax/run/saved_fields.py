@@ -188,6 +188,7 @@ _FIELDS: dict[str, _Field] = {
     "config.data.chat_template_args": _OBJECT,
     "config.data.eval_path": _TEXT,
     "config.data.eval_source": _TEXT,
+    "config.data.examples": ("a list of texts", _are_texts),
     "config.data.fields": _NAMES,
     "config.data.levels": ("a list of numbers or texts", _are_levels),
     "config.data.max_prompt_tokens": _COUNT,

@@ -3,10 +3,13 @@
 import math
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO, TypeGuard
 
+from qerl_jax.errors import visible
 from qerl_jax.system.jsonl import is_number
+
+_LONGEST = 160  # characters of a question or an answer
 
 
 def line_columns(stream: TextIO | None = None) -> int | None:
@@ -80,6 +83,36 @@ def _format_evaluation(row: Mapping[str, Any]) -> str:
     if missing := row.get("eval_missing"):
         note += f" ({missing} completions have no score, so it does not choose the best policy)"
     return f"greedy accuracy {moment}: {_number(accuracy, '.3f')}{note}"
+
+
+def format_answers(before: Sequence[Any], after: Sequence[Any]) -> list[str]:
+    """Lines with the answers to the same questions before and after training.
+
+    Args:
+        before: answers as `greedy.GreedyScore` has them.
+        after: the same for the trained policy. A question that `before` lacks is left out.
+    """
+    first = {answer.get("question"): answer for answer in before}
+    lines = []
+    for answer in after:
+        question = answer.get("question")
+        if question in first:
+            lines += [_line(question), f"  before: {_answer(first[question])}"]
+            lines += [f"  after:  {_answer(answer)}"]
+    return lines
+
+
+def _answer(answer: Mapping[str, Any]) -> str:
+    correct = answer.get("correct")
+    verdict = "no score" if not isinstance(correct, bool) else "right" if correct else "wrong"
+    cut = "" if answer.get("finished") else ", cut off"
+    return f"{_line(answer.get('completion'))} ({verdict}{cut})"
+
+
+def _line(text: Any) -> str:
+    """A text as one line, with the end of a long one, where its answer stands."""
+    line = visible(" ".join(str(text).split()))
+    return line if len(line) <= _LONGEST else f"...{line[3 - _LONGEST :]}"
 
 
 def _number(value: Any, spec: str) -> str:

@@ -1,8 +1,10 @@
-"""The features of the processor, which distinguish the programs that are compiled for it."""
+"""The features of the processor, which programs are compiled for and run as fast as."""
 
 import functools
 import hashlib
+import os
 import platform
+import re
 from pathlib import Path
 
 _FILE = Path("/proc/cpuinfo")
@@ -13,6 +15,11 @@ _FIELDS = {
 }
 
 
+# Vector instructions of x86 by the flag of Linux, widest first, and as XLA names them.
+_VECTORS = {"amx_tile": "AMX", "avx512f": "AVX512", "avx2": "AVX2", "avx": "AVX"}
+_LIMIT = re.compile(r"--xla_cpu_max_isa=([A-Z0-9_]+)")
+
+
 @functools.cache
 def processor_digest() -> str:
     """Returns 16 hex digits of the processor's kind and features; '' where they are unknown."""
@@ -20,6 +27,35 @@ def processor_digest() -> str:
         return digest_of(_FILE.read_text(encoding="utf-8", errors="replace"), platform.machine())
     except OSError:
         return ""
+
+
+def available_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def vector_instructions() -> str:
+    """The widest vector instructions that programs use, such as 'AVX512'; '' where unknown."""
+    try:
+        text = _FILE.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return vectors_of(text, os.environ.get("XLA_FLAGS", ""))
+
+
+def vectors_of(text: str, xla_flags: str) -> str:
+    """Returns the widest vector instructions of a processor, or those that XLA is limited to.
+
+    Args:
+        text: content of /proc/cpuinfo.
+        xla_flags: flags of XLA, of which `--xla_cpu_max_isa` sets the limit.
+    """
+    flags = set(text.partition("\nflags")[2].partition("\n")[0].split())
+    vectors, limits = list(_VECTORS.items()), _LIMIT.findall(xla_flags)
+    if limits:  # An unknown limit limits nothing.
+        kept = [i for i, (_, name) in enumerate(vectors) if limits[-1].startswith(name)]
+        vectors = vectors[min(kept, default=0) :]
+    return next((name for flag, name in vectors if flag in flags), "")
 
 
 def digest_of(text: str, machine: str) -> str:

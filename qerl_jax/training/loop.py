@@ -292,7 +292,7 @@ def _evaluate(run: Run) -> None:
     key = "eval_accuracy" if step else "eval_accuracy_before"
     row = {"step": step, key: score.accuracy, "eval_truncated": score.truncated}
     row |= {"eval_missing": score.missing} if score.missing else {}
-    row |= {"eval_seconds": seconds} | run.compilations.take()
+    row |= {"eval_seconds": seconds, "eval_answers": score.answers} | run.compilations.take()
     run.live.clear()
     print(format_row(row, config.steps, line_columns()), flush=True)
     if run.log is not None:

@@ -103,7 +103,9 @@ def plan(
     validate(config)
     model = _architecture(config.model.source)
     pool = int(pool_of(config.mesh.tensor) * memory)
-    planned = run_plan.plan_run(config, model, run_plan.Device(pool, hopper))
+    planned = run_plan.plan_run(
+        config, model, run_plan.Device(pool, run_plan.kernel_of(hopper=hopper))
+    )
     return CardPlan(
         config=config,
         model=model,

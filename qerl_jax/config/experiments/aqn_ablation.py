@@ -3,11 +3,10 @@
     uv run python -m experiments.sweep --config=aqn_ablation
     uv run python -m experiments.sweep --config=aqn_ablation:qwen2.5-3b
 
-The first command needs no GPU and no hub and takes about 25 minutes on two CPU cores: the stand-in
-of `grpo_gsm8k.py` with half of the steps and half of the samples per step, with noise and without.
-Three seeds of a small model can tell a large effect from none, not one schedule from another. The
-second command compares the schedules, as the paper does (QeRL, arXiv:2510.11696, Figure 9), and
-needs a GPU.
+The first command needs no GPU and no hub: the stand-in of `grpo_gsm8k.py` with half of the steps
+and half of the samples per step, with noise and without. Three seeds of a small model can tell a
+large effect from none, not one schedule from another. The second command compares the schedules, as
+the paper does (QeRL, arXiv:2510.11696, Figure 9), and needs a GPU.
 
 Results: not run yet.
 """
@@ -19,10 +18,12 @@ from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.config.sweep import ConfigOverrides, chain, product
 
 _STAND_IN = {
-    "steps": 15,
+    "steps": 16,
     "aqn.stages": 5,
+    "aqn.sigma_start": 5e-3,
+    "aqn.kl_rows": 3,  # fill one buffer of the update
     "rollout.prompts_per_step": 4,
-    "eval.every": 15,
+    "eval.every": 16,
     "eval.problems": 64,
     "log.tensorboard": False,
 }

@@ -3,7 +3,7 @@ r"""DAPO on competition mathematics with a 4-bit policy, QeRL's second setting (
     uv run python -m experiments.dapo_math
     uv run python -m experiments.dapo_math --config=dapo_math:qwen2.5-7b
 
-The first command is the stand-in of `grpo_gsm8k.py`, one-digit sums, with this experiment's loss.
+The first command is the stand-in of `grpo_gsm8k.py`, sums up to 20, with this experiment's loss.
 The second command trains on BigMath (levels 3 to 5; 4 and 5 from 32B on) from the Hugging Face hub,
 or from a local file; `experiments.evaluate RUN --tasks=math500` measures the result on MATH-500:
 
@@ -43,9 +43,10 @@ _REWARDS = {
 }
 
 _STAND_IN = {
+    "experiment": "dapo_sums",
     "data.max_question_chars": 0,
     "rollout.prompts_per_step": 4,
-    "rl.overlong_buffer": 4,
+    "rl.overlong_buffer": 1,
 }
 
 _HARDEST_FROM = ("qwen2.5-32b", "qwen2.5-72b", "qwen3-32b")

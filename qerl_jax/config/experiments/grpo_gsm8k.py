@@ -4,7 +4,7 @@
     uv run python -m experiments.grpo_gsm8k --config=grpo_gsm8k:qwen2.5-7b
 
 The first command is a stand-in that runs anywhere: SmolLM2-135M-Instruct, from an installed
-package, learns to add two digits. The second command trains on GSM8K with the hyperparameters of
+package, learns sums up to 20. The second command trains on GSM8K with the hyperparameters of
 the paper (Table 4) and needs a GPU; weights and problems come from the Hugging Face hub, or from
 local paths:
 
@@ -12,7 +12,7 @@ local paths:
 
 Results (docs/benchmarks.md has the commands):
 
-    smollm2-135m          30 steps of 9 s on two CPU cores: greedy accuracy 0.22 -> 0.75
+    smollm2-135m          32 steps on a CPU: greedy accuracy 0.25 -> 0.82 on held-out sums
     qwen2.5-coder-1.5b    60 steps of 1.8 s on an H100, 15.5 GB: mean reward 0.67
     other presets         not run yet
 

@@ -1,0 +1,240 @@
+"""Columns of x and of the weight on their way through shared memory: cp.async in, ldmatrix out.
+
+A thread copies the codes that it will read itself. Scales and tokens are those of others, too.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.fp4_matmul import layout
+from pallas_kernels.fp4_matmul.mma.codes import STEPS
+from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig, padded_tokens
+from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS
+from pallas_kernels.warpgroup import WARPS, Warpgroup
+
+_CHUNK = 16  # bytes of a copy of a thread
+_THREADS = 32 * WARPS
+_ROW = 16  # bytes of a row's codes that a thread has
+
+
+class Stages(NamedTuple):
+    """Arrays in shared memory, each with an element for every stage of the pipeline.
+
+    Attributes:
+        x: bfloat16 [stages, M', P]; M' is the next multiple of 8 from M on, P the number of columns
+            and what lies between two rows.
+        codes: uint32 [stages, row tiles, column tiles, 4, 256].
+        scales: uint32 [stages, row tiles, column tiles, 128].
+    """
+
+    x: Any
+    codes: Any
+    scales: Any
+
+    @classmethod
+    def types(cls, config: MmaConfig, m: int) -> "Stages":
+        """Shapes and dtypes for x of M rows."""
+        tiles = config.stages, config.row_tiles, config.column_tiles
+        return cls(
+            x=((config.stages, padded_tokens(m), config.pitch()), jnp.bfloat16),
+            codes=((*tiles, 4, layout.CODE_WORDS // 4), jnp.uint32),
+            scales=((*tiles, layout.SCALE_WORDS), jnp.uint32),
+        )
+
+    def at(self, step: Any) -> "Stages":
+        """The stage of a step."""
+        slot = lax.rem(step, self.x.shape[0])
+        return Stages(*(array.at[slot] for array in self))
+
+
+def start_x(threads: Warpgroup, x: Any, stage: Any, column: Any, end: Any) -> None:
+    """Starts to copy columns of x to a stage.
+
+    Args:
+        threads: the threads of the CTA.
+        x: bfloat16 [M, K] in global memory.
+        stage: `Stages.x` of a stage.
+        column: the first column.
+        end: columns from here on, and rows from M on, become zero.
+    """
+    (m, k), (tokens, pitch) = x.shape, stage.shape
+    width = pitch - pitch % TILE_COLUMNS
+    end = jnp.minimum(end, k)
+    if threads.simulated:
+        whole = jnp.pad(x[...], ((0, tokens - m), (0, 0)))
+        index = column + jnp.arange(width)
+        stage[:, :width] = jnp.where(index < end, whole[:, jnp.minimum(index, k - 1)], 0)
+        return
+    numbers = _CHUNK // 2
+    chunks = width // numbers  # of a row
+    rows = _THREADS // chunks  # of x, that the threads copy at a time
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT)
+    )
+    def copy(_, x, stage, column, end):
+        thread = mgpu.utils.thread_idx()
+        row, chunk = arith.divui(thread, _i32(chunks)), arith.remui(thread, _i32(chunks))
+        first = arith.addi(column.registers.item(), arith.muli(chunk, _i32(numbers)))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, first, end.registers.item())
+        source = arith.addi(arith.muli(row, _i32(k)), first)
+        source = _offset(_pointer(x), arith.muli(source, _i32(2)))
+        target = arith.addi(arith.muli(row, _i32(2 * pitch)), arith.muli(chunk, _i32(_CHUNK)))
+        target = arith.addi(_address(stage), target)
+        for first_row in range(0, tokens, rows):
+            there = inside
+            if first_row + rows > m:
+                exists = arith.cmpi(arith.CmpIPredicate.slt, row, _i32(m - first_row))
+                there = arith.andi(inside, exists)
+            _copy(target, source, 2 * first_row * pitch, 2 * first_row * k, _CHUNK, there)
+
+    copy(x, stage, column, end)
+
+
+def start_tiles(
+    threads: Warpgroup, tiles: tuple[Any, Any], stage: tuple[Any, Any], column: Any, end: Any
+) -> None:
+    """Starts to copy tiles of the weight, neighbors in a row of them, to a stage.
+
+    Args:
+        threads: the threads of the CTA.
+        tiles: codes [C, 4, 256] and scales [C, 128] of the row, in global memory.
+        stage: `Stages.codes` and `Stages.scales` of a stage and of the row.
+        column: index of the first tile.
+        end: tiles from here on become zero.
+    """
+    count = stage[0].shape[0]
+    if threads.simulated:
+        index = column + jnp.arange(count)
+        for array, target in zip(tiles, stage, strict=True):
+            found = array[...][jnp.minimum(index, array.shape[0] - 1)]
+            inside = (index < end).reshape(-1, *[1] * (found.ndim - 1))
+            target[...] = jnp.where(inside, found, 0)
+        return
+    sizes = 4 * layout.CODE_WORDS, 4 * layout.SCALE_WORDS
+    part = count * sizes[1] // _THREADS  # bytes of scales of a thread
+    number = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [plgpu.RefType()] * 2, number, number))
+    def copy(_, tiles, stage, column, end):
+        thread = mgpu.utils.thread_idx()
+        column, end = column.registers.item(), end.registers.item()
+        warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
+        own = arith.muli(warp, _i32(sizes[0] // WARPS))
+        own = arith.addi(own, arith.muli(lane, _i32(_ROW)))
+        source = _offset(_pointer(tiles[0]), arith.muli(column, _i32(sizes[0])))
+        source, target = _offset(source, own), arith.addi(_address(stage[0]), own)
+        for i in range(count):
+            place = arith.addi(column, _i32(i))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, place, end)
+            for half in range(2):  # the rows r and r + 8
+                offset = i * sizes[0] + half * sizes[0] // WARPS // 2
+                _copy(target, source, offset, offset, _ROW, inside)
+        own = arith.muli(thread, _i32(part))
+        source = _offset(_pointer(tiles[1]), arith.muli(column, _i32(sizes[1])))
+        source, target = _offset(source, own), arith.addi(_address(stage[1]), own)
+        place = arith.addi(column, arith.divui(own, _i32(sizes[1])))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, place, end)
+        _copy(target, source, 0, 0, part, inside)
+
+    copy(list(tiles), list(stage), column, end)
+
+
+def _copy(
+    target: ir.Value, source: ir.Value, to: int, start: int, size: int, inside: ir.Value
+) -> None:
+    """Starts a copy of some bytes, or fills their place with zeros if they are not inside.
+
+    Args:
+        target: an address in shared memory.
+        source: an address in global memory.
+        to: what is added to the target.
+        start: what is added to the source.
+        size: number of bytes: 4, 8 or 16.
+        inside: whether to copy.
+    """
+    count = arith.select(inside, _i32(size), _i32(0))
+    cached = "cg" if size == 16 else "ca"
+    mgpu.utils.inline_ptx(
+        f"cp.async.{cached}.shared.global [$0+{to}], [$1+{start}], {size}, $2;",
+        target,
+        source,
+        count,
+        has_side_effects=True,
+    )
+
+
+def close_group(threads: Warpgroup) -> None:
+    """Makes a group of the copies that this thread has started since the last one."""
+    _run(threads, "cp.async.commit_group;")
+
+
+def wait(threads: Warpgroup, groups: int) -> None:
+    """Waits until all but the last groups of this thread's copies are there."""
+    _run(threads, f"cp.async.wait_group {groups};")
+
+
+def _run(threads: Warpgroup, ptx: str) -> None:
+    if threads.simulated:
+        return
+
+    @plgpu.inline_mgpu()
+    def run(_):
+        mgpu.utils.inline_ptx(ptx, has_side_effects=True)
+
+    run()
+
+
+def _i32(value: int) -> ir.Value:
+    return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def _pointer(array: Any) -> ir.Value:
+    """The address of an array in global memory, i64."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(array))
+
+
+def _offset(pointer: ir.Value, count: ir.Value) -> ir.Value:
+    """The address some bytes later."""
+    return arith.addi(pointer, arith.extui(pointer.type, count))
+
+
+def _address(shared: Any) -> ir.Value:
+    """The address of an array in shared memory, i32."""
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.ptrtoint(i32, mgpu.utils.memref_ptr(shared))
+
+
+def read(stage: Any, group: int, column_tile: int) -> list[tuple[ir.Value, ir.Value]]:
+    """The second operands of the products of a tile's columns and eight tokens.
+
+    Args:
+        stage: `Stages.x` of a stage.
+        group: index of the eight tokens.
+        column_tile: index of the tile's columns in the stage.
+
+    Returns:
+        For each step of 16 columns two pairs of bfloat16.
+    """
+    pitch = ir.MemRefType(stage.type).shape[1]
+    lane = arith.remui(mgpu.utils.thread_idx(), _i32(32))
+    row, eight = arith.remui(lane, _i32(8)), arith.divui(lane, _i32(8))  # of four matrices
+    place = arith.addi(arith.muli(row, _i32(2 * pitch)), arith.muli(eight, _i32(_CHUNK)))
+    base = arith.addi(_address(stage), place)
+    words = []
+    for i in range(STEPS // 2):
+        offset = 2 * (8 * group * pitch + TILE_COLUMNS * column_tile + 32 * i)
+        words += mgpu.utils.inline_ptx(
+            f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];",
+            base,
+            result_types=[ir.IntegerType.get_signless(32)] * 4,
+            has_side_effects=True,
+            convergent=True,
+        )
+    return list(zip(words[::2], words[1::2], strict=True))

@@ -1,0 +1,185 @@
+"""The kernel for every GPU since Ampere, simulated on a CPU, against float64."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from simulated_kernel import ROUNDING, float64, normal, random_weight, relative_error
+
+from pallas_kernels import device
+from pallas_kernels import fp4_matmul as fp4
+from pallas_kernels.fp4_matmul import dispatch, mma, mma_schedule, self_test
+from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
+
+VARIANTS = {
+    "whole tiles": ((8, 128, 512), MmaConfig(64, 256, 3), 0, "nvfp4"),
+    "an adapter, parts": ((8, 64, 384), MmaConfig(64, 128, 2, split=3), 64, "nvfp4"),
+    "nothing fills a tile": ((11, 200, 480), MmaConfig(128, 256, 2, split=2), 32, "nvfp4"),
+    "one row, parts of unequal size": ((1, 136, 1056), MmaConfig(64, 512, 2, split=2), 0, "mxfp4"),
+    "64 rows": ((64, 64, 160), MmaConfig(64, 128, 3), 96, "mxfp4"),
+}
+
+CACHED = dispatch.supports_device, dispatch.supports_mma_device, dispatch._warn_once
+SLOW_VARIANTS = "whole tiles", "one row, parts of unequal size", "64 rows"
+
+
+@pytest.fixture(autouse=True)
+def the_choice_is_asked_anew():
+    yield
+    for cached in CACHED:
+        cached.cache_clear()
+
+
+@pytest.fixture
+def simulated_api(monkeypatch):
+    """Makes `fp4_matmul` run the simulated kernel."""
+    kernel = types.SimpleNamespace(
+        matmul=functools.partial(mma.matmul, interpret=True),
+        dequantize=functools.partial(mma.dequantize, interpret=True),
+    )
+    monkeypatch.setattr(dispatch, "mma_kernel", lambda: kernel)
+    monkeypatch.setattr(device, "num_sms", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        ("nothing fills a tile", "float32"),
+        ("an adapter, parts", "bfloat16"),
+        *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in SLOW_VARIANTS),
+    ],
+)
+def test_kernel(variant, dtype):
+    (m, n, k), config, rank, form = VARIANTS[variant]
+    assert config.problem(m) is None
+    weight, x, extra = random_weight(n, k, form), normal(m, k), {}
+    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    if rank:
+        extra = {"xa": normal(m, rank, seed=1), "b": normal(n, rank, seed=2), "bias": normal(n)}
+        expected += float64(extra["xa"]) @ float64(extra["b"]).T + float64(extra["bias"])
+    tiles, dtype = fp4.to_tiles(weight), jnp.dtype(dtype)
+    y = mma.matmul(x, tiles, config=config, dtype=dtype, interpret=True, **extra)
+    assert y.shape == (m, n)
+    assert y.dtype == dtype
+    assert relative_error(y, expected) < (ROUNDING if dtype == jnp.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("form", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
+def test_dequantize(form):
+    weight = random_weight(136, 192, form)
+    if form == "nvfp4":  # of exact values, which are rounded once
+        weight = weight._replace(global_scale=jnp.full(136, 2.0**11))
+    actual = mma.dequantize(fp4.to_tiles(weight), inputs=192, interpret=True)
+    np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
+
+
+@pytest.mark.usefixtures("simulated_api")
+@pytest.mark.parametrize("m", [pytest.param(3, marks=pytest.mark.slow), mma_schedule.MAX_ROWS + 2])
+def test_product_and_derivatives(m):
+    n, k, rank = 64, 128, 4
+    weight = random_weight(n, k)
+    x, a, b, bias = normal(m, k), normal(rank, k, seed=1), normal(n, rank, seed=2), normal(n)
+    dy = normal(m, n, seed=3)
+
+    def product(x, lora, bias):
+        tiles = fp4.to_tiles(weight)
+        return fp4.fp4_matmul(x, tiles, lora=lora, bias=bias, implementation="mma")
+
+    y, backward = jax.vjp(product, x, (a, b), bias)
+    dx, (da, db), dbias = backward(dy)
+    dense, through = float64(fp4.dequantize(weight, jnp.float32)), float64(dy) @ float64(b)
+    xa = float64(x) @ float64(a).T
+    expected = {
+        "y": (y, float64(x) @ dense.T + xa @ float64(b).T + float64(bias)),
+        "dx": (dx, float64(dy) @ dense + through @ float64(a)),
+        "dA": (da, through.T @ float64(x)),
+        "dB": (db, float64(dy).T @ xa),
+        "dbias": (dbias, float64(dy).sum(axis=0)),
+    }
+    for name, (actual, want) in expected.items():
+        # Of many rows the product, x A^T B^T and the bias are rounded one after the other.
+        assert relative_error(actual, want) < 6e-3, name
+
+
+@pytest.mark.usefixtures("simulated_api")
+def test_what_a_caller_gets(monkeypatch):
+    """On a GPU with this kernel: also the product in float32, and that with partials of x A^T."""
+    monkeypatch.setattr(dispatch, "supports_mma_device", lambda: True)
+    n, k, rank = 136, 128, 24
+    weight, x = random_weight(n, k), normal(2, 3, k)
+    tiles = fp4.to_tiles(weight)
+    dense = float64(fp4.dequantize(weight, jnp.float32))
+    assert dispatch.implementation_of(tiles, x) == "mma"
+    y = fp4.fp4_matmul_float32(x, tiles)
+    assert (y.shape, y.dtype) == ((2, 3, n), jnp.float32)
+    assert relative_error(y, float64(x) @ dense.T) < 1e-5
+
+    x = x.reshape(6, k)
+    b = jnp.pad(normal(n, rank, seed=1), ((0, 0), (0, 64 - rank)))
+    xa_partials = np.random.default_rng(2).standard_normal((5, 6, 32)).astype(np.float32)
+    xa_partials[:, :, rank:] = 0
+    y = fp4.fp4_matmul_with_xa_partials(x, tiles, jnp.asarray(xa_partials), b)
+    expected = float64(x) @ dense.T + float64(xa_partials).sum(axis=0) @ float64(b)[:, :32].T
+    assert relative_error(y, expected) < 4e-3  # x A^T is rounded
+
+
+@pytest.mark.slow  # 5 s
+def test_the_self_test_while_tracing():
+    errors = []
+    matmul = functools.partial(mma.matmul, interpret=True)
+    measure = functools.partial(self_test.relative_error_of_mma, matmul)
+    jax.eval_shape(lambda x: (errors.append(measure()), x)[1], jnp.ones(1))
+    assert errors[0] < ROUNDING
+
+
+def test_nobody_gets_it_without_asking(monkeypatch):
+    """It has not run on a card."""
+    monkeypatch.setattr(device, "cuda_capability", lambda: 8.9)
+    monkeypatch.setattr(self_test, "relative_error_of_mma", lambda _: 0.0)
+    for choice, expected in ((None, "xla"), ("mma", "mma"), ("xla", "xla")):
+        monkeypatch.delenv(dispatch.KERNEL_VARIABLE, raising=False)
+        if choice:
+            monkeypatch.setenv(dispatch.KERNEL_VARIABLE, choice)
+        for cached in CACHED:
+            cached.cache_clear()
+        assert fp4.device_kernel() == expected
+        assert fp4.supports_tiles() == (expected == "mma")
+    monkeypatch.setenv(dispatch.KERNEL_VARIABLE, "cuda")
+    with pytest.raises(ValueError, match="QERL_FP4_KERNEL is 'cuda', expected 'mosaic', 'mma'"):
+        dispatch.chosen_kernel()
+
+
+@pytest.mark.parametrize("error", [1.0, None])
+def test_it_falls_back_with_one_line(error, monkeypatch):
+    def relative_error(_):
+        if error is None:
+            raise NotImplementedError("gone")
+        return error
+
+    monkeypatch.setattr(device, "cuda_capability", lambda: 8.9)
+    monkeypatch.setenv(dispatch.KERNEL_VARIABLE, "mma")
+    monkeypatch.setattr(self_test, "relative_error_of_mma", relative_error)
+    for cached in CACHED:
+        cached.cache_clear()
+    with pytest.warns(match="off by 1.0e|NotImplementedError: gone"):
+        assert fp4.device_kernel() == "xla"
+
+
+@pytest.mark.parametrize(
+    ("m", "config", "message"),
+    [
+        (8, MmaConfig(96), "rows is 96, expected a multiple of 64"),
+        (8, MmaConfig(64, 192), "columns is 192, expected 128, 256 or 512"),
+        (8, MmaConfig(64, 128, 1), "1 stages and split 1, expected at least 2 and 1"),
+        (64, MmaConfig(64, 512, 2), "169984 bytes of shared memory for 64 rows, limit 101376"),
+    ],
+)
+def test_schedules_that_cannot_be(m, config, message):
+    tiles = fp4.to_tiles(random_weight(64, 256))
+    with pytest.raises(ValueError, match=message):
+        fp4.fp4_matmul(normal(m, 256), tiles, implementation="mma", config=config)
+    with pytest.raises(ValueError, match="is for implementation 'mma', not 'mosaic'"):
+        fp4.fp4_matmul(normal(8, 256), tiles, implementation="mosaic", config=MmaConfig())

@@ -1,0 +1,80 @@
+"""An update of recurrent layers, compiled for an H200 without one: the memory that it takes.
+
+uv run --group aot pytest -n 0 -m aot
+"""
+
+import dataclasses
+import functools
+
+import h200
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks.rollout import random_policy
+from pallas_kernels import fp4_matmul
+from pallas_kernels.fp4_matmul import dispatch
+from qerl_jax.memory.update_plan import update_memory
+from qerl_jax.policy import lora, sizes
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.trainable import Trainable
+from qerl_jax.rl import train_step
+from qerl_jax.rl.losses import loss_config
+from qerl_jax.rl.packing import empty_buffer
+from qerl_jax.rl.train_step import UpdateConfig, init_state
+
+pytestmark = pytest.mark.aot
+
+
+def layer_of(config, number):
+    """The shapes of a layer in NVFP4, in the order of the Hopper kernel."""
+    layer = jax.eval_shape(
+        lambda key: random_policy._random_layer(
+            key, config, number, "nvfp4", jnp.dtype(jnp.bfloat16)
+        ),
+        jax.random.key(0),
+    )
+    return {
+        name: QuantTensor(tiles=h200.tiles(x.packed.shape[0], 2 * x.packed.shape[1]))
+        if isinstance(x, QuantTensor)
+        else x
+        for name, x in layer.items()
+    }
+
+
+def test_the_memory_of_an_update_is_the_planned_one(monkeypatch):
+    """Arrays of zeros, equal in all layers, once existed for all layers at the same time."""
+    layers = 8
+    for module in (fp4_matmul, dispatch):
+        monkeypatch.setattr(module, "supports_device", lambda: True)
+    whole = ARCHITECTURES["qwen3.5-27b"]
+    recurrent = tuple(layer for layer in whole.recurrent_layers if layer < layers)
+    config = dataclasses.replace(whole, num_layers=layers, recurrent_layers=recurrent)
+    table = h200.array(config.vocab_size, config.embed_dim)
+    params = {
+        "embed_tokens": table,
+        "lm_head": table,
+        "norm": h200.array(config.embed_dim, dtype=jnp.float32),
+        "layers": [layer_of(config, number) for number in range(layers)],
+    }
+    own = LoraConfig(rank=32, alpha=32.0)
+    adapter = jax.eval_shape(lambda: lora.init(jax.random.key(0), config, own))
+    optimizer = optax.adamw(1e-3)
+    state = jax.eval_shape(lambda x: init_state(Trainable(x, {}), optimizer), adapter)
+    update = UpdateConfig(config, loss_config("grpo"), recompute=("gate_up_proj",))
+    zero_totals = functools.partial(train_step.zero_totals, update_config=update)
+    totals = jax.eval_shape(zero_totals, state.trainable)
+    with h200.compiler() as compile_for_h200:
+        gradient = compile_for_h200(
+            train_step.add_gradient,
+            *(totals, state.trainable, params, None, empty_buffer(4352)),
+            *(np.bool_(True), np.float32(1)),
+            update_config=update,
+        )
+    fused = sizes.fused_adapter_bytes(config, rank=32, targets=own.targets, itemsize=2)
+    plan = update_memory(config, tokens=4352, recompute=update.recompute, itemsize=2, adapter=fused)
+    assert gradient.memory_analysis().temp_size_in_bytes == pytest.approx(plan.bytes, rel=0.1)
