@@ -47,8 +47,8 @@ def operands(codes: Sequence[Any], scales: Sequence[Any]) -> list[list[Any]]:
     """The first operands of the products of a tile, for `warp_mma.add_product`.
 
     Args:
-        codes: of the rows r and r + 8, vectors of four words.
-        scales: of the rows r and r + 8, vectors of two words.
+        codes: vectors of four words, one of row r and one of row r + 8.
+        scales: vectors of two words, one of row r and one of row r + 8.
 
     Returns:
         For each step of 16 columns four pairs of bfloat16, over UNIT.
