@@ -4,6 +4,9 @@
 
 The judge here is a thread that says how close a sum is. Whatever answers the same POST takes its
 place, on this machine or another: a reward model, a language model as a judge, a sandbox.
+
+The mean reward was 0.69 over the first four of the 16 steps and 0.94 over the last four (one run, 4
+minutes on two CPU cores that others used too).
 """
 
 import http.server
@@ -17,9 +20,9 @@ ADDRESS = ("127.0.0.1", 8765)
 
 
 def closeness(completion, answer):
-    """Returns 1 for the right number, 1/2 for one beside it, and so on; 0 without a number."""
-    number = re.search(r"\d+", completion)
-    return 1 / (1 + abs(int(number[0]) - int(answer))) if number else 0.0
+    """Returns 1 if the last number is right, 1/2 for one beside it, and so on; else 0."""
+    numbers = re.findall(r"\d+", completion)
+    return 1 / (1 + abs(int(numbers[-1]) - int(answer))) if numbers else 0.0
 
 
 class Judge(http.server.BaseHTTPRequestHandler):
@@ -45,16 +48,15 @@ def main():
     config.experiment = "judge_by_url"
     config.update_from_flattened_dict(
         {
-            "steps": 20,
+            "steps": 16,
             "rewards.correctness.function": "http://{}:{}/score".format(*ADDRESS),
-            "rewards.format.weight": 0.0,
             "eval.every": 0,
         }
     )
     server = http.server.ThreadingHTTPServer(ADDRESS, Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     sums = [(a, b) for a in range(10) for b in range(10)]
-    problems = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a, b in sums]
+    problems = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in sums]
     return qj.train(config, problems=problems)
 
 

@@ -9,16 +9,18 @@ CPU cores that others used too, 2.2 minutes of processor time). In the end the p
 under most questions: a reward gets what it asks for, so read the completions of a run.
 """
 
+import re
+
 import qerl_jax as qj
 
-THINGS = ["animal", "fruit", "color", "city", "country", "tree", "river", "metal", "planet", "bird"]
+THINGS = ["bird", "fruit", "color", "city", "country", "tree", "river", "metal", "planet", "tool"]
 PLACES = ["in a song", "in a book", "on a map", "in a garden", "at school", "in a film"]
 
 
 def one_word(prompt, completion, answer, num_tokens, finished):
     """Returns 1 for one word, 1/2 for two, and so on; 0 where the completion did not end."""
-    words = len(completion.split())
-    return 1.0 / words if finished and words else 0.0
+    words = re.findall("[A-Za-z]+", completion)
+    return 1.0 / len(words) if finished and words else 0.0
 
 
 def main():
@@ -29,7 +31,7 @@ def main():
         {
             "steps": 12,
             "rollout.prompts_per_step": 4,
-            "data.question_suffix": "",
+            "data.examples": (),
             "optimizer.learning_rate": 1e-3,
             "eval.every": 0,
         }

@@ -25,7 +25,7 @@ def example(name):
 
 def test_one_word_is_the_best_answer():
     reward = example("own_reward").one_word
-    texts, finished = ["Fox.", "A fox.", "", "Fox."], [True, True, True, False]
+    texts, finished = ["Fox.", "A fox.", "1", "Fox."], [True, True, True, False]
     scores = qerl_jax.score(reward, ["q"] * 4, texts, [""] * 4, [3] * 4, finished)
     assert scores.total.tolist() == [1.0, 0.5, 0.0, 0.0]
 
@@ -35,7 +35,7 @@ def test_the_judge_answers_a_reward_by_url():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), judge) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        texts = ["It is 7.", "8", "seven"]
+        texts = ["3 + 4 = 7", "8", "seven"]
         url = f"http://127.0.0.1:{server.server_port}/score"
         rewards = {"judge": (resolve(url), 1.0)}
         scores = qerl_jax.score(rewards, ["q"] * 3, texts, ["7"] * 3, [3] * 3, [True] * 3)
