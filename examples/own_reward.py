@@ -4,9 +4,9 @@
 
 A reward is a function of a completion. This one needs no answers, so a problem is a question alone.
 
-The mean reward of a step rose from 0.06 to 1.00 within 9 of the 12 steps (one run, 8 minutes on two
-CPU cores that others used too, 2.2 minutes of processor time). In the end the policy writes `1`
-under most questions: a reward gets what it asks for, so read the completions of a run.
+The mean reward was 0.05 in the first step and 1.00 in the last of 12 (one run, 2 minutes on two CPU
+cores). The reward asks for a word and not for a right one, and that is what it gets: in the end an
+answer to "Name a river on a map." was `ocean`.
 """
 
 import re
