@@ -27,7 +27,7 @@ def config_page() -> str:
             heading = section
             parts.append(f"## {heading}")
         if isinstance(row, Field):
-            parts.append(_wrapped(_entry(row), indent="  "))
+            parts += [f"### `{row.name}`", _wrapped(_entry(row))]
         elif row.help:
             name = f"`{row.name}`: " if "." in row.name else ""
             parts.append(_wrapped(name + _escaped(row.help)))
@@ -43,16 +43,14 @@ def _heading(row: Section | Field) -> str:
 
 
 def _entry(row: Field) -> str:
-    """The row of a field as an item of a list."""
+    """What the row of a field says of it."""
     text = row.help if row.help.endswith((".", ")", ":")) else f"{row.help}."
-    return f"- **`{row.name}`** {_escaped(' '.join([text, *describe_row(row)]))}"
+    return _escaped(" ".join([text, *describe_row(row)]))
 
 
 def _escaped(text: str) -> str:
     return text.replace("<", "\\<").replace("*", "\\*")
 
 
-def _wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(
-        text, _COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _COLUMNS, break_long_words=False, break_on_hyphens=False)

@@ -19,7 +19,7 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PRODUCT = ("qerl_jax", "pallas_kernels", "experiments", "benchmarks")
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md")
 # These two name what they forbid.
 LEFT_OUT = ("tests/language.py", "tests/test_language.py")
 

@@ -267,7 +267,12 @@ def python_on_the_pages():
 def readme_modules(tmp_path, monkeypatch):
     """Writes the modules of both pages to the import path; returns their names."""
     found = python_on_the_pages()
-    assert found.keys() == {"README.md", "python.md", "rewards.md"}  # Nothing else needs a test.
+    assert found.keys() == {
+        "README.md",
+        "data.md",
+        "python.md",
+        "rewards.md",
+    }  # Nothing else needs a test.
     assert found["python.md"] == (["python"] * 4, [])
     fenced, (reward,) = found["README.md"]
     assert fenced == ["python"]  # tests/test_readme.py runs it.

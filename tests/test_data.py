@@ -546,7 +546,7 @@ def test_bad_generated_source(source, options, message):
 
 
 def by_its_scorer(prompt, completion, answer, num_tokens, finished, metadata):
-    """The scorer of the task, as docs/rewards.md has it."""
+    """The scorer of the task, as docs/data.md has it."""
     score = reasoning_gym.get_score_answer_fn(metadata["source_dataset"])
     found = last_marked(answer_part(prompt, completion))
     return score(found, {"answer": answer, "metadata": metadata})

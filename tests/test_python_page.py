@@ -1,9 +1,10 @@
-"""docs/python.md and the notebook run: what they import exists, and every block does its work."""
+"""docs/python.md, docs/api and the notebook run: every block does its work."""
 
 import json
 import pathlib
 import re
 
+import numpy as np
 import pytest
 import tiny_run
 
@@ -13,6 +14,7 @@ from qerl_jax.errors import UserError
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "python.md").read_text()
 CODE = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+API = [ROOT / "docs" / "api" / f"{name}.md" for name in ("policy", "sampling", "rewards", "runs")]
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
 
@@ -65,6 +67,14 @@ def test_the_page_runs(tiny, tmp_path, monkeypatch, capsys):
     assert "qwen2.5-14b-paper in nvfp4 on h100-80gb" in printed
     assert (names["results"] / "results.json").exists()
     assert (names["exported"] / "adapter_config.json").exists()
+    # The pages of the public names go on from there.
+    text = "".join(path.read_text() for path in API)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(replaced("\n".join(blocks), {"What is 3 + 4?": "t3 t4"}), names)
+    assert names["logits"].shape == (1, len(names["token_ids"]), names["model"].config.vocab_size)
+    assert len(names["texts"]) == 8
+    assert np.abs(names["gradient"].layers[0]["q_proj"]["b"]).max() > 0
+    assert "qwen2.5-8b" in capsys.readouterr().out
 
 
 def test_no_question_is_refused(tiny):
@@ -83,9 +93,12 @@ def cells(kind):
     return ["".join(cell["source"]) for cell in found if cell["cell_type"] == kind]
 
 
-def test_the_notebook_is_without_outputs_and_compiles():
+def test_the_notebook_has_its_outputs_and_compiles():
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-        assert cell["cell_type"] == "markdown" or not cell["outputs"]
+        if cell["cell_type"] == "code":
+            (output,) = cell["outputs"]
+            assert output["name"] == "stdout"
+            assert not re.search(r"(?:^|\s)/\w", "".join(output["text"]))  # a path of a machine
     for code in cells("code"):
         compile(code, "quickstart.ipynb", "exec")
     assert cells("markdown")[0].startswith("# ")

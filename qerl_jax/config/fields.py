@@ -302,7 +302,7 @@ FIELDS: tuple[Section | Field, ...] = (
         {},
         "Several sources in place of one, drawn in proportion to their weights: name -> path or "
         "source, and optionally weight (1.0), split ('train'), levels, fields and options; see "
-        "docs/rewards.md. --config.data.mixture.NAME.path=FILE --config.data.mixture.NAME.weight=2 "
+        "docs/data.md. --config.data.mixture.NAME.path=FILE --config.data.mixture.NAME.weight=2 "
         "adds one. The evaluation problems are those of eval_path or eval_source; 'held_out' and "
         "'' take them from every source by its weight, as for one source.",
     ),

@@ -410,7 +410,7 @@ def check_generated(
     ):
         raise UserError(
             f"{source}: its scorer accepts several answers, of which {reward.__name__} knows one: "
-            "name a reward that calls reasoning_gym.get_score_answer_fn, as in docs/rewards.md"
+            "name a reward that calls reasoning_gym.get_score_answer_fn, as in docs/data.md"
         )
     texts = [p.answer for p in problems if not number_only_format("", p.answer, "", 0, True)]
     if texts and math_answer in map(plain, rewards):

@@ -58,6 +58,13 @@ def numeric_answer(
     number on the line after `####`, and without `####` the last number in the text. A mark without
     a number is wrong.
     Example: `3 * 6 = 18 dollars.` is right for `18`; `I count 18. \boxed{1999}` is wrong.
+
+    Args:
+        prompt: the prompt as text; one that ends in `<think>` begins reasoning.
+        completion: the completion as text.
+        answer: the reference answer, a number.
+        num_tokens: not used; every reward of one completion takes it.
+        finished: not used either.
     """
     return _same_number(completion_number(answer_part(prompt, completion)), answer)
 
