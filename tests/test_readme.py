@@ -164,7 +164,7 @@ def test_links_lead_to_files():
 
 def test_the_plan_of_the_page_agrees_with_its_table(monkeypatch):
     """The command for a 4090 counts the rows that the table has for it."""
-    (line,) = [line for line in LINES if "--memory-gb=24" in line]
+    (line,) = [line for line in LINES if "--card=rtx-4090" in line]
     done = subprocess.run(
         [sys.executable, *line[line.index("-m") :]], cwd=ROOT, capture_output=True, text=True
     )
