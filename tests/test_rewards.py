@@ -1,6 +1,7 @@
 """Rewards: reading and comparing answers, and surviving rewards that misbehave."""
 
 import contextlib
+import gc
 import math
 import os
 import re
@@ -406,9 +407,13 @@ def test_overlong_penalty_without_buffer():
     ],
 )
 def test_long_adversarial_completions_are_read_in_linear_time(reward, completion):
-    start = time.thread_time()  # which does not grow while other processes have the core
-    call(reward, completion)
-    assert time.thread_time() - start < 0.5
+    gc.disable()  # After other tests a collection of garbage may take longer than the limit.
+    try:
+        start = time.thread_time()  # which does not grow while other processes have the core
+        call(reward, completion)
+        assert time.thread_time() - start < 0.5
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("power", ["9^{9^{9^{9}}}", "99999999!", "(" * 3000 + "1" + ")" * 3000])

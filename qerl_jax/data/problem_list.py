@@ -28,10 +28,10 @@ def with_problems(config: ConfigDict, problems: Iterable[Mapping[str, Any]] | No
             returns the config.
 
     Raises:
-        UserError: the config is none; the list is empty, or an entry is no dict, or not what JSON
+        UserError: the config is a text; the list is empty, or an entry is no dict, or not what JSON
             can hold.
     """
-    if not isinstance(config, ConfigDict):
+    if isinstance(config, str):
         raise UserError(
             f"config is {config!r:.60}: pass what get_config returns, as get_config('qwen2.5-7b')"
         )
