@@ -134,7 +134,7 @@ def _preset_section() -> str:
 
 
 def first_run_text() -> str:
-    """What the README states of the default run: right answers, and those that were cut off."""
+    """What the README states of the default run: right answers, those cut off, and the time."""
     learning = _read("learning_sums.json")["learning"]
     accuracy, truncated = learning["eval_accuracy"], learning["eval_truncated"]
     after = [100 * value for value in accuracy["by_seed"]["after"]]
@@ -143,8 +143,18 @@ def first_run_text() -> str:
         f"Right on {problems} held-out sums: {100 * accuracy['before']:.0f} % before, "
         f"{min(after):.0f} to {max(after):.0f} % after {learning['steps']} steps "
         f"({len(after)} seeds); cut off: {100 * truncated['before']:.0f} %, then "
-        f"{100 * truncated['after']:.0f} %."
+        f"{100 * truncated['after']:.0f} %.\n{_first_run_minutes()}"
     )
+
+
+def _first_run_minutes() -> str:
+    """What the default run takes from its command to its end, by processor."""
+    texts = []
+    for path in sorted(_RESULTS.glob("first_run_*.json")):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        cpu = run["device"]
+        texts.append(f"{run['total_seconds'] / 60:.1f} with {cpu['vectors']}, {cpu['cores']} cores")
+    return f"Minutes from the command to its end, without downloads: {'; '.join(texts)}."
 
 
 def _peer_rows() -> list[dict]:
