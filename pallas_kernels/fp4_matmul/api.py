@@ -165,14 +165,16 @@ def _frozen_matmul_bwd(weight, dy):
 _frozen_matmul.defvjp(_frozen_matmul_fwd, _frozen_matmul_bwd)
 
 
+_RUNS = {"mosaic": dispatch.run, "mma": dispatch.run_mma}  # by implementation
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _kernel_matmul(x, weight, lora, bias, config, implementation):
     """The product for x [M, K] with the adapter and the bias, by a kernel."""
     if lora is None or len(x) > tiling.MAX_ROWS_OF_PARTIALS:
         return _kernel_matmul_fwd(x, weight, lora, bias, config, implementation)[0]
     a, b = (matrix.astype(x.dtype) for matrix in lora)
-    run = dispatch.run if implementation == "mosaic" else dispatch.run_mma
-    return run(x, weight, config, bias=bias, a=a, b=dispatch.padded(b, len(a)))
+    return _RUNS[implementation](x, weight, config, bias=bias, a=a, b=dispatch.padded(b, len(a)))
 
 
 def _kernel_matmul_fwd(x, weight, lora, bias, config, implementation):
@@ -181,8 +183,7 @@ def _kernel_matmul_fwd(x, weight, lora, bias, config, implementation):
         a, b = (matrix.astype(x.dtype) for matrix in lora)
         xa = reference.dot(x, a)
         adapter = {"b": dispatch.padded(b, len(a)), "xa": dispatch.padded(xa, len(a))}
-    run = dispatch.run if implementation == "mosaic" else dispatch.run_mma
-    y = run(x, weight, config, bias=bias, **adapter)
+    y = _RUNS[implementation](x, weight, config, bias=bias, **adapter)
     return y, (x if lora is not None else x[:0], xa, weight, lora, bias)
 
 

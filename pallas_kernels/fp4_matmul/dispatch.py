@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeGuard
 
@@ -36,16 +37,7 @@ def supports_device() -> bool:
         return False
     if tiling.verified(jax.devices()[0].device_kind, jax.__version__):
         return True
-    try:
-        error = self_check()
-    except Exception as problem:  # Whatever an untested version of jax raises.
-        first_line = f"{type(problem).__name__}: {problem}".splitlines()[0]
-        _warn_once(f"the FP4 kernel does not run, dequantizing instead ({first_line})")
-        return False
-    if not error < 1e-2:
-        _warn_once(f"the FP4 kernel is off by {error:.1e}, dequantizing instead")
-        return False
-    return True
+    return _agrees(self_check)
 
 
 @functools.cache
@@ -56,8 +48,13 @@ def supports_mma_device() -> bool:
     """
     if device.cuda_capability() < 8.0 or chosen_kernel() != "mma":
         return False
+    return _agrees(lambda: self_test.relative_error_of_mma(mma_kernel().matmul))
+
+
+def _agrees(measure_error: Callable[[], float]) -> bool:
+    """Whether a kernel runs, and agrees with the definition; warns where it does not."""
     try:
-        error = self_test.relative_error_of_mma(mma_kernel().matmul)
+        error = measure_error()
     except Exception as problem:  # Whatever an untested version of jax raises.
         first_line = f"{type(problem).__name__}: {problem}".splitlines()[0]
         _warn_once(f"the FP4 kernel does not run, dequantizing instead ({first_line})")

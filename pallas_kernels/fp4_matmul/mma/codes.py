@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import warp_mma
 from pallas_kernels.fp4_matmul import layout
-from pallas_kernels.fp4_matmul.sm90.codes import CODES, SCALES, dequantize_reference
+from pallas_kernels.fp4_matmul.sm90.codes import CODES, SCALES, dequantize_reference, scaled_pairs
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.warpgroup import Warpgroup
 
@@ -53,39 +52,9 @@ def operands(codes: Sequence[Any], scales: Sequence[Any]) -> list[list[Any]]:
     Returns:
         For each step of 16 columns four pairs of bfloat16, over UNIT.
     """
-    i32 = ir.IntegerType.get_signless(32)
-
-    def constant(value):
-        return arith.constant(i32, ir.IntegerAttr.get(i32, value - (value >> 31 << 32)))
-
-    def rotate(word, left):
-        if left <= 6:  # No bit of the mask wraps around, and plain shifts have a separate pipe.
-            return arith.shli(word, constant(left)) if left else word
-        return mgpu.utils.inline_ptx(f"shf.l.wrap.b32 $0, $1, $1, {left};", word, result_types=i32)
-
-    mask = constant(layout.MASK)
-    mix = mgpu.utils.inline_ptx(f"mov.b32 $0, {layout.MIX};", result_types=i32)
-    scale_mask, scale_bits = constant(layout.SCALE_MASK), constant(layout.SCALE_BITS)
     steps: list[list[Any]] = [[None] * 4 for _ in range(STEPS)]
-    for half in range(2):  # the rows r and r + 8
-        for part in range(2):  # columns 0..63 and 64..127
-            first, second = (vector.extract(codes[half], [], [2 * part + i]) for i in (0, 1))
-            mixed = arith.xori(arith.andi(arith.xori(first, second), mix), second)
-            sources = (first, first, first, second, second, second, mixed, mixed)
-            word = vector.extract(scales[half], [], [part])
-            pairs = [
-                arith.ori(arith.andi(rotate(word, turn), scale_mask), scale_bits) for turn in (0, 8)
-            ]
-            for q, (source, turn) in enumerate(zip(sources, layout.ROTATIONS, strict=True)):
-                raw = arith.andi(rotate(source, turn), mask)
-                which = "low" if q // 2 % 2 == 0 else "high"
-                # ptxas turns the moves into the choice of an operand's half.
-                steps[4 * part + q // 2][half + q % 2 * 2] = mgpu.utils.inline_ptx(
-                    "{ .reg .b16 low, high; .reg .b32 scale, zero; mov.b32 {low, high}, $2; "
-                    f"mov.b32 scale, {{{which}, {which}}}; mov.b32 zero, 0x80008000; "
-                    "fma.rn.bf16x2 $0, $1, scale, zero; }",
-                    raw,
-                    pairs[q // 4],
-                    result_types=i32,
-                )
+    scale_bits = f"mov.b32 $0, {layout.SCALE_BITS};"
+    multiply = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, scale, zero; }"
+    for half, part, q, pair in scaled_pairs(codes, scales, scale_bits, multiply):
+        steps[4 * part + q // 2][half + q % 2 * 2] = pair
     return steps

@@ -1,6 +1,6 @@
 """Dequantizes codes and scales from shared memory to bfloat16 registers of wgmma."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -107,8 +107,35 @@ def dequantize_paired_tile(codes: Any, scales: Any) -> Any:
 
 def _dequantized(codes: Sequence, scales: Sequence) -> tuple:
     """Both operands of wgmma, of the words of the rows r and r + 8."""
-    i32 = ir.IntegerType.get_signless(32)
     pair_type = ir.VectorType.get((2,), ir.BF16Type.get())
+    out = [np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object) for _ in range(2)]
+    # ptxas must not see this constant: it would move one into a register for each use.
+    hidden = f"{{ .reg .b32 all; activemask.b32 all; and.b32 $0, all, {layout.SCALE_BITS}; }}"
+    multiply = "mul.rn.bf16x2 $0, $1, scale;"
+    for half, part, q, value in scaled_pairs(codes, scales, hidden, multiply):
+        out[part][0, q, 0, 0, half] = mgpu.utils.bitcast(value, pair_type)
+    return tuple(
+        mgpu.FragmentedArray(_registers=part, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        for part in out
+    )
+
+
+def scaled_pairs(
+    codes: Sequence[Any], scales: Sequence[Any], scale_bits: str, multiply: str
+) -> Iterator[tuple[int, int, int, Any]]:
+    """Dequantizes the codes of a thread, two at a time.
+
+    Args:
+        codes: vectors of four words, one of row r and one of row r + 8.
+        scales: vectors of two words, one of row r and one of row r + 8.
+        scale_bits: PTX that sets $0 to `layout.SCALE_BITS`.
+        multiply: PTX that sets $0 to the pair of codes $1 times the pair of scales `scale`.
+
+    Yields:
+        The half (rows r or r + 8), the part (columns 0 to 63 or 64 to 127), the number of the pair
+        in them, from 0 to 7, and the pair of bfloat16 in a word, over UNIT.
+    """
+    i32 = ir.IntegerType.get_signless(32)
 
     def constant(value):
         return arith.constant(i32, ir.IntegerAttr.get(i32, value - (value >> 31 << 32)))
@@ -121,22 +148,17 @@ def _dequantized(codes: Sequence, scales: Sequence) -> tuple:
     mask = constant(layout.MASK)
     mix = mgpu.utils.inline_ptx(f"mov.b32 $0, {layout.MIX};", result_types=i32)
     scale_mask = constant(layout.SCALE_MASK)
-    # ptxas must not see this constant: it would move one into a register for each use.
-    scale_bits = mgpu.utils.inline_ptx(
-        f"{{ .reg .b32 all; activemask.b32 all; and.b32 $0, all, {layout.SCALE_BITS}; }}",
-        result_types=i32,
-    )
-    out = [np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object) for _ in range(2)]
-    for half in range(2):  # the rows r and r + 8
+    added = mgpu.utils.inline_ptx(scale_bits, result_types=i32)
+    for half in range(2):
         words, scale_words = codes[half], scales[half]
-        for part in range(2):  # columns 0..63 and 64..127
+        for part in range(2):
             first = vector.extract(words, [], [2 * part])
             second = vector.extract(words, [], [2 * part + 1])
             mixed = arith.xori(arith.andi(arith.xori(first, second), mix), second)
             sources = (first, first, first, second, second, second, mixed, mixed)
             scale_word = vector.extract(scale_words, [], [part])
             pairs = [
-                arith.ori(arith.andi(rotate(scale_word, turn), scale_mask), scale_bits)
+                arith.ori(arith.andi(rotate(scale_word, turn), scale_mask), added)
                 for turn in (0, 8)
             ]
             for q, (word, turn) in enumerate(zip(sources, layout.ROTATIONS, strict=True)):
@@ -145,13 +167,9 @@ def _dequantized(codes: Sequence, scales: Sequence) -> tuple:
                 # ptxas turns the moves into the choice of an operand's half.
                 value = mgpu.utils.inline_ptx(
                     "{ .reg .b16 low, high; .reg .b32 scale; mov.b32 {low, high}, $2; "
-                    f"mov.b32 scale, {{{which}, {which}}}; mul.rn.bf16x2 $0, $1, scale; }}",
+                    f"mov.b32 scale, {{{which}, {which}}}; {multiply} }}",
                     raw,
                     pairs[q // 4],
                     result_types=i32,
                 )
-                out[part][0, q, 0, 0, half] = mgpu.utils.bitcast(value, pair_type)
-    return tuple(
-        mgpu.FragmentedArray(_registers=part, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-        for part in out
-    )
+                yield half, part, q, value
