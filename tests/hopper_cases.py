@@ -54,7 +54,3 @@ def random_weight(rng, n, k, form="nvfp4"):
     scales = rng.integers(1, 127, (n, k // 16), np.uint8).view(ml_dtypes.float8_e4m3fn)
     divisors = jnp.asarray(rng.uniform(1000, 3000, n), jnp.float32)
     return fp4.Fp4Weight(packed, jnp.asarray(scales), divisors)
-
-
-def float64(x):
-    return np.asarray(x).astype(np.float64)

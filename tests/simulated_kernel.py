@@ -6,6 +6,7 @@ import functools
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from fp4_oracles import float64
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -29,10 +30,6 @@ def random_weight(n, k, form="nvfp4"):
 
 def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
-
-
-def float64(x):
-    return np.asarray(x).astype(np.float64)
 
 
 def relative_error(actual, expected):

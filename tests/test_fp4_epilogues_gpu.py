@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hopper_cases import CONFIGS, ROUNDING, float64, random_weight, skip_unless_hopper
+from fp4_oracles import float64
+from hopper_cases import CONFIGS, ROUNDING, random_weight, skip_unless_hopper
 
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul import cases, dispatch, tiling

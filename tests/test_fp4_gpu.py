@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hopper_cases import CONFIGS, ROUNDING, float64, random_weight, skip_unless_hopper
+from fp4_oracles import exact, float64
+from hopper_cases import CONFIGS, ROUNDING, random_weight, skip_unless_hopper
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import fp4_matmul as fp4
@@ -71,18 +72,6 @@ def test_dequantize(form):
     np.testing.assert_array_equal(float64(actual), float64(expected))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def exact(with_adapter, x, weight, lora, bias):
-    """The product in float32 at the highest precision, from the dequantized weight."""
-    dot = functools.partial(jnp.dot, precision="highest", preferred_element_type=jnp.float32)
-    y = dot(x.astype(jnp.float32), fp4.dequantize(weight, jnp.float32).T)
-    if with_adapter:
-        a, b = (part.astype(jnp.float32) for part in lora)
-        xa = jax.lax.reduce_precision(dot(x.astype(jnp.float32), a.T), 8, 7)  # bfloat16
-        y += dot(xa, b.T) + bias.astype(jnp.float32)
-    return y
-
-
 def products():
     """What a caller gets in every shape and format; every kind of tiling in three ragged shapes."""
     for shape in SHAPES:
@@ -121,7 +110,7 @@ def test_product(config, shape, adapter, form):
         )
     )
     results = [np.asarray(run(x, tiles, lora, bias)) for _ in range(4)]
-    expected = float64(exact(adapter, x, weight, lora, bias))
+    expected = float64(exact(x, weight, lora, bias) if adapter else exact(x, weight))
     error = np.linalg.norm(float64(results[0]) - expected) / np.linalg.norm(expected)
     assert error < ROUNDING
     for again in results[1:]:  # a difference would be a race

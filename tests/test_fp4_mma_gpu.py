@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper_cases import ROUNDING, float64, random_weight
+from fp4_oracles import exact, float64, product_and_derivatives
+from hopper_cases import ROUNDING, random_weight
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
@@ -44,18 +45,6 @@ CONFIGS = [
 def a_gpu():
     if device.cuda_capability() < 8.0:
         pytest.skip("needs an NVIDIA GPU since Ampere")
-
-
-@jax.jit
-def exact(x, weight, lora=None, bias=None):
-    """The product in float32 at the highest precision, from the dequantized weight."""
-    dot = functools.partial(jnp.dot, precision="highest", preferred_element_type=jnp.float32)
-    y = dot(x.astype(jnp.float32), fp4.dequantize(weight, jnp.float32).T)
-    if lora is not None:
-        a, b = (part.astype(jnp.float32) for part in lora)
-        xa = jax.lax.reduce_precision(dot(x.astype(jnp.float32), a.T), 8, 7)  # bfloat16
-        y += dot(xa, b.T) + bias.astype(jnp.float32)
-    return y
 
 
 def products():
@@ -159,17 +148,9 @@ def test_derivatives(m):
         return y, *backward(dy)
 
     y, dx, (da, db), dbias = gradients(x, (a, b), bias, dy)
-    dense, through = float64(fp4.dequantize(weight, jnp.float32)), float64(dy) @ float64(b)
-    xa = float64(x) @ float64(a).T
-    expected = {
-        "y": (y, float64(x) @ dense.T + xa @ float64(b).T + float64(bias)),
-        "dx": (dx, float64(dy) @ dense + through @ float64(a)),
-        "dA": (da, through.T @ float64(x)),
-        "dB": (db, float64(dy).T @ xa),
-        "dbias": (dbias, float64(dy).sum(axis=0)),
-    }
-    for name, (actual, want) in expected.items():
-        error = np.linalg.norm(float64(actual) - want) / np.linalg.norm(want)
+    actual = {"y": y, "dx": dx, "dA": da, "dB": db, "dbias": dbias}
+    for name, want in product_and_derivatives(x, weight, (a, b), bias, dy).items():
+        error = np.linalg.norm(float64(actual[name]) - want) / np.linalg.norm(want)
         assert error < 6e-3, (name, error)
 
 

@@ -1,0 +1,39 @@
+"""What products with weights in 4 bits are compared with."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import fp4_matmul as fp4
+
+
+def float64(x):
+    return np.asarray(x).astype(np.float64)
+
+
+@jax.jit
+def exact(x, weight, lora=None, bias=None):
+    """The product in float32 at the highest precision, from the dequantized weight."""
+    dot = functools.partial(jnp.dot, precision="highest", preferred_element_type=jnp.float32)
+    y = dot(x.astype(jnp.float32), fp4.dequantize(weight, jnp.float32).T)
+    if lora is not None:
+        a, b = (part.astype(jnp.float32) for part in lora)
+        xa = jax.lax.reduce_precision(dot(x.astype(jnp.float32), a.T), 8, 7)  # bfloat16
+        y += dot(xa, b.T) + bias.astype(jnp.float32)
+    return y
+
+
+def product_and_derivatives(x, weight, lora, bias, dy):
+    """The product in float64, and its derivatives by x, A, B and the bias."""
+    a, b = lora
+    dense, through = float64(fp4.dequantize(weight, jnp.float32)), float64(dy) @ float64(b)
+    xa = float64(x) @ float64(a).T
+    return {
+        "y": float64(x) @ dense.T + xa @ float64(b).T + float64(bias),
+        "dx": float64(dy) @ dense + through @ float64(a),
+        "dA": through.T @ float64(x),
+        "dB": float64(dy).T @ xa,
+        "dbias": float64(dy).sum(axis=0),
+    }
