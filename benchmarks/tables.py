@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md, docs/config.md, and parts of the README and of CONTRIBUTING.md.
+"""Writes docs/benchmarks.md, docs/config.md, and parts of the README and two other pages.
 
     uv run python -m benchmarks.tables
 
@@ -51,7 +51,7 @@ from qerl_jax.config import models
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 _DECODE_PICTURE = "![Time of a decode step in NVFP4 and in bf16](%s)"
-PAGES = ("README.md", "CONTRIBUTING.md")  # with generated parts
+PAGES = ("README.md", "docs/examples.md", "CONTRIBUTING.md")  # with generated parts
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100.json"
 
 
@@ -229,7 +229,7 @@ def _summary_section() -> str:
 
 
 def speedrun_sentence(result: dict) -> str:
-    """What the README states of the speedrun.
+    """What the pages state of the speedrun.
 
     Args:
         result: content of speedrun.json.
@@ -506,7 +506,7 @@ def with_generated_parts(page: str, text: str) -> str:
     """The text of a page whose generated parts are up to date.
 
     Args:
-        page: README.md or CONTRIBUTING.md.
+        page: one of `PAGES`.
         text: its text.
 
     Raises:
@@ -519,6 +519,9 @@ def with_generated_parts(page: str, text: str) -> str:
             "noise": noise_text,
             "first run": first_run_text,
             "memory": lambda: memory_table(_preset_steps().values()),
+        },
+        "docs/examples.md": {
+            "gsm8k": lambda: textwrap.fill(speedrun_sentence(_read("speedrun.json")), 110)
         },
         "CONTRIBUTING.md": {"folders": lambda: source_tree(_ROOT)},
     }
@@ -551,7 +554,7 @@ def replace_part(
 
 
 def main() -> None:
-    """Writes the pages, and replaces the generated parts of the README and of CONTRIBUTING.md."""
+    """Writes the pages, and replaces the generated parts of `PAGES`."""
     for name, text in (("benchmarks", benchmarks_page()), ("config", config_page())):
         (_ROOT / "docs" / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     for name in PAGES:
