@@ -11,7 +11,7 @@ import json
 import pathlib
 import textwrap
 
-from benchmarks.card_table import card_table
+from benchmarks.card_table import card_table, paths_table
 from benchmarks.config_page import config_page
 from benchmarks.differences import runs_by_arm
 from benchmarks.evidence_tables import cost_sentence, noise_sentence
@@ -492,11 +492,14 @@ def benchmarks_page() -> str:
                 "Other cards",
                 "Computed, not measured: what a decode step of Qwen2.5-7B takes at least, from its "
                 "bytes and the bandwidth of the data sheet, with an adapter of rank 32 and 512 "
-                "tokens of a row in the cache. By default a weight in 4 bits is dequantized there, "
-                "which takes longer than the column of bf16; `docs/kernel_notes.md` has a kernel "
-                "that reads it as it is. Attention in an update is XLA's, exact and in bounded "
-                "memory, at the speed of dense products under a mask.",
+                "tokens of a row in the cache. Attention in an update is XLA's, exact and in "
+                "bounded memory, at the speed of dense products under a mask.",
                 card_table(),
+                "There a kernel reads weights in 4 bits as they are, for up to 64 rows "
+                "(`docs/kernel_notes.md`); more rows multiply by a dense copy where the memory "
+                f"holds one. The same kernel on one {_read('rollout.json')['device']}, chosen by "
+                "QERL_FP4_KERNEL=mma, milliseconds of a step:",
+                paths_table(_read("rollout.json")),
             ),
         ]
     )
