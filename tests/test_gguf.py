@@ -18,7 +18,7 @@ from qerl_jax.weights import gguf, names
 F32 = np.dtype(np.float32)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_5"])
 def test_config_and_tensors_of_the_source(tmp_path, model_type):
     config = model_config(model_type)
     tensors = random_tensors(config, dtype=np.float32)
@@ -27,7 +27,21 @@ def test_config_and_tensors_of_the_source(tmp_path, model_type):
     assert file.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert file.shape(name) == tensor.shape
-        np.testing.assert_array_equal(file.read(name, F32), tensor)
+        # GGUF has norms of Qwen3.5 plus 1, and -exp(A_log).
+        tolerance = 1e-6 if model_type == "qwen3_5" and not name.endswith("_proj.weight") else 0
+        np.testing.assert_allclose(file.read(name, F32), tensor, rtol=tolerance, atol=tolerance)
+
+
+def test_the_mtp_head_is_left_out(tmp_path):
+    config = model_config("qwen3_5")
+    tensors = random_tensors(config, dtype=np.float32)
+    # llama.cpp counts it as a layer after the last one.
+    mtp = {"model.layers.3.input_layernorm.weight": np.ones(32, F32)}
+    counts = {"block_count": 4, "nextn_predict_layers": 1}
+    path = write_gguf(tmp_path / "x.gguf", config, tensors | mtp, metadata=counts)
+    file = gguf.open_gguf(path)
+    assert (file.config, file.ignored) == (config, ("the MTP head",))
+    assert file.tensors.keys() == tensors.keys()
 
 
 def test_a_tied_head(tmp_path):
@@ -237,9 +251,9 @@ def test_a_missing_file():
 
 
 def test_two_names_never_mean_the_same_tensor():
-    for model_type in ("llama", "qwen2", "qwen3"):
+    for arch, model_type in gguf.ARCHITECTURES.items():
         expected = names.expected_shapes(model_config(model_type))
-        assert len({gguf_name(name) for name in expected}) == len(expected)
+        assert len({gguf_name(name, arch) for name in expected}) == len(expected)
 
 
 def test_smollm2_as_packaged():

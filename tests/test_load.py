@@ -100,7 +100,7 @@ def test_nvfp4_packs_each_fused_group(tmp_path, model_type):
             assert isinstance(layer[name], QuantTensor)
 
 
-@pytest.mark.parametrize("model_type", GGUF_TYPES)
+@pytest.mark.parametrize("model_type", [*GGUF_TYPES, "qwen3_5"])
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
 def test_gguf_and_folder_give_the_same_parameters(tmp_path, model_type, format):
     config = model_config(model_type)
@@ -111,6 +111,10 @@ def test_gguf_and_folder_give_the_same_parameters(tmp_path, model_type, format):
     from_file = load.load(str(file), format=format)
     assert from_folder.config == from_file.config
     assert from_folder.tokenizer.eos_ids == from_file.tokenizer.eos_ids == (VOCAB - 2, VOCAB - 1)
+    for layers in zip(from_folder.params["layers"], from_file.params["layers"], strict=True):
+        # GGUF has -exp(a_log).
+        a_logs = [layer.pop("a_log", 0.0) for layer in layers]
+        np.testing.assert_allclose(*a_logs, atol=1e-6)
     assert_trees_equal(from_folder.params, from_file.params)
 
 

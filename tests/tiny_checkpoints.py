@@ -129,37 +129,37 @@ def write_tokenizer(folder, **settings):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-_GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+def gguf_name(name, arch="llama"):
+    """Returns llama.cpp's name of a Hugging Face tensor, by the table of the gguf package."""
+    table = gguf.get_tensor_name_map(gguf.constants.MODEL_ARCH[arch.upper()], 8)
+    return table.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
 
 
-def gguf_name(name):
-    """Returns llama.cpp's name of a Hugging Face tensor."""
-    fixed = {
-        names.EMBED: "token_embd.weight",
-        names.NORM: "output_norm.weight",
-        names.HEAD: "output.weight",
-    }
-    if name in fixed:
-        return fixed[name]
-    _, _, layer, rest = name.split(".", 3)
-    module, parameter = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_GGUF_NAMES[module]}.{parameter}"
+def _as_qwen35(name, tensor, config):
+    """Changes a tensor as `modify_tensors` of llama.cpp's converter does (conversion/qwen.py)."""
+    shapes, part = config.recurrent, name.rpartition("linear_attn.")[2]
+
+    def tiled(values, axis, width):
+        heads = np.moveaxis(values, axis, 0)
+        heads = heads.reshape(shapes.key_heads, -1, width, *heads.shape[1:]).swapaxes(0, 1)
+        return np.moveaxis(heads.reshape(-1, *heads.shape[3:]), 0, axis)
+
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        q, k, v = np.split(tensor.squeeze(), np.array([1, 2]) * shapes.key_heads * shapes.key_dim)
+        return np.concatenate([q, k, tiled(v, 0, shapes.value_dim)])
+    if part in ("in_proj_z.weight", "out_proj.weight"):
+        return tiled(tensor, int(part == "out_proj.weight"), shapes.value_dim)
+    if part in ("in_proj_a.weight", "in_proj_b.weight", "dt_bias"):
+        return tiled(tensor, 0, 1)
+    if part == "A_log":
+        return -np.exp(tiled(tensor, 0, 1))
+    return tensor + 1 if part.endswith("norm.weight") and part == name else tensor
 
 
 def write_gguf(path, config, tensors, *, metadata=None, rope_freqs=None, quantization=None):
-    """Writes a GGUF file as llama.cpp's converter does: Llama's q and k rows are interleaved.
+    """Writes a GGUF file as llama.cpp's converter does.
+
+    Llama's q and k rows are interleaved, and tensors of Qwen3.5 change as in `_as_qwen35`.
 
     Args:
         path: the path of the file.
@@ -169,8 +169,18 @@ def write_gguf(path, config, tensors, *, metadata=None, rope_freqs=None, quantiz
         rope_freqs: contents of rope_freqs.weight, or None.
         quantization: gguf type of the projections, or None for float32.
     """
-    arch = config.model_type
+    arch = {"qwen3_5": "qwen35"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
+    if arch == "qwen35":
+        shapes = config.recurrent
+        writer.add_ssm_conv_kernel(shapes.window)
+        writer.add_ssm_state_size(shapes.key_dim)
+        writer.add_ssm_group_count(shapes.key_heads)
+        writer.add_ssm_time_step_rank(shapes.value_heads)
+        writer.add_ssm_inner_size(shapes.values)
+        writer.add_rope_dimension_count(config.rotary_dim)
+        writer.add_rope_dimension_sections([1, 1, 0, 0])
+        tensors = {name: _as_qwen35(name, tensor, config) for name, tensor in tensors.items()}
     values = {
         "block_count": config.num_layers,
         "context_length": config.max_position,
@@ -191,7 +201,7 @@ def write_gguf(path, config, tensors, *, metadata=None, rope_freqs=None, quantiz
             writer.add_uint32(f"{arch}.{key}", value)
     words = [f"t{i}" for i in range(config.vocab_size - 2)]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre("qwen35" if arch == "qwen35" else "qwen2")
     writer.add_token_list([*words, "<|endoftext|>", "<|im_end|>"])
     writer.add_token_types([1] * len(words) + [3, 3])
     writer.add_token_merges([])
@@ -204,9 +214,9 @@ def write_gguf(path, config, tensors, *, metadata=None, rope_freqs=None, quantiz
                 tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
         if quantization is not None and "_proj.weight" in name:
             data = gguf.quantize(np.ascontiguousarray(tensor), quantization)
-            writer.add_tensor(gguf_name(name), data, raw_dtype=quantization)
+            writer.add_tensor(gguf_name(name, arch), data, raw_dtype=quantization)
         else:
-            writer.add_tensor(gguf_name(name), np.ascontiguousarray(tensor))
+            writer.add_tensor(gguf_name(name, arch), np.ascontiguousarray(tensor))
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs)
     writer.write_header_to_file()

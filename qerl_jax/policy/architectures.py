@@ -41,7 +41,10 @@ def _qwen3(embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> Mode
 def _qwen3_5(
     embed: int, mlp: int, layers: int, heads: int, kv_heads: int, value_heads: int
 ) -> ModelConfig:
-    """Returns an architecture of Qwen3.5; up to 4B its embedding is also the output head."""
+    """Returns an architecture of Qwen3.5; up to 4B its embedding is also the output head.
+
+    Shapes are those of config.json in Qwen/Qwen3.5-0.8B to -27B and Qwen/Qwen3.6-27B.
+    """
     return dataclasses.replace(
         _qwen3(embed, mlp, layers, heads, kv_heads),
         model_type="qwen3_5",

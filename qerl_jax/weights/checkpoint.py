@@ -95,6 +95,7 @@ def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
         packed=frozenset(),
         read=file.read,
         chunks=lambda name, dtype, memory: iter([file.read(name, dtype)]),
+        ignored=file.ignored,
     )
 
 

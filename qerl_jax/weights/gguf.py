@@ -1,8 +1,9 @@
 """Reads GGUF files (llama.cpp's format) as Hugging Face tensors.
 
-GGUF renames the tensors, stores quantized blocks, and interleaves the rows of Llama's q and k
-projections for its own rotary convention. This module returns tensors that are dequantized, under
-Hugging Face names and in Hugging Face row order.
+GGUF renames the tensors, stores quantized blocks, interleaves the rows of Llama's q and k
+projections for its own rotary convention, and has its own order of the value heads of Qwen3.5's
+recurrent layers. This module returns tensors that are dequantized, under Hugging Face names and in
+Hugging Face row order.
 """
 
 import dataclasses
@@ -17,11 +18,12 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.attention import rotary_frequencies
-from qerl_jax.policy.config import ModelConfig, RopeScaling
+from qerl_jax.policy.config import ModelConfig, RecurrentConfig, RopeScaling
 from qerl_jax.weights import names
 from qerl_jax.weights.gguf_header import GgufTensor, read_header
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# Model types by the names of their architectures.
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen35": "qwen3_5"}
 _ROPE_FREQS = "rope_freqs.weight"
 # Weights dequantized at once. It bounds the float32 copies of a large embedding, and it is large
 # enough that many threads work in NumPy's loops and do not wait for Python's lock.
@@ -44,6 +46,19 @@ _LAYER_NAMES = {
     "ffn_up": "up_proj",
     "ffn_down": "down_proj",
 }
+# Qwen3.5 (llama.cpp, conversion/qwen.py), by the whole name in a layer.
+_QWEN3_5_NAMES = {
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "attn_qkv.weight": "linear_attn.in_proj_qkv.weight",
+    "attn_gate.weight": "linear_attn.in_proj_z.weight",
+    "ssm_beta.weight": "linear_attn.in_proj_b.weight",
+    "ssm_alpha.weight": "linear_attn.in_proj_a.weight",
+    "ssm_out.weight": "linear_attn.out_proj.weight",
+    "ssm_conv1d.weight": "linear_attn.conv1d.weight",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm.weight": "linear_attn.norm.weight",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +70,19 @@ class GgufFile:
         metadata: the key-value pairs of the file.
         config: the architecture.
         tensors: the stored tensors by Hugging Face name, still quantized.
+        ignored: what the file holds besides, such as 'the MTP head'.
     """
 
     path: pathlib.Path
     metadata: Mapping[str, Any]
     config: ModelConfig
     tensors: Mapping[str, GgufTensor]
+    ignored: tuple[str, ...] = ()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor in Hugging Face's order, outputs first."""
-        return self.tensors[name].shape
+        shape = self.tensors[name].shape
+        return (shape[0], 1, *shape[1:]) if name.endswith("conv1d.weight") else shape
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         """Returns a dequantized tensor in Hugging Face's row order.
@@ -77,7 +95,8 @@ class GgufFile:
             UserError: the tensor has a number format that cannot be dequantized.
         """
         tensor = self.tensors[name]
-        out = np.empty(self.shape(name), dtype)
+        # Vectors of Qwen3.5 become others before they are rounded.
+        out = np.empty(tensor.shape, dtype if len(tensor.shape) > 1 else np.float32)
         try:
             with np.errstate(over="ignore", invalid="ignore"):  # the caller checks for infinities
                 step = max(1, _CHUNK_WEIGHTS * len(out) // max(1, out.size))
@@ -94,7 +113,10 @@ class GgufFile:
                 return _split_halves(out, self.config.num_heads)
             if name.endswith("k_proj.weight"):
                 return _split_halves(out, self.config.num_kv_heads)
-        return out
+        if self.config.recurrent is not None:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                out = _undo_qwen3_5(out, name, self.config)
+        return out.astype(dtype, copy=False).reshape(self.shape(name))
 
 
 def open_gguf(path: pathlib.Path | str) -> GgufFile:
@@ -133,8 +155,17 @@ def _open_cached(path: pathlib.Path, modified: int, size: int) -> GgufFile:
     if rope_freqs is not None:
         scaling = _llama3_scaling(path, rope_freqs, config)
         config = dataclasses.replace(config, rope_scaling=scaling)
-    hf_tensors = {_hf_name(path, name): tensor for name, tensor in tensors.items()}
-    return GgufFile(path=path, metadata=metadata, config=config, tensors=hf_tensors)
+    # A head for several tokens (MTP) comes after the last layer, and counts as one.
+    blocks = metadata[f"{metadata['general.architecture']}.block_count"]
+    head = range(config.num_layers, blocks)
+    text = {name: tensor for name, tensor in tensors.items() if _layer_of(name) not in head}
+    return GgufFile(
+        path=path,
+        metadata=metadata,
+        config=config,
+        tensors={_hf_name(path, name, config): tensor for name, tensor in text.items()},
+        ignored=("the MTP head",) if len(text) < len(tensors) else (),
+    )
 
 
 def _dequantize(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
@@ -159,15 +190,16 @@ def _config(
     num_heads = get("attention.head_count")
     embed_dim = get("embedding_length")
     head_dim = get("attention.key_length", default=embed_dim // max(num_heads, 1))
-    _reject_unsupported(path, get, head_dim)
+    hybrid = _hybrid(path, get, tensors) if architecture == "qwen35" else {}
+    _reject_unsupported(path, get, head_dim, hybrid.get("rotary_dim", head_dim))
     if "token_embd.weight" not in tensors:
         raise UserError(f"{path}: the tensor 'token_embd.weight' is missing")
     fields: dict[str, Any] = {
-        "model_type": architecture,
+        "model_type": ARCHITECTURES[architecture],
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "embed_dim": embed_dim,
         "mlp_dim": get("feed_forward_length"),
-        "num_layers": get("block_count"),
+        "num_layers": get("block_count") - get("nextn_predict_layers", default=0),
         "num_heads": num_heads,
         "num_kv_heads": get("attention.head_count_kv", default=num_heads),
         "head_dim": head_dim,
@@ -176,20 +208,47 @@ def _config(
         "norm_eps": _decimal(get("attention.layer_norm_rms_epsilon", kind=float)),
         "tie_embeddings": "output.weight" not in tensors,
         "attention_bias": architecture == "qwen2",
-        "qk_norm": architecture == "qwen3",
+        "qk_norm": architecture in ("qwen3", "qwen35"),
         "max_position": get("context_length"),
     }
     try:
-        return ModelConfig(**fields)
+        return ModelConfig(**(fields | hybrid))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
 
-def _reject_unsupported(path: pathlib.Path, get: functools.partial, head_dim: int) -> None:
+def _hybrid(
+    path: pathlib.Path, get: functools.partial, tensors: Mapping[str, GgufTensor]
+) -> dict[str, Any]:
+    """Returns the fields of a model of which some layers are recurrent."""
+    value_heads = get("ssm.time_step_rank")
+    shapes = {
+        "key_heads": get("ssm.group_count"),
+        "value_heads": value_heads,
+        "key_dim": get("ssm.state_size"),
+        "value_dim": get("ssm.inner_size") // max(value_heads, 1),
+        "window": get("ssm.conv_kernel"),
+    }
+    try:
+        recurrent = RecurrentConfig(**shapes)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return {
+        "recurrent": recurrent,
+        "recurrent_layers": tuple(sorted(_layer_of(x) for x in tensors if x.endswith(".ssm_a"))),
+        "rotary_dim": get("rope.dimension_count"),
+        "gated_attention": True,
+        "centered_norms": True,
+    }
+
+
+def _reject_unsupported(
+    path: pathlib.Path, get: functools.partial, head_dim: int, rotary_dim: int
+) -> None:
     plain = {
         "expert_count": 0,
         "attention.value_length": head_dim,
-        "rope.dimension_count": head_dim,
+        "rope.dimension_count": rotary_dim,
         "rope.scaling.type": "none",
         "rope.scale_linear": 1.0,
         "attention.sliding_window": 0,
@@ -249,13 +308,22 @@ def _llama3_scaling(
     return scaling
 
 
-def _hf_name(path: pathlib.Path, name: str) -> str:
+def _layer_of(name: str) -> int:
+    """Returns the number of the layer of a tensor, or -1."""
+    match = re.match(r"blk\.(0|[1-9]\d{0,5})\.", name, re.ASCII)
+    return int(match[1]) if match else -1
+
+
+def _hf_name(path: pathlib.Path, name: str, config: ModelConfig) -> str:
     if name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[name]
-    match = re.fullmatch(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)", name, re.ASCII)
-    if match is None or match[2] not in _LAYER_NAMES:
+    layer, rest = _layer_of(name), name.split(".", 2)[-1]
+    if layer >= 0 and config.recurrent is not None and rest in _QWEN3_5_NAMES:
+        return f"model.layers.{layer}.{_QWEN3_5_NAMES[rest]}"
+    module, _, parameter = rest.partition(".")
+    if layer < 0 or module not in _LAYER_NAMES or parameter not in ("weight", "bias"):
         raise UserError(f"{path}: the tensor {name!r:.200} is not part of a supported architecture")
-    return f"{names.layer_module(int(match[1]), _LAYER_NAMES[match[2]])}.{match[3]}"
+    return f"{names.layer_module(layer, _LAYER_NAMES[module])}.{parameter}"
 
 
 def _split_halves(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -263,3 +331,34 @@ def _split_halves(weight: np.ndarray, heads: int) -> np.ndarray:
     outputs, inputs = weight.shape
     pairs = weight.reshape(heads, outputs // heads // 2, 2, inputs)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(outputs, inputs)
+
+
+def _undo_qwen3_5(tensor: np.ndarray, name: str, config: ModelConfig) -> np.ndarray:
+    """Undoes what llama.cpp's converter does to Qwen3.5 (conversion/qwen.py).
+
+    It stores norms as the scales that multiply, -exp(A_log), and the value heads in the order in
+    which the first ones of all key heads come first, where Hugging Face has those of a key head
+    together.
+
+    Args:
+        tensor: the tensor as the file has it, but dequantized.
+        name: Hugging Face name of the tensor.
+        config: the architecture.
+    """
+    shapes = config.recurrent
+    assert shapes is not None
+    module, _, part = name.partition("linear_attn.")
+    if not part:
+        offset = names.centered_at(config, module.removesuffix(".weight").rpartition(".")[2])
+        return tensor - offset if offset else tensor
+    if part == names.RECURRENT_TENSORS["gated_norm"]:
+        return tensor
+    if part == names.RECURRENT_TENSORS["a_log"]:
+        tensor = np.log(-tensor)
+    rows = tensor.T if part == "out_proj.weight" else tensor
+    # Queries and keys, which keep their order, are in front of the values.
+    start = len(rows) - shapes.values if len(rows) == shapes.channels else 0
+    ratio = shapes.value_heads // shapes.key_heads
+    heads = rows[start:].reshape(ratio, shapes.key_heads, -1).swapaxes(0, 1)
+    rows = np.concatenate([rows[:start], heads.reshape(rows[start:].shape)])
+    return rows.T if part == "out_proj.weight" else rows

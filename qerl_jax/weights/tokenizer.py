@@ -24,7 +24,15 @@ _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# Marks belong to the letters before them.
+_QWEN3_5_SPLIT = _QWEN2_SPLIT.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(
+    r"\s\p{L}", r"\s\p{L}\p{M}"
+)
+_SPLITS = {
+    "qwen2": _QWEN2_SPLIT,
+    "qwen35": _QWEN3_5_SPLIT,
+    "llama-bpe": _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
+}
 # Files of SentencePiece and of mistral-common (Tekken), which hold a tokenizer in other forms.
 _OTHER_FILES = ("tokenizer.model", "tokenizer.model.v3", "tekken.json")
 # Token types in GGUF.
@@ -197,11 +205,12 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         UserError: the metadata is incomplete, or describes a tokenizer that is not supported.
     """
     model = metadata.get("tokenizer.ggml.model")
-    pre = metadata.get("tokenizer.ggml.pre")
-    if model != "gpt2" or pre not in ("smollm", "qwen2", "llama-bpe"):
+    pre: Any = metadata.get("tokenizer.ggml.pre")
+    if model != "gpt2" or pre not in ("smollm", *_SPLITS):
         raise UserError(
             f"GGUF tokenizer {model!r:.50} with pre-tokenizer {pre!r:.50} is not supported; "
-            "supported: 'gpt2' with 'smollm', 'qwen2' or 'llama-bpe'; pass the folder of the model"
+            f"supported: 'gpt2' with {', '.join(['smollm', *_SPLITS])}; pass the folder of the "
+            "model"
         )
     tokens = _metadata_list(metadata, "tokens", str)
     types = _metadata_list(metadata, "token_type", int)
@@ -216,7 +225,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         raise UserError(f"the tokenizer metadata of the GGUF file is malformed: {error}") from error
     backend = tokenizers.Tokenizer(bpe)
     backend.pre_tokenizer = _pre_tokenizer(pre)
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(
@@ -362,10 +371,9 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
                 pre_tokenizers.ByteLevel(add_prefix_space=False),
             ]
         )
-    pattern = _QWEN2_SPLIT if pre == "qwen2" else _LLAMA3_SPLIT
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
+            pre_tokenizers.Split(tokenizers.Regex(_SPLITS[pre]), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
