@@ -23,7 +23,6 @@ Letters besides those of the design page: n chunks, C tokens of a chunk, Kh key 
 of each, Dk and Dv widths of a key and of a value.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -185,10 +184,10 @@ def delta_rule(
     chunks = tuple(_chunks(x) for x in (q, k, v, decay, rate))
     visibility = _visibility(length) if layout is None else layout.visibility
     parts = jax.vmap(_prepare, in_axes=(1, 0))(chunks, visibility)
-    zeros = jnp.zeros((batch, *heads, k.shape[-1], v.shape[-1]), jnp.float32)
-    states, out = _run_chunks([zeros] * len(parts.sees), parts)
+    shape = parts.sees.shape[1], batch, *heads, k.shape[-1], v.shape[-1]
+    states, out = _run_chunks(jnp.zeros(shape, jnp.float32), parts)
     out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *v.shape[2:])[:, :length]
-    return out, states[0].reshape(batch, -1, *zeros.shape[3:])
+    return out, states[0].reshape(batch, -1, *shape[-2:])
 
 
 def _chunks(x: jax.Array) -> jax.Array:
@@ -282,10 +281,9 @@ def layout_of(segments: Segments, shapes: RecurrentConfig) -> Layout:
 
 
 class _Part(NamedTuple):
-    """A chunk as the scan over chunks reads it, in float32, with B, Kh and R after n.
+    """A chunk as the scan over chunks reads it, in float32; the dots are B, Kh and R.
 
-    Of rows there is one state, of a packed buffer two: the running one and that of its prompt. The
-    lists have an entry for each.
+    Of rows there is S = 1 state, of a packed buffer two: the running one and that of its prompt.
 
     Attributes:
         queries: [.., C, Dk], of which R is 1.
@@ -294,9 +292,9 @@ class _Part(NamedTuple):
         rates: [.., C].
         inverse: [.., C, C] inverse of the triangular system.
         scores: [.., C, C] products of queries with the keys that they see, and the decay between.
-        sees: [.., C] decay since a state, or 0 for a token that does not see it.
-        writes: [.., C] decay until the end of a state, or 0 for a token that is not in it.
-        keeps: factors [..] of the old states in each new state.
+        sees: [S, .., C] decay since a state, or 0 for a token that does not see it.
+        writes: [S, .., C] decay until the end of a state, or 0 for a token that is not in it.
+        keeps: [S, S, ..] factors of the old states in each new state.
     """
 
     queries: jax.Array
@@ -305,9 +303,9 @@ class _Part(NamedTuple):
     rates: jax.Array
     inverse: jax.Array
     scores: jax.Array
-    sees: list[jax.Array]
-    writes: list[jax.Array]
-    keeps: list[list[jax.Array]]
+    sees: jax.Array
+    writes: jax.Array
+    keeps: jax.Array
 
 
 def _prepare(chunk: tuple[jax.Array, ...], visibility: _Visibility) -> _Part:
@@ -326,16 +324,16 @@ def _prepare(chunk: tuple[jax.Array, ...], visibility: _Visibility) -> _Part:
     # In full precision, because the exponential of the sums follows.
     sums = jnp.einsum("ij,bkrj->bkri", seen.astype(jnp.float32), decay, precision="highest")
     between = jnp.exp(jnp.where(seen, sums[..., :, None] - sums[..., None, :], -jnp.inf))
-    since, last = jnp.exp(sums), jnp.exp(sums[..., -1])
-    sees, writes, keeps = [since], [between[..., -1, :]], [[last]]
+    since, writes = jnp.exp(sums), between[None, ..., -1, :]
+    sees, keeps = since[None], since[None, None, ..., -1]
     if (borders := visibility.borders) is not None:
-        sees = [start * since for start in borders.starts]
+        sees = borders.starts[:, None, None, None] * since
         # The state of the prompt ends with the last token of the prompt.
         total = jnp.sum(jnp.where(borders.prompt, decay, 0.0), axis=-1)
         after = jnp.where(borders.prompt, total[..., None] - sums, -jnp.inf)
-        writes.append(jnp.exp(after))
-        first = [last * start for start in borders.starts[:, -1]]
-        keeps = [first, [jnp.zeros_like(last), jnp.exp(total) * borders.goes_on]]
+        writes = jnp.concatenate([writes, jnp.exp(after)[None]])
+        of_prompt = jnp.stack([jnp.zeros_like(total), jnp.exp(total) * borders.goes_on])
+        keeps = jnp.stack([sees[..., -1], of_prompt])
     products, scores = (jnp.einsum("bkxid,bkxjd->bkxij", x, k) * between for x in (k, q))
     inverse = _inverse(rate[..., None] * products)
     return _Part(q, k, rate[..., None] * v, rate, inverse, scores, sees, writes, keeps)
@@ -366,30 +364,23 @@ def _inverse_bwd(inverse, gradient):
 _inverse.defvjp(_inverse_fwd, _inverse_bwd)
 
 
-def _advance(states: list[jax.Array], part: _Part) -> tuple[list[jax.Array], jax.Array]:
-    """Takes the states [B, Kh, R, Dk, Dv] through a chunk; returns its outputs, too."""
+def _advance(states: jax.Array, part: _Part) -> tuple[jax.Array, jax.Array]:
+    """Takes the states [S, B, Kh, R, Dk, Dv] through a chunk; returns its outputs, too."""
 
     def read(rows: jax.Array) -> jax.Array:
-        parts = [
-            seen[..., None] * jnp.einsum("bkxid,bkrdv->bkriv", rows, state)
-            for seen, state in zip(part.sees, states, strict=True)
-        ]
-        return functools.reduce(jnp.add, parts)
+        parts = jnp.einsum("bkxid,sbkrdv->sbkriv", rows, states)
+        return jnp.sum(part.sees[..., None] * parts, axis=0)
 
     missing = part.values - part.rates[..., None] * read(part.keys)
     written = jnp.einsum("...ij,...jv->...iv", part.inverse, missing)
     out = read(part.queries) + jnp.einsum("...ij,...jv->...iv", part.scores, written)
-    new = []
-    for factors, kept in zip(part.writes, part.keeps, strict=True):
-        state = jnp.einsum("bkxid,bkriv->bkrdv", part.keys, factors[..., None] * written)
-        for factor, old in zip(kept, states, strict=True):
-            state = state + factor[..., None, None] * old
-        new.append(state)
+    new = jnp.einsum("bkxid,sbkriv->sbkrdv", part.keys, part.writes[..., None] * written)
+    new = new + jnp.sum(part.keeps[..., None, None] * states, axis=1)
     return new, jnp.moveaxis(out, 3, 1)
 
 
 @jax.custom_vjp
-def _run_chunks(states: list[jax.Array], parts: _Part) -> tuple[list[jax.Array], jax.Array]:
+def _run_chunks(states: jax.Array, parts: _Part) -> tuple[jax.Array, jax.Array]:
     """Takes the states through n chunks; returns the last ones, and the outputs [n, ...].
 
     The backward pass keeps the states in front of the chunks, computes the rest of a chunk again,
@@ -405,12 +396,12 @@ def _run_chunks_fwd(states, parts):
 
     def advance(index, carry):
         states, before, out = carry
-        before = [x.at[index].set(state) for x, state in zip(before, states, strict=True)]
+        before = before.at[index].set(states)
         states, outputs = _advance(states, jax.tree.map(lambda x: x[index], parts))
         return states, before, out.at[index].set(outputs)
 
     outputs = jax.eval_shape(_advance, states, jax.tree.map(lambda x: x[0], parts))[1]
-    before = [_unlike_others((count, *state.shape), parts.rates) for state in states]
+    before = _unlike_others((count, *states.shape), parts.rates)
     carry = states, before, _unlike_others((count, *outputs.shape), parts.rates)
     states, before, out = jax.lax.fori_loop(0, count, advance, carry)
     return (states, out), (before, parts)
@@ -425,7 +416,7 @@ def _run_chunks_bwd(saved, gradients):
         d_states, parts = carry
         index = count - 1 - step
         part = jax.tree.map(lambda x: x[index], parts)
-        _, pull = jax.vjp(_advance, [x[index] for x in before], part)
+        _, pull = jax.vjp(_advance, before[index], part)
         d_states, d_part = pull((d_states, d_out[index]))
         return d_states, jax.tree.map(lambda x, new: x.at[index].set(new), parts, d_part)
 
