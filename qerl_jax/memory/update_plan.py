@@ -31,11 +31,10 @@ RECOMPUTATIONS: tuple[tuple[str, ...], ...] = (
 _LARGEST_BUFFER = 12288  # tokens; a larger buffer is no faster
 _TOKENS_OF_A_CALL = 400  # what a call costs besides its tokens: dequantized weights, the launch
 _MULTIPLE = 128  # tokens of a tile of the attention kernel
-# With recurrent layers: of what the chunks of a layer hold, some is alive twice; and XLA packs what
-# the layers keep, but for gate_up_proj, less tightly. Compiled for an H200, 4, 8 and 16 layers of
-# Qwen3.5-27B take 2.90, 4.19 and 6.74 GB (4,352 tokens, gate_up_proj computed again), and 8 of 4B
-# 6.96 GB (8,704 tokens, nothing computed again).
-_RECURRENCE_COPIES, _PACKING = 1.25, 1.14
+# With recurrent layers XLA packs what the layers keep, but for gate_up_proj, less tightly. Compiled
+# for an H200, 4, 8, 16 and 64 layers of Qwen3.5-27B take 2.40, 3.66, 6.16 and 21.19 GB (4,352
+# tokens, gate_up_proj computed again), and 8 of 4B 6.87 GB (8,704 tokens, nothing computed again).
+_PACKING = 1.14
 _CPU_BUFFER = 512  # tokens; on a CPU the mask of the attention is dense
 _CPU_MULTIPLE = 8
 
@@ -223,7 +222,7 @@ def update_memory(
         if "gate_up_proj" not in recompute:
             loose -= model.num_layers * widths["gate_up_proj"]
         kept_width += int((_PACKING - 1) * loose)
-        recurrence = int(_RECURRENCE_COPIES * 4 * tokens * _recurrence_width(recurrent))
+        recurrence = 4 * tokens * _recurrence_width(recurrent)
         widths = {name: max(size, of_recurrence[name]) for name, size in widths.items()}
     # One layer while its backward pass runs: its adapter; its states, and where weights are cut
     # two that are summed over devices; the products that it computes again; the gradients of gate
