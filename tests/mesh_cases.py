@@ -29,6 +29,7 @@ from qerl_jax.compile import executable_cache
 from qerl_jax.compile.operation import Programs
 from qerl_jax.compile.run_cache import set_cache_folder
 from qerl_jax.policy import aqn, sharding, transformer
+from qerl_jax.policy.config import RecurrentConfig
 from qerl_jax.policy.lora import fuse
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.tensor_parallel import shard_of
@@ -50,6 +51,11 @@ FEW = ((1, 1), (2, 2))
 # Four devices have two query heads each, one kv head, and one block of 16 inputs of o. The MLP's
 # columns of one of two devices are whole tiles of 64; the 32 of one of four devices are padded.
 CUT = {"num_layers": 1, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 128}
+HYBRID = {
+    "num_layers": 2,
+    "recurrent": RecurrentConfig(key_heads=4, value_heads=8, key_dim=8, value_dim=6, window=4),
+    "recurrent_layers": (0,),
+}
 BUFFER = 12  # positions of a buffer of a step
 LENGTHS = (5, 2, 9, 4, 7)  # of prompts: 4 groups have 2, 1, 1 and 1 of them
 COLLECTIVE = re.compile(r" = \(?(\w+)\[([\d,]*)\].* ([a-z]+-[a-z-]+?)(?:-start)?\(")
@@ -91,8 +97,9 @@ def host(tree):
 
 
 @functools.cache
-def policy():
-    config, params = tiny_policy("qwen2", quantized=True, **CUT)
+def policy(model_type="qwen2"):
+    changes = CUT | (HYBRID if model_type == "qwen3_5" else {})
+    config, params = tiny_policy(model_type, quantized=True, **changes)
     return config, params, random_lora(config)
 
 
@@ -115,9 +122,9 @@ def packed():
     return [buffer.replace(ref_logprobs=buffer.rollout_logprobs) for buffer in buffers]
 
 
-def step(shape):
+def step(shape, model_type="qwen2"):
     """An update by SGD, so that the adapter moves by the gradient."""
-    model, params, lora = policy()
+    model, params, lora = policy(model_type)
     mesh = mesh_of(shape)
     loss = loss_config("grpo", kl_coef=0.05, tis_cap=2.0, entropy_coef=0.01)
     programs = Programs(functions(UpdateConfig(model, loss), optax.sgd(1.0), mesh))
@@ -192,12 +199,10 @@ def noisy(params):
     return aqn.perturb_norms(jax.random.key(3), params, 0.1, final_norm=True)
 
 
-def rollouts(shape):
+def rollouts(shape, model_type="qwen3"):
     """Greedy and sampled completions; programs of several groups are copies of the first one's."""
-    model, params = tiny_policy("qwen3", quantized=True, **CUT)
-    (key, lora), params = placed(
-        (tiny_rollout.KEY, random_lora(model)), params, model, mesh_of(shape)
-    )
+    model, params, lora = policy(model_type)
+    (key, lora), params = placed((tiny_rollout.KEY, lora), params, model, mesh_of(shape))
     prompts = [list(random_tokens(length, seed=length)) for length in LENGTHS]
     found = {}
     for temperature in (0.0, 1.0):
@@ -322,6 +327,9 @@ def main(path, shapes):
         }
         if shapes == SHAPES:
             found["runs"] = runs(folder)
+            found["hybrids"] = {
+                shape: (step(shape, "qwen3_5"), rollouts(shape, "qwen3_5")) for shape in SHAPES
+            }
             found["cached"] = cached((2, 2), folder / "programs")
             found["fused steps"] = {shape: fused_step(shape) for shape in [(1, 1), (1, 2)]}
     pathlib.Path(path).write_bytes(pickle.dumps(found))

@@ -85,6 +85,17 @@ def test_a_step_does_not_depend_on_the_mesh(found, shape):
     assert_near(ours, alone)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_recurrent_layers_do_not_depend_on_the_mesh(found, shape):
+    (step, rollouts), (own_step, own_rollouts) = (found["hybrids"][s] for s in ((1, 1), shape))
+    assert np.abs(step["results"]["gradient"].layers[0]["in_proj_qkv"]["b"]).max() > 1e-3
+    assert_near(own_step["results"], step["results"], 1e-4, 1e-5)
+    for temperature in (0.0, 1.0):
+        assert_same(own_rollouts[temperature].tokens, rollouts[temperature].tokens)
+        assert_near(own_rollouts[temperature].logprobs, rollouts[temperature].logprobs, 1e-4, 1e-5)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
 def test_the_gradient_by_a_cut_head_is_that_of_a_log_softmax(found, shape):
     config, params = tiny_policy("qwen2", **CUT)

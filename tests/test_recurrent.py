@@ -1,5 +1,6 @@
 """Recurrent layers: the delta rule, their states in rollouts, adapters, noise, files and plans."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -267,9 +268,18 @@ def test_environments_do_not_extend_recurrent_layers():
         )
 
 
-def test_meshes_cut_no_recurrent_layer():
-    with pytest.raises(UserError, match="the recurrent layers of a qwen3_5"):
-        tensor_parallel.shard_of(policy()[0], 2)
+def test_a_device_has_key_heads_with_all_that_belongs_to_them():
+    config, made = policy()
+    own, layer = tensor_parallel.shard_of(config, 2), made.params["layers"][0]
+    assert own.recurrent == dataclasses.replace(config.recurrent, key_heads=1, value_heads=2)
+    heads = (("in_proj", (16, 16, 48, 48, 4, 4)), ("conv", (16, 16, 48)), ("a_log", (4,)))
+    for name, rows in heads:
+        parts = np.split(np.asarray(layer[name]), np.cumsum(rows)[:-1])
+        for number, shard in enumerate(tensor_parallel.cut(name, layer[name], config, 2)):
+            expected = np.concatenate([np.split(part, 2)[number] for part in parts])
+            np.testing.assert_array_equal(shard, expected)
+    with pytest.raises(UserError, match="the 2 key heads of the recurrent layers"):
+        tensor_parallel.shard_of(dataclasses.replace(config, num_kv_heads=4), 4)
 
 
 def test_plans_know_states():

@@ -82,9 +82,15 @@ class RecurrentConfig:
             )
 
     @property
+    def members(self) -> tuple[int, int, int]:
+        """Numbers of channels of the queries, the keys and the values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.values
+
+    @property
     def channels(self) -> int:
         """Number of channels of the convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.values
+        return sum(self.members)
 
     @property
     def values(self) -> int:

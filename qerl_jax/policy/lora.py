@@ -13,6 +13,7 @@ from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.quant import QuantTensor, dequantize
+from qerl_jax.policy.tensor_parallel import own_channels
 
 # The projections that a layer stores stacked in one weight, by the name of that weight.
 FUSED = {
@@ -213,10 +214,17 @@ def fuse(
     if lora is None:
         return [{} for _ in range(config.num_layers)]
     shapes = projection_shapes(config)
+
+    def of_device(name: str, adapters: dict) -> dict[str, jax.Array] | None:
+        adapter = adapters.get(name)
+        if adapter is None or name != "in_proj_qkv":
+            return adapter
+        return adapter | {"b": own_channels(adapter["b"], config)}
+
     return [
         {
             fused: _stack(
-                [adapters.get(name) for name in members],
+                [of_device(name, adapters) for name in members],
                 [shapes[name][0] for name in members],
                 shapes[members[0]][1],
                 scale=lora.scale,

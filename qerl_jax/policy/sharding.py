@@ -33,6 +33,9 @@ _RULES = (
     (r"(q|k|v|gate|up)_proj/a|(qkv|gate_up)_proj/0", WHOLE),
     (r"(o_proj|down_proj)(/packed|/scales|/tiles/codes|/tiles/scales|/a|/0)?", COLUMNS),
     (r"(o_proj|down_proj)/(global_scale|tiles/divisor|b|1)", WHOLE),
+    (r"in_proj|conv|a_log|dt_bias|in_proj_[zba]/b|in_proj/1", ROWS),
+    (r"in_proj_\w+/a|in_proj_qkv/b|in_proj/0|gated_norm|out_proj/(b|1)", WHOLE),
+    (r"out_proj(/a|/0)?", COLUMNS),
     (r"(keys|values)/\d+", HEADS),
     (r"norm|(input|post_attention)_layernorm|q_norm|k_norm", WHOLE),
     (r"lengths|rows|counts|last|done|logits|slots|active", WHOLE),  # of a rollout

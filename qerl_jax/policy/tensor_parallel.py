@@ -4,7 +4,10 @@ The projections that read the residual stream (q, k, v, gate, up) are cut by the
 that write to it (o, down) by their inputs, and embedding and head by the vocabulary
 (https://arxiv.org/abs/1909.08053). A device has whole heads with their keys and values, and
 computes attention and SwiGLU alone; one sum over the devices ends each of the two blocks of a
-layer. LoRA's A and B are cut with their projection: the same sum carries the adapter's part.
+layer. LoRA's A and B are cut with their projection: the same sum carries the adapter's part. A
+recurrent layer is cut by key heads with their value heads, states and channels of the convolution.
+B of in_proj_qkv, whose rows are queries, keys and values, lies whole on every device, which takes
+its rows (`own_channels`).
 
 The functions of the policy run on each device inside a `shard_map` over the axis `TENSOR`, with the
 `ModelConfig` that `shard_of` returns: its numbers of heads, its MLP and its vocabulary are those of
@@ -23,6 +26,7 @@ that lies whole on every device is on each device a part, whose sum is the gradi
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -35,8 +39,9 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.quant import QuantTensor, tile_order
 
 TENSOR = "tensor"  # the axis of the mesh that weights are cut along
-BY_ROWS = ("qkv_proj", "qkv_bias", "gate_up_proj", "embed_tokens", "lm_head")
-BY_COLUMNS = ("o_proj", "down_proj")
+_RECURRENT_ROWS = ("in_proj", "conv", "a_log", "dt_bias")
+BY_ROWS = ("qkv_proj", "qkv_bias", "gate_up_proj", "embed_tokens", "lm_head", *_RECURRENT_ROWS)
+BY_COLUMNS = ("o_proj", "down_proj", "out_proj")
 
 
 def shard_of(config: ModelConfig, shards: int, *, format: str = "bf16") -> ModelConfig:
@@ -48,24 +53,22 @@ def shard_of(config: ModelConfig, shards: int, *, format: str = "bf16") -> Model
         format: number format of the projections; the inputs of a shard are whole blocks of it.
 
     Raises:
-        UserError: the number does not divide the heads, the kv heads, the MLP's width or the
-            vocabulary, or it cuts a block of inputs that share a scale.
+        UserError: the number does not divide the heads, the kv heads, the MLP's width, the
+            vocabulary or the key heads of recurrent layers, or it cuts a block of inputs that share
+            a scale.
     """
     if shards == 1:
         return config
-    if config.recurrent is not None:
-        raise UserError(
-            f"mesh.tensor={shards}: the recurrent layers of a {config.model_type} are not cut "
-            "between devices; pass mesh.tensor=1 and the number of devices as mesh.data"
-        )
     fields = {
         "num_heads": "query heads",
         "num_kv_heads": "kv heads",
         "mlp_dim": "columns of the MLP",
         "vocab_size": "tokens of the vocabulary",
     }
-    numbers = {name: getattr(config, name) for name in fields}
-    for name, number in numbers.items():
+    numbers: dict[str, Any] = {name: getattr(config, name) for name in fields}
+    heads = {} if config.recurrent is None else {"key_heads": config.recurrent.key_heads}
+    fields["key_heads"] = "key heads of the recurrent layers"
+    for name, number in (numbers | heads).items():
         if number % shards:
             raise UserError(
                 f"mesh.tensor={shards} does not divide the {number} {fields[name]} of the model: "
@@ -82,6 +85,12 @@ def shard_of(config: ModelConfig, shards: int, *, format: str = "bf16") -> Model
                 "smaller number, or model.format=bf16"
             )
     parts["mlp_dim"] += -parts["mlp_dim"] % TILE_ROWS
+    if (recurrent := config.recurrent) is not None:
+        parts["recurrent"] = dataclasses.replace(
+            recurrent,
+            key_heads=recurrent.key_heads // shards,
+            value_heads=recurrent.value_heads // shards,
+        )
     return dataclasses.replace(config, shards=shards, **parts)
 
 
@@ -131,6 +140,23 @@ def own_tokens(tokens: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.A
     return jnp.where(is_own, index, 0), is_own
 
 
+def own_channels(rows: jax.Array, config: ModelConfig) -> jax.Array:
+    """Returns those rows of queries, keys and values of a recurrent layer that this device has.
+
+    Args:
+        rows: [channels, ...] of the whole layer.
+        config: the architecture of one device.
+    """
+    if config.shards == 1:
+        return rows
+    assert config.recurrent is not None
+    sizes, index = config.recurrent.members, jax.lax.axis_index(TENSOR)
+    ends = list(itertools.accumulate(config.shards * size for size in sizes))
+    parts = zip(jnp.split(rows, ends[:-1]), sizes, strict=True)
+    own = [jax.lax.dynamic_slice_in_dim(part, index * size, size) for part, size in parts]
+    return jnp.concatenate(own)
+
+
 def over_vocabulary(function: Any, x: jax.Array, config: ModelConfig) -> jax.Array:
     """Returns `jax.lax.psum` or `pmax` of x over the devices' parts of the vocabulary."""
     return x if config.shards == 1 else function(x, TENSOR)
@@ -163,8 +189,12 @@ def cut(name: str, leaf: Any, config: ModelConfig, shards: int) -> list[Any]:
     if name not in (*BY_ROWS, *BY_COLUMNS):
         return [leaf] * shards
     kv_heads = config.num_kv_heads * config.head_dim
-    qkv = config.num_heads * config.head_dim, kv_heads, kv_heads
+    heads = config.num_heads * config.head_dim * (2 if config.gated_attention else 1)
+    qkv = heads, kv_heads, kv_heads
     members = {"qkv_proj": qkv, "qkv_bias": qkv, "gate_up_proj": (config.mlp_dim,) * 2}
+    if (recurrent := config.recurrent) is not None:
+        gates = recurrent.values, recurrent.value_heads, recurrent.value_heads
+        members |= {"conv": recurrent.members, "in_proj": (*recurrent.members, *gates)}
     padding = 0
     if name in ("gate_up_proj", "down_proj"):
         padding = shard_of(config, shards).mlp_dim - config.mlp_dim // shards

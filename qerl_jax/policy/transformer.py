@@ -536,7 +536,7 @@ def _gated(attended, gate):
 def _project_in(layer, adapters, x, config, project=_project):
     """Returns the inputs of the convolution, the output gate and the gates of a recurrent layer."""
     shapes = config.recurrent
-    h = _rms_norm(x, layer["input_layernorm"], config.norm_eps)
+    h = _rms_norm(enter_shards(x, config), layer["input_layernorm"], config.norm_eps)
     parts = project(layer, adapters, "in_proj", h, config)
     ends = shapes.channels, shapes.channels + shapes.values
     mixed, z, ba = jnp.split(parts, ends, axis=-1)

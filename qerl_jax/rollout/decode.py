@@ -148,19 +148,20 @@ def empty_state(
             are cut. They are committed to it, as the results of the programs are: committed and
             uncommitted arrays would compile to two programs.
     """
-    heads = model_config.shards * model_config.num_kv_heads
-    shape = (slots, heads, cache_positions, model_config.head_dim)
+    shards = model_config.shards
+    shape = (slots, shards * model_config.num_kv_heads, cache_positions, model_config.head_dim)
     cache = head_sharding(sharding)
 
     def empty(of_recurrence: tuple[int, ...]) -> list[jax.Array]:
+        first, *rest = of_recurrence
         return [
-            jnp.zeros((slots, *of_recurrence), jnp.float32, device=cache)
+            jnp.zeros((slots, shards * first, *rest), jnp.float32, device=cache)
             if layer in model_config.recurrent_layers
             else jnp.zeros(shape, dtype, device=cache)
             for layer in range(model_config.num_layers)
         ]
 
-    state, window = model_config.recurrent.row_shapes if model_config.recurrent else ((), ())
+    state, window = model_config.recurrent.row_shapes if model_config.recurrent else ((0,), (0,))
     return DecodeState(
         keys=empty(state),
         values=empty(window),

@@ -9,12 +9,12 @@ import functools
 import types
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from qerl_jax.policy.attention import KVCache
-from qerl_jax.policy.lora import Lora
-from qerl_jax.policy.sharding import HEADS, WHOLE, on_mesh, shardings, specs
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import ALL_FUSED, Lora
+from qerl_jax.policy.sharding import HEADS, WHOLE, on_mesh, specs
 from qerl_jax.policy.tensor_parallel import TENSOR
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.decode import UNTUNED, DecodeState, Prefilled
@@ -81,12 +81,14 @@ def _unwrap_jit(function: Any) -> Any:
     return function.__wrapped__
 
 
-def _specs_of_fused(mesh: Mesh, lora: Lora | None, **static: Any) -> Any:
+def _specs_of_fused(
+    mesh: Mesh, lora: Lora | None, *, model_config: ModelConfig, **static: Any
+) -> Any:
     """The specs of what `decode.fuse_adapter` makes of a device's part of an adapter."""
-    shard = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype),
-        lora,
-        shardings(lora, mesh),
-    )
-    fused = jax.eval_shape(functools.partial(decode.fuse_adapter, **static), shard)
+    del static
+    layers: list[dict] = [{}] * model_config.num_layers if lora is None else lora.layers
+    fused = [
+        {name: (0, 0) for name, members in ALL_FUSED.items() if adapters.keys() & set(members)}
+        for adapters in layers
+    ]
     return specs(fused, mesh.shape[TENSOR])
