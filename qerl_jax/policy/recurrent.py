@@ -19,8 +19,8 @@ prompt of its group. So sums and decays run along them, the system has zeros els
 state S0 in front of the chunk is that of the completion, that of the prompt, or zero. Nothing is
 added up in an order that a GPU chooses.
 
-Letters besides those of the design page: n chunks, C tokens of a chunk, Kh key heads, R value heads
-of each, Dk and Dv widths of a key and of a value.
+Letters besides those of the design page: n chunks, C tokens of a chunk, S states, Kh key heads, R
+value heads of each, Dk and Dv widths of a key and of a value.
 """
 
 from typing import NamedTuple
