@@ -16,7 +16,7 @@ def scaling_table(rows: Iterable[dict]) -> str:
             row["model"],
             f"{row['devices']} x {row['device']}",
             row["mesh"],
-            str(row.get("processes", 1)),
+            str(row["processes"]),
             f"{row['batch']} x {row['prompt']} + {row['new_tokens']}",
             *(f"{row[name]:.2f}" for name in ("rollout_s", "step_s")),
             f"{row['samples_per_s']:.2f}",

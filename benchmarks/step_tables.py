@@ -17,7 +17,7 @@ def step_table(rows: Iterable[dict]) -> str:
     header += ["pool GB", "commit"]
 
     def devices(row: dict) -> str:
-        processes = f", {row['processes']} processes" if row.get("processes", 1) > 1 else ""
+        processes = f", {row['processes']} processes" if row["processes"] > 1 else ""
         mesh = f" ({row['mesh']}{processes})" if row["devices"] > 1 else ""
         return f"{row['devices']} x {short_name(row['device'])}{mesh}"
 

@@ -302,20 +302,12 @@ def _training_section() -> str:
         "`benchmarks/run_summary.py`). With its programs in the cache the command took "
         f"{run['total_seconds']:.0f} s from start to end, without them "
         f"{run['cold']['total_seconds']:.0f} s, {run['cold']['compile_seconds']:.0f} s of it "
-        "compilation before the first step; no later step compiled anything. Updates processed "
-        f"{_update_rate(run)}; "
-        f"the median step forwards {100 * run['median']['forwarded_fraction']:.0f} % of the "
+        "compilation before the first step; no later step compiled anything. "
+        f"The median step forwards {100 * run['median']['forwarded_fraction']:.0f} % of the "
         "completion tokens, and the others teach nothing.",
         run_table(run),
         _command(run),
     )
-
-
-def _update_rate(run: dict) -> str:
-    """The rate of the updates of a run; an earlier version counted all rows."""
-    if "update_tokens_per_second" in run:
-        return f"{run['update_tokens_per_second']:,.0f} tokens per second of all rows"
-    return f"{run['forwarded_tokens_per_second']:,.0f} tokens per second"
 
 
 def _step_section() -> str:

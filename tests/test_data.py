@@ -296,7 +296,7 @@ def test_bad_chats_are_named(tmp_path, messages, message):
 def test_the_fingerprint_has_the_columns_that_rewards_read():
     plain, tests = Problem("q", "1"), Problem("q", "1", columns={"tests": [1], "id": 7})
     assert splits.digest_of_problems([plain]) == splits.digest_of_problems([tests])
-    # Checkpoints of earlier versions hold this digest.
+    # Checkpoints hold this digest.
     text = json.dumps([["q", "1"]])
     assert splits.digest_of_problems([tests]) == hashlib.sha256(text.encode()).hexdigest()
     other = dataclasses.replace(tests, columns={"tests": [2], "id": 7})

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from finished_run import META
 from problem_sets import load_problems
 
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
@@ -197,10 +198,10 @@ def test_the_problems_that_a_run_held_out_are_the_same(run, file, tmp_path):
     (task,) = make(run=run)
     assert [problem.answer for problem in task.problems] == ["18", "19"]
     with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
-        for meta in ({}, {"problems": {"train": "x", "eval": digest_of_problems(task.problems)}}):
-            checkpoints.save(len(meta), {"x": np.zeros(1)}, meta)
-            checkpoints.wait()
-            assert make(run=run, folder=tmp_path)[0].problems == task.problems
+        meta = META | {"problems": {"train": "x", "eval": digest_of_problems(task.problems)}}
+        checkpoints.save(1, {"x": np.zeros(1)}, meta)
+        checkpoints.wait()
+        assert make(run=run, folder=tmp_path)[0].problems == task.problems
     file(*map(str, range(21)))
     with pytest.raises(UserError, match=r"held out have changed since.*--data=run=FILE\.jsonl"):
         make(run=run, folder=tmp_path)

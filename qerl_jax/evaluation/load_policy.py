@@ -285,7 +285,7 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
         path: path that may be a run folder; the config.json of a model does not make it one.
 
     Raises:
-        UserError: config.json cannot be read, or lacks a field that every run has.
+        UserError: config.json cannot be read, or holds what no run writes.
     """
     config_path = RunFolder(path).config
     if not config_path.exists() or not path.is_dir():
@@ -293,13 +293,6 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
     content = json_file.read_object(config_path)
     if "schedule_steps" not in content:
         return None
-    model = content["config"].get("model") if isinstance(content.get("config"), dict) else None
-    fields = ("source", "format", "dtype")
-    if not isinstance(model, dict) or not all(isinstance(model.get(f), str) for f in fields):
-        raise UserError(
-            f"{config_path}: not the config of a run: model.source, model.format or "
-            "model.dtype is missing"
-        )
     check_run(config_path, content)
     content[OWN] = has_own_tag(content)
     if python_rewards := content.get(PYTHON_REWARDS):

@@ -34,7 +34,7 @@ from qerl_jax.rewards.calls import columns_read, is_built_in
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.saved_fields import require
+from qerl_jax.run.saved_fields import check_meta
 from qerl_jax.system.command import command_name
 
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -54,13 +54,6 @@ _COMPARING = {
     )
 }
 _NEW_TOKENS = 1024  # default limit on new tokens for tasks that are files
-# Fields of a run that tasks need; most others are absent in runs of earlier versions.
-_OF_A_RUN = (
-    "data.system_prompt", "data.question_suffix", "eval.max_new_tokens", "rollout", "rewards",
-)  # fmt: skip
-_OF_HELD_OUT = (
-    "data.eval_path", "data.source", "data.path", "data.options", "eval.problems", "eval.every",
-)  # fmt: skip
 _ALL = 10**9  # number of problems that takes all of a task
 
 
@@ -197,8 +190,6 @@ def make_tasks(
         UserError: a task does not exist, its problems cannot be loaded, or a setting is invalid.
     """
     names = names or ([RUN] if run is not None else ["gsm8k"])
-    if run is not None:
-        require(run, _OF_A_RUN)
     files = {Path(name).stem: name for name in names if name.endswith(FILE_TYPES)}
     short_names = [Path(name).stem if name.endswith(FILE_TYPES) else name for name in names]
     for name in short_names:
@@ -345,7 +336,6 @@ def _held_out_problems(
         raise UserError(
             f"--tasks={RUN}: the policy is not a run folder, so there are no held-out problems"
         )
-    require(run, _OF_HELD_OUT)
     data, size = run["data"], run["eval"]["problems"]
     if not run["eval"]["every"] and not has_own_evaluation(data):
         raise UserError(
@@ -361,14 +351,14 @@ def _held_out_problems(
     problem_config = ProblemConfig(
         source=data["source"],
         path=data["path"],
-        eval_source=data.get("eval_source", ""),
+        eval_source=data["eval_source"],
         eval_path=data["eval_path"],
         eval_size=size or None,
         rewards=readers,
-        levels=data.get("levels", ()),
-        max_question_chars=data.get("max_question_chars", 0),
-        fields=data.get("fields") or {},
-        options=data["options"] or {},
+        levels=data["levels"],
+        max_question_chars=data["max_question_chars"],
+        fields=data["fields"],
+        options=data["options"],
     )
     try:
         # Problems with a source of their own are loaded without the sources of the training.
@@ -382,14 +372,15 @@ def _held_out_problems(
             f"these problems as a file: --data={RUN}=FILE.jsonl"
         ) from error
     if folder is not None and all(may_import):  # else nothing tells which columns they read
-        meta = read_latest_meta(RunFolder(folder).checkpoints)
-        problems_of = meta.get("problems") if isinstance(meta, dict) else None
-        saved = problems_of.get("eval") if isinstance(problems_of, dict) else None
+        checkpoints = RunFolder(folder).checkpoints
+        if meta := read_latest_meta(checkpoints):
+            check_meta(checkpoints, meta)
         # A run without evaluations has the fingerprint of no problems.
         columns = columns_read(readers, [problem.columns for problem in problems])
-        if run.get("environment", {}).get("function"):  # It gets whole rows.
+        if run["environment"]["function"]:  # It gets whole rows.
             columns = {name for problem in problems for name in problem.columns}
-        if run["eval"]["every"] and saved not in (None, digest_of_problems(problems, columns)):
+        digest = digest_of_problems(problems, columns)
+        if meta and run["eval"]["every"] and meta["problems"].get("eval") != digest:
             raise UserError(
                 f"the problems that {folder} held out have changed since, so that it may have "
                 "trained on some of them; restore them, or pass them as a file: "
@@ -404,10 +395,10 @@ def _run_settings(run: Mapping[str, Any]) -> dict[str, Any]:
         "system_prompt": run["data"]["system_prompt"],
         "question_suffix": run["data"]["question_suffix"],
         "max_new_tokens": str(run["eval"]["max_new_tokens"]),
-        "stop": tuple(run["rollout"].get("stop", ())),
-        "kv_cache_dtype": run["rollout"].get("kv_cache_dtype", ""),
-        "chat_template_args": run["data"].get("chat_template_args", {}),
-        "examples": tuple(run["data"].get("examples", ())),
+        "stop": tuple(run["rollout"]["stop"]),
+        "kv_cache_dtype": run["rollout"]["kv_cache_dtype"],
+        "chat_template_args": run["data"]["chat_template_args"],
+        "examples": tuple(run["data"]["examples"]),
         **run_scorers(run),
     }
 

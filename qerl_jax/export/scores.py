@@ -24,17 +24,11 @@ from qerl_jax.rewards.calls import announce_hosts, resolve
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
-from qerl_jax.run.saved_fields import require
 from qerl_jax.system.command import command_name
 from qerl_jax.system.live_line import LiveLine
 from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.load import LoadedModel
 
-# Fields of a run by which its held-out problems are decoded.
-_OF_A_RUN = (
-    "data.max_prompt_tokens", "reward_time_limit", "rollout.max_rows", "rollout.prompts_per_step",
-    "rollout.group_size", "rollout.chunk_steps", "rollout.dequantize",
-)  # fmt: skip
 _PROBE_PROMPTS = 8
 _PROBE_TOKENS = 64
 # Probe prompts for a policy without held-out problems.
@@ -121,7 +115,6 @@ def open_held_out_set(
         )
         return None
     assert run is not None
-    require(run, _OF_A_RUN)
     announce_hosts([correctness])
     with template_date(policy.created):
         prompts = encode_prompts(
