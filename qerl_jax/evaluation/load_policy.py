@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qerl_jax.data.prompts import DEFAULT_PROMPT, PromptConfig, prompt_config
 from qerl_jax.errors import UserError, visible
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora, LoraConfig
@@ -66,7 +67,12 @@ class LoadedPolicy:
     @property
     def created(self) -> str:
         """When its run was first started, as `template_date` takes it; '' without a run."""
-        return (self.run or {}).get("created", "")
+        return "" if self.run is None else self.run["created"]
+
+    @property
+    def prompt(self) -> PromptConfig:
+        """How its run writes prompts; without a run, the question alone."""
+        return DEFAULT_PROMPT if self.run is None else prompt_config(self.run["config"]["data"])
 
 
 @dataclasses.dataclass(frozen=True)

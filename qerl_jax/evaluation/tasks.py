@@ -15,7 +15,7 @@ from typing import Any
 
 from qerl_jax.config.fields import has_own_evaluation
 from qerl_jax.data.mixture import MixtureSource, read_mixture
-from qerl_jax.data.prompts import Problem
+from qerl_jax.data.prompts import Problem, PromptConfig, prompt_config
 from qerl_jax.data.sources import FILE_TYPES, check_generated
 from qerl_jax.data.splits import ProblemConfig, digest_of_problems, load_mixture, load_split
 from qerl_jax.errors import UserError, first_line
@@ -54,6 +54,7 @@ _COMPARING = {
     )
 }
 _NEW_TOKENS = 1024  # default limit on new tokens for tasks that are files
+_PROMPT_FIELDS = ("system_prompt", "question_suffix", "chat_template_args")  # of an override
 _ALL = 10**9  # number of problems that takes all of a task
 
 
@@ -92,31 +93,25 @@ class Task:
         name: name of the task and of its file of completions.
         source: hub id or file that the problems come from, or 'run'.
         problems: all problems of the task.
-        system_prompt: system message; '' leaves it to the chat template.
-        question_suffix: text that is appended to every question.
+        prompt: how the problems are written.
         scorer: import path or URL of the reward that decides whether a completion is correct.
         format_scorer: import path or URL of the reward that decides whether a completion has the
             right format; '' scores no format.
         max_new_tokens: limit on new tokens per completion.
         stop: strings that end a completion.
         kv_cache_dtype: dtype of the stored keys and values, as in `EngineConfig`.
-        chat_template_args: further variables of the chat template.
-        examples: solved examples, as in `render_prompt`.
         options: further arguments of `calls.resolve` for `scorer` and `format_scorer`.
     """
 
     name: str
     source: str
     problems: list[Problem]
-    system_prompt: str
-    question_suffix: str
+    prompt: PromptConfig
     scorer: str
     format_scorer: str
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     kv_cache_dtype: str = ""
-    chat_template_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    examples: Sequence[str] = ()
     options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -133,7 +128,7 @@ class TaskOverrides:
 
     Attributes:
         data: local files that replace the data of the hub, always as TASK=FILE.jsonl.
-        system_prompt: system messages, as in `Task`.
+        system_prompt: system messages; '' leaves it to the chat template.
         question_suffix: texts that are appended to every question.
         scorer: import paths of rewards that decide whether a completion is correct.
         format_scorer: import paths of rewards that decide whether the format is right; '' scores no
@@ -249,8 +244,7 @@ def _make_task(
 ) -> Task:
     benchmark = BENCHMARKS.get(name)
     settings: dict[str, Any] = {
-        "system_prompt": SYSTEM_PROMPT,
-        "question_suffix": "",
+        "prompt": PromptConfig(system_prompt=SYSTEM_PROMPT),
         "format_scorer": _BOXED,
         "max_new_tokens": str(_NEW_TOKENS),
     }
@@ -263,10 +257,12 @@ def _make_task(
         }
         settings.get("options", {}).pop("scorer", None)  # those of the run's own scorer
     options = check_scorers(settings, overrides, trusted=trusted)
-    settings |= {field: value for field, value in overrides.items() if field != "token_env"}
-    settings["options"] = options
-    if "chat_template_args" in overrides:
-        settings["chat_template_args"] = template_arguments(overrides["chat_template_args"])
+    texts: dict[str, Any] = {f: overrides[f] for f in _PROMPT_FIELDS if f in overrides}
+    if "chat_template_args" in texts:
+        texts["chat_template_args"] = template_arguments(texts["chat_template_args"])
+    others = {f: overrides[f] for f in overrides if f not in ("token_env", *_PROMPT_FIELDS)}
+    prompt = dataclasses.replace(settings["prompt"], **texts)
+    settings |= others | {"options": options, "prompt": prompt}
     if settings.get("scorer") == "":
         reward = {} if run is None else run["rewards"].get("correctness", {})
         from_python = reward.get("function") == ""
@@ -392,13 +388,10 @@ def _held_out_problems(
 def _run_settings(run: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of tasks that a run decides."""
     return {
-        "system_prompt": run["data"]["system_prompt"],
-        "question_suffix": run["data"]["question_suffix"],
+        "prompt": prompt_config(run["data"]),
         "max_new_tokens": str(run["eval"]["max_new_tokens"]),
         "stop": tuple(run["rollout"]["stop"]),
         "kv_cache_dtype": run["rollout"]["kv_cache_dtype"],
-        "chat_template_args": run["data"]["chat_template_args"],
-        "examples": tuple(run["data"]["examples"]),
         **run_scorers(run),
     }
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,9 +119,7 @@ def open_held_out_set(
         prompts = encode_prompts(
             task.problems[:limit],
             policy.model.tokenizer,
-            system_prompt=task.system_prompt,
-            question_suffix=task.question_suffix,
-            chat_template_args=task.chat_template_args,
+            task.prompt,
             max_prompt_tokens=run["data"]["max_prompt_tokens"],
         )
     rollout = run["rollout"]
@@ -201,8 +198,7 @@ def make_probe(policy: LoadedPolicy, held_out: HeldOutSet | None) -> Probe:
             questions.
     """
     model, prompts = policy.model, _probe_prompts(policy, held_out)
-    rollout_settings = {} if policy.run is None else policy.run["config"]["rollout"]
-    stop = tuple(rollout_settings.get("stop", ()))
+    stop = () if policy.run is None else tuple(policy.run["config"]["rollout"]["stop"])
     sampling = SamplingConfig(max_new_tokens=_PROBE_TOKENS, temperature=0.0, stop=stop)
     sampler = Sampler(model.config, model.tokenizer, sampling)
     rollout = sampler.rollout(jax.random.key(0, impl="threefry2x32"), policy.policy, prompts)
@@ -218,14 +214,10 @@ def _probe_prompts(policy: LoadedPolicy, held_out: HeldOutSet | None) -> list[Se
     tokenizer = policy.model.tokenizer
     if tokenizer.chat_template is None:
         return [tokenizer.encode(question) for question in _QUESTIONS]
-    data: dict[str, Any] = {} if policy.run is None else policy.run["config"]["data"]
     prompts = encode_prompts(
         [Problem(question, "") for question in _QUESTIONS],
         tokenizer,
-        system_prompt=data.get("system_prompt", ""),
-        question_suffix=data.get("question_suffix", ""),
-        examples=data.get("examples", ()),
-        chat_template_args=data.get("chat_template_args", {}),
+        policy.prompt,
         max_prompt_tokens=policy.model.config.max_position,
     )
     return [prompt.ids for prompt in prompts]
