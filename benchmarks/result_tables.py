@@ -313,6 +313,26 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in table)
 
 
+def replace_part(text: str, name: str, part: str, *, page: str) -> str:
+    """Replaces a generated part of a page, between two marks.
+
+    Args:
+        text: the page.
+        name: name of the part in the marks.
+        part: the new part.
+        page: name of the page in the error.
+
+    Raises:
+        ValueError: the page lacks the marks.
+    """
+    begin, end = f"<!-- {name}: python -m benchmarks.tables -->", f"<!-- end of {name} -->"
+    before, mark, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not mark or not closed:
+        raise ValueError(f"{page} has no lines {begin!r} and {end!r}")
+    return f"{before}{begin}\n{part}\n{end}{after}"
+
+
 def provenance(result: dict) -> str:
     """Commit, device and jax version of a result."""
     commit = (result["git"] or {}).get("commit", "unknown")[:8]

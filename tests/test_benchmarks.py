@@ -166,7 +166,7 @@ def test_a_config_names_its_results():
 def test_the_pictures_are_up_to_date():
     for name, data in (("learning", pictures.learning_data()), ("decode", pictures.decode_data())):
         drawn = pictures.data_in(ROOT / "docs" / f"{name}.svg")
-        assert drawn == data, "run python -m benchmarks.pictures"
+        assert drawn == data, "run python -m benchmarks.tables"
     assert {"1", "64"} <= data["qwen2.5-7b"]["nvfp4"].keys()
 
 
