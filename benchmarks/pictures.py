@@ -31,6 +31,7 @@ _DECODE = {
     "head_format": "",
     "chunk_steps": 16,
     "dequantize": "once",
+    "implementation": "",
     "prompt": 256,
     "new_tokens": 144,
 }
@@ -76,7 +77,6 @@ def decode_data() -> dict[str, dict[str, dict[str, float]]]:
             row["model"] in data
             and row["format"] in ("nvfp4", "bf16")
             and _DECODE.items() <= row.items()
-            and not row.get("implementation")
         ):
             data[row["model"]][row["format"]][str(row["batch"])] = row["ms_per_step"]
     for formats in data.values():

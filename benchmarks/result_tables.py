@@ -20,8 +20,8 @@ _KERNELS = {
     "dx_bf16": "bf16, gradient",
 }
 _BETWEEN = (40, 96, 160, 384)  # token counts that have no column of their own
-# Options that all rows of the rollout tables share.
-SAME = {"chunk_steps": 16, "dequantize": "once"}
+# Options that all rows of the rollout tables share; the kernel is the best one of the device.
+SAME = {"chunk_steps": 16, "dequantize": "once", "implementation": ""}
 STEPS = SAME | {"weights": "random", "prompt": 256, "new_tokens": 144}
 
 
@@ -302,9 +302,9 @@ def loading_table(rows: Sequence[dict]) -> str:
 
 
 def rows_of(result: dict, kind: str, values: Mapping[str, Any]) -> list[dict]:
-    """The rows of one kind with these values, and without a chosen kernel if none is named."""
-    values, default = {"kind": kind, "implementation": "", **values}, {"implementation": ""}
-    return [row for row in result["rows"] if values.items() <= (default | row).items()]
+    """The rows of one kind with these values."""
+    values = {"kind": kind, **values}
+    return [row for row in result["rows"] if values.items() <= row.items()]
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
