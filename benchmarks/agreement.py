@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.rollout.random_policy import random_lora
 from benchmarks.rollout.results import merge, origin
 from benchmarks.rollout.subject import first_problems, model_name
-from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.data.prompts import PromptConfig, encode_prompts
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
 from qerl_jax.policy import transformer
@@ -127,7 +127,7 @@ def main() -> None:
     encoded = encode_prompts(
         problems,
         model.tokenizer,
-        system_prompt=SYSTEM_PROMPT,
+        PromptConfig(system_prompt=SYSTEM_PROMPT),
         max_prompt_tokens=model.config.max_position - args.new_tokens,
         remedy="lower --new-tokens",
     )

@@ -66,19 +66,14 @@ def difference_text(difference: Difference | None, spec: str = "+.1f") -> str:
     return f"{value} [{low}, {high}]"
 
 
-def over_problems(reference: list[Row], rows: list[Row], part: str = "end") -> Difference | None:
+def over_problems(reference: list[Row], rows: list[Row], part: str = "end") -> Difference:
     """The paired difference in points of greedy accuracy.
 
     Args:
         reference: the runs that the others are compared with.
         rows: the others.
         part: 'start' or 'end'.
-
-    Returns:
-        None where the answers of a run were not recorded by problem.
     """
-    if any("correct" not in evaluation(row, part) for row in (*rows, *reference)):
-        return None
     difference = paired_difference(_by_problem(rows, part), _by_problem(reference, part))
     return Difference(*(100 * value for value in difference))
 

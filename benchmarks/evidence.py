@@ -1,10 +1,7 @@
-"""Draws the figures of docs/evidence.md, and writes its tables, from benchmarks/results/.
+"""Draws the figures of docs/evidence.md, and writes its tables, for `benchmarks.tables`.
 
-    uv run python -m benchmarks.evidence
-
-reads gsm8k.json and the metrics of its runs, gsm8k/*.jsonl.gz, and writes docs/evidence_curves.svg,
-docs/evidence_accuracy.svg and the generated parts of docs/evidence.md. The description of a figure
-holds its data as JSON, or for the curves their digest.
+They are made of benchmarks/results/gsm8k.json and of the metrics of its runs, gsm8k/*.jsonl.gz. The
+description of a figure holds its data as JSON, or for the curves their digest.
 """
 
 import hashlib
@@ -26,13 +23,12 @@ from benchmarks.evidence_tables import (
     served_text,
     sources_table,
 )
-from benchmarks.gsm8k import RESULTS, read_results
-from benchmarks.tables import replace_part
+from benchmarks.gsm8k import read_results
+from benchmarks.result_tables import replace_part
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
 # Panels of the curves: key of the metrics, label, and whether zeros are left out.
 _PANELS = {
     "accuracy": "accuracy at temperature 1",
@@ -201,21 +197,15 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return sums / np.convolve(np.ones(len(values)), weights, mode="same")
 
 
-def write_page(results: pathlib.Path, docs: pathlib.Path) -> None:
+def write_evidence(results: pathlib.Path, docs: pathlib.Path) -> None:
     """Writes the generated parts of evidence.md and, if there are runs, the figures."""
     content, page = read_results(results), docs / "evidence.md"
     text = page.read_text(encoding="utf-8")
     for name, part in page_parts(content, results).items():
-        text = replace_part(
-            text, name, part, page="docs/evidence.md", command="benchmarks.evidence"
-        )
+        text = replace_part(text, name, part, page="docs/evidence.md")
     page.write_text(text, encoding="utf-8")
     if not content["rows"]:
         return
     curves, accuracy = curves_data(content, results), accuracy_data(content)
     pictures.save(draw_curves(curves), docs / "evidence_curves.svg", {"sha256": digest(curves)})
     pictures.save(draw_accuracy(accuracy), docs / "evidence_accuracy.svg", accuracy)
-
-
-if __name__ == "__main__":
-    write_page(RESULTS, _DOCS)

@@ -102,10 +102,8 @@ def _gain(reference: list[Row], rows: list[Row]) -> str:
     interval, name = over_seeds(ends(reference), ends(rows)), "seeds"
     if interval is None:
         interval, name = over_problems(reference, rows), f"problems, {len(rows)} seeds"
-    text = f"{gain:+.1f} points"
-    if interval is None:
-        return text
-    return f"{text} (95 % interval: {interval.low:+.1f} to {interval.high:+.1f} over {name})"
+    ends_text = f"{interval.low:+.1f} to {interval.high:+.1f} over {name}"
+    return f"{gain:+.1f} points (95 % interval: {ends_text})"
 
 
 def _cost(reference: list[Row], rows: list[Row]) -> str:
@@ -118,8 +116,8 @@ def _cost(reference: list[Row], rows: list[Row]) -> str:
         )
         if difference is not None
     ]
-    text = f"{np.mean(ends(reference)) - np.mean(ends(rows)):.1f} points"
-    return f"{text} (95 % interval: {', '.join(intervals)})" if intervals else text
+    cost = np.mean(ends(reference)) - np.mean(ends(rows))
+    return f"{cost:.1f} points (95 % interval: {', '.join(intervals)})"
 
 
 def _series(parts: list[str]) -> str:

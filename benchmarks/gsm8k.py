@@ -297,7 +297,7 @@ def read_results(results: pathlib.Path) -> dict[str, Any]:
     path = results / "gsm8k.json"
     if not path.exists():
         return {"rows": [], "runs": {}, "grids": {}}
-    return {"grids": {}} | json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def collect(workdir: pathlib.Path, results: pathlib.Path) -> list[str]:

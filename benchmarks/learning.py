@@ -10,7 +10,7 @@
 
 The steps of all seeds are pooled. A run that learns has a t far above 3; the control, with a
 learning rate of 0, stays below 2. The file also holds the reward of every step of every seed, from
-which `benchmarks.pictures` draws a curve.
+which `benchmarks/pictures.py` draws a curve.
 """
 
 import argparse
@@ -86,11 +86,10 @@ def summarize(folders: list[pathlib.Path]) -> dict:
     return summary | describe_run(folders[0])
 
 
-def _truncated(metrics: list[pathlib.Path], step: int) -> float | None:
-    """The mean part of the completions that was cut off; None where runs did not log it."""
+def _truncated(metrics: list[pathlib.Path], step: int) -> float:
+    """The mean part of the completions that the evaluations of a step cut off."""
     rows = [row for path in metrics for row in read_jsonl(path) if row["step"] == step]
-    parts = [row["eval_truncated"] for row in rows if "eval_truncated" in row]
-    return float(np.mean(parts)) if parts else None
+    return float(np.mean([row["eval_truncated"] for row in rows if "eval_truncated" in row]))
 
 
 def _seconds(metrics: pathlib.Path) -> float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from benchmarks.result_tables import STEPS, markdown, rows_of
+from benchmarks.result_tables import STEPS, rows_of, table
 
 
 def scaling_table(rows: Iterable[dict]) -> str:
@@ -11,24 +11,19 @@ def scaling_table(rows: Iterable[dict]) -> str:
     Args:
         rows: rows of step.json; those that were compared with one GPU are in the table.
     """
-    lines = [
-        [
-            row["model"],
-            f"{row['devices']} x {row['device']}",
-            row["mesh"],
-            str(row.get("processes", 1)),
-            f"{row['batch']} x {row['prompt']} + {row['new_tokens']}",
-            *(f"{row[name]:.2f}" for name in ("rollout_s", "step_s")),
-            f"{row['samples_per_s']:.2f}",
-            f"{row['samples_per_s'] / row['samples_per_s_of_one']:.2f}",
-            row["commit"][:8],
-        ]
-        for row in rows
-        if row.get("samples_per_s_of_one")
-    ]
-    sizes = "GPUs", "mesh", "processes", "completions"
-    measured = "rollout s", "step s", "completions/s", "against one GPU"
-    return markdown(("model", *sizes, *measured, "commit"), lines)
+    columns = {
+        "model": "{model}",
+        "GPUs": "{devices} x {device}",
+        "mesh": "{mesh}",
+        "processes": "{processes}",
+        "completions": "{batch} x {prompt} + {new_tokens}",
+        "rollout s": "{rollout_s:.2f}",
+        "step s": "{step_s:.2f}",
+        "completions/s": "{samples_per_s:.2f}",
+        "against one GPU": lambda row: f"{row['samples_per_s'] / row['samples_per_s_of_one']:.2f}",
+        "commit": "{commit:.8}",
+    }
+    return table(columns, (row for row in rows if row.get("samples_per_s_of_one")))
 
 
 def scaling_sentence(rows: Iterable[dict]) -> str:

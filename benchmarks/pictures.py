@@ -1,8 +1,6 @@
-"""Draws the pictures of the README from benchmarks/results/.
+"""Draws the pictures of the README from benchmarks/results/, for `benchmarks.tables`.
 
-    uv run python -m benchmarks.pictures
-
-writes docs/learning.svg, the reward of the default run beside its control, docs/decode.svg, the
+They are docs/learning.svg, the reward of the default run beside its control, docs/decode.svg, the
 time of a decode step by batch size, and, where peers were measured, docs/peers.svg, a step here
 beside theirs. Each file holds its data as JSON in its description, so that a test can compare it
 with the results.
@@ -33,6 +31,7 @@ _DECODE = {
     "head_format": "",
     "chunk_steps": 16,
     "dequantize": "once",
+    "implementation": "",
     "prompt": 256,
     "new_tokens": 144,
 }
@@ -78,7 +77,6 @@ def decode_data() -> dict[str, dict[str, dict[str, float]]]:
             row["model"] in data
             and row["format"] in ("nvfp4", "bf16")
             and _DECODE.items() <= row.items()
-            and not row.get("implementation")
         ):
             data[row["model"]][row["format"]][str(row["batch"])] = row["ms_per_step"]
     for formats in data.values():
@@ -235,14 +233,10 @@ def data_in(path: pathlib.Path) -> dict:
     return json.loads(next(ET.parse(path).iter(_DESCRIPTION)).text or "")
 
 
-def main() -> None:
-    """Draws the pictures."""
+def draw_pictures(docs: pathlib.Path) -> None:
+    """Draws the pictures into a folder."""
     learning, decode = learning_data(), decode_data()
-    save(draw_learning(learning), _ROOT / "docs" / "learning.svg", learning)
-    save(draw_decode(decode), _ROOT / "docs" / "decode.svg", decode)
+    save(draw_learning(learning), docs / "learning.svg", learning)
+    save(draw_decode(decode), docs / "decode.svg", decode)
     if peers := peers_data():
-        save(draw_peers(peers), _ROOT / "docs" / "peers.svg", peers)
-
-
-if __name__ == "__main__":
-    main()
+        save(draw_peers(peers), docs / "peers.svg", peers)

@@ -1,7 +1,7 @@
 """The tables of the pages, as Markdown: one function for each table."""
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.rollout.profile import PARTS
@@ -20,8 +20,8 @@ _KERNELS = {
     "dx_bf16": "bf16, gradient",
 }
 _BETWEEN = (40, 96, 160, 384)  # token counts that have no column of their own
-# Options that all rows of the rollout tables share.
-SAME = {"chunk_steps": 16, "dequantize": "once"}
+# Options that all rows of the rollout tables share; the kernel is the best one of the device.
+SAME = {"chunk_steps": 16, "dequantize": "once", "implementation": ""}
 STEPS = SAME | {"weights": "random", "prompt": 256, "new_tokens": 144}
 
 
@@ -191,72 +191,51 @@ def parts_table(result: dict) -> str:
 
 def problems_table(result: dict) -> str:
     """Whole rollouts of math problems by a real model."""
-    lines = [
-        [
-            row["model"],
-            numbers_of(row),
-            f"{row['prompts']} x {row['group']}",
-            f"{row['tokens']:,}, {row['max_new_tokens']}",
-            f"{row['seconds']:.1f}",
-            f"**{row['tokens_per_s']:,.0f}**",
-            f"{100 * row['live_share']:.1f} %",
-            f"{row['compile_seconds']:.0f} s",
-            f"{row['peak_gb']:.1f} GB",
-            row["commit"][:8],
-        ]
-        for row in rows_of(result, "gsm8k", SAME | {"lora_rank": 32})
-    ]
-    header = (
-        "model", "weights", "prompts x completions", "tokens in all, limit", "seconds", "tokens/s",
-        "useful", "compiling", "peak memory", "commit",
-    )  # fmt: skip
-    return markdown(header, lines)
+    columns = {
+        "model": "{model}",
+        "weights": numbers_of,
+        "prompts x completions": "{prompts} x {group}",
+        "tokens in all, limit": "{tokens:,}, {max_new_tokens}",
+        "seconds": "{seconds:.1f}",
+        "tokens/s": "**{tokens_per_s:,.0f}**",
+        "useful": lambda row: f"{100 * row['live_share']:.1f} %",
+        "compiling": "{compile_seconds:.0f} s",
+        "peak memory": "{peak_gb:.1f} GB",
+        "commit": "{commit:.8}",
+    }
+    return table(columns, rows_of(result, "gsm8k", SAME | {"lora_rank": 32}))
 
 
 def startup_table(result: dict) -> str:
     """Seconds from the command to the first tokens."""
-    lines = [
-        [
-            row["model"],
-            numbers_of(row),
-            f"{row['prompts']} x {row['group']}",
-            str(row["programs"]),
-            str(row["kept"]),
-            f"{row['weights_s']:.1f} s",
-            f"{row['compiled_s']:.1f} s",
-            f"**{row['first_tokens_s']:.1f} s**",
-            row["commit"][:8],
-        ]
-        for row in rows_of(result, "startup", SAME)
-    ]
-    header = (
-        "model", "weights", "prompts x completions", "programs", "found in the cache",
-        "weights made", "programs ready", "first tokens", "commit",
-    )  # fmt: skip
-    return markdown(header, lines)
+    columns = {
+        "model": "{model}",
+        "weights": numbers_of,
+        "prompts x completions": "{prompts} x {group}",
+        "programs": "{programs}",
+        "found in the cache": "{kept}",
+        "weights made": "{weights_s:.1f} s",
+        "programs ready": "{compiled_s:.1f} s",
+        "first tokens": "**{first_tokens_s:.1f} s**",
+        "commit": "{commit:.8}",
+    }
+    return table(columns, rows_of(result, "startup", SAME))
 
 
 def agreement_table(result: dict) -> str:
     """How far the rollout engine is from the trainer's forward pass."""
-    lines = [
-        [
-            row["model"],
-            row["format"],
-            f"{row['sampled_tokens']:,}",
-            f"{row['logprob_diff_mean']:.4f}",
-            f"{row['logprob_diff_p99']:.3f}",
-            f"{row['greedy_tokens']:,}",
-            str(row["greedy_differ"]),
-            f"{row['greedy_largest_gap']:.2f}",
-            row["commit"][:8],
-        ]
-        for row in rows_of(result, "agreement", {})
-    ]
-    header = (
-        "model", "weights", "sampled tokens", "mean log-prob difference", "99th percentile",
-        "greedy tokens", "different argmax", "largest logit gap", "commit",
-    )  # fmt: skip
-    return markdown(header, lines)
+    columns = {
+        "model": "{model}",
+        "weights": "{format}",
+        "sampled tokens": "{sampled_tokens:,}",
+        "mean log-prob difference": "{logprob_diff_mean:.4f}",
+        "99th percentile": "{logprob_diff_p99:.3f}",
+        "greedy tokens": "{greedy_tokens:,}",
+        "different argmax": "{greedy_differ}",
+        "largest logit gap": "{greedy_largest_gap:.2f}",
+        "commit": "{commit:.8}",
+    }
+    return table(columns, rows_of(result, "agreement", {}))
 
 
 def accuracy_table(results: list[dict]) -> str:
@@ -279,38 +258,70 @@ def accuracy_table(results: list[dict]) -> str:
     return markdown(header, lines)
 
 
-def loading_table(rows: Sequence[dict]) -> str:
+def loading_table(rows: Iterable[dict]) -> str:
     """Seconds of loading by model, format and cache."""
-    header = (
-        "model", "stored as", "loaded as", "cache", "GB", "seconds", "GB/s", "read", "transfer",
-        "quantize", "rest", "largest file, GB", "host peak, GB", "commit",
-    )  # fmt: skip
-    lines = [
-        [
-            *(row[name] for name in ("model", "stored", "format", "cache")),
-            f"{row['gb']:.1f}",
-            f"{row['seconds']:.1f}",
-            f"{row['gb'] / row['seconds']:.1f}",
-            *(f"{row[name]:.1f}" for name in ("read_s", "transfer_s", "quantize_s", "rest_s")),
-            f"{row['shard_gb']:.1f}",
-            f"{row['host_peak_gb']:.1f}",
-            row["commit"][:8],
-        ]
-        for row in rows
-    ]
-    return markdown(header, lines)
+    columns = {
+        "model": "{model}",
+        "stored as": "{stored}",
+        "loaded as": "{format}",
+        "cache": "{cache}",
+        "GB": "{gb:.1f}",
+        "seconds": "{seconds:.1f}",
+        "GB/s": lambda row: f"{row['gb'] / row['seconds']:.1f}",
+        "read": "{read_s:.1f}",
+        "transfer": "{transfer_s:.1f}",
+        "quantize": "{quantize_s:.1f}",
+        "rest": "{rest_s:.1f}",
+        "largest file, GB": "{shard_gb:.1f}",
+        "host peak, GB": "{host_peak_gb:.1f}",
+        "commit": "{commit:.8}",
+    }
+    return table(columns, rows)
 
 
 def rows_of(result: dict, kind: str, values: Mapping[str, Any]) -> list[dict]:
-    """The rows of one kind with these values, and without a chosen kernel if none is named."""
-    values, default = {"kind": kind, "implementation": "", **values}, {"implementation": ""}
-    return [row for row in result["rows"] if values.items() <= (default | row).items()]
+    """The rows of one kind with these values."""
+    values = {"kind": kind, **values}
+    return [row for row in result["rows"] if values.items() <= row.items()]
+
+
+def table(columns: Mapping[str, str | Callable[[dict], str]], rows: Iterable[dict]) -> str:
+    """A table in Markdown with a line for each row.
+
+    Args:
+        columns: title of each column, and its cell: a form with fields of a row, such as
+            '{seconds:.1f} s', or a function of a row.
+        rows: the rows.
+    """
+    cells = columns.values()
+    lines = [[c.format_map(row) if isinstance(c, str) else c(row) for c in cells] for row in rows]
+    return markdown(list(columns), lines)
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A table in Markdown: a header and lines of cells."""
     table = [header, ["---"] * len(header), *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in table)
+
+
+def replace_part(text: str, name: str, part: str, *, page: str) -> str:
+    """Replaces a generated part of a page, between two marks.
+
+    Args:
+        text: the page.
+        name: name of the part in the marks.
+        part: the new part.
+        page: name of the page in the error.
+
+    Raises:
+        ValueError: the page lacks the marks.
+    """
+    begin, end = f"<!-- {name}: python -m benchmarks.tables -->", f"<!-- end of {name} -->"
+    before, mark, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not mark or not closed:
+        raise ValueError(f"{page} has no lines {begin!r} and {end!r}")
+    return f"{before}{begin}\n{part}\n{end}{after}"
 
 
 def provenance(result: dict) -> str:

@@ -20,6 +20,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.run.provenance import without_folders
+from qerl_jax.system import json_file
 from qerl_jax.system.atomic import write_json
 from qerl_jax.system.paths import user_path
 
@@ -58,14 +59,6 @@ def describe_run(folder: pathlib.Path) -> dict:
     return about | ({"calibration": config["calibration"]} if "calibration" in config else {})
 
 
-def _peak_memory(folder: pathlib.Path, rows: list[dict]) -> int | None:
-    """The peak in bytes, from summary.json; older runs have it in their rows."""
-    path = RunFolder(folder).summary
-    if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))["peak_memory_bytes"]
-    return max((row.get("peak_memory_bytes", 0) for row in rows), default=None)
-
-
 def timed(command: Sequence[str]) -> float:
     """Runs a command and returns its seconds from start to end.
 
@@ -82,12 +75,10 @@ def timed(command: Sequence[str]) -> float:
 def summarize(folder: pathlib.Path) -> dict:
     """The figures of a run.
 
-    `forwarded_tokens_per_second` counts the positions that hold a token in the buffers of the
-    updates of all steps but the first.
-
     Raises:
-        UserError: the run has less than two steps.
+        UserError: the run is not finished, or has less than two steps.
     """
+    ended = json_file.read_object(RunFolder(folder).summary, remedy="let the run end first")
     rows = read_steps(RunFolder(folder).metrics)
     if len(rows) < 2:
         raise UserError(f"{folder} has {len(rows)} steps: a summary needs at least 2")
@@ -100,17 +91,10 @@ def summarize(folder: pathlib.Path) -> dict:
             for key in _MEDIANS
             if (values := [row[key] for row in rows[1:] if row.get(key) is not None])
         },
-        "forwarded_tokens_per_second": _forwarded_tokens_per_second(rows[1:]),
         "fastest_step_seconds": min(row["step_seconds"] for row in rows),
-        "peak_memory_bytes": _peak_memory(folder, rows),
+        "peak_memory_bytes": ended["peak_memory_bytes"],
         "by_step": {key: [row.get(key) for row in rows] for key in _SERIES},
     } | describe_run(folder)
-
-
-def _forwarded_tokens_per_second(rows: list[dict]) -> float:
-    # A step that forwards no token has no rate.
-    tokens = sum((row["train_tokens_per_second"] or 0) * row["train_seconds"] for row in rows)
-    return tokens / sum(row["train_seconds"] for row in rows)
 
 
 def main(arguments: Sequence[str]) -> None:

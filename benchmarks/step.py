@@ -63,7 +63,6 @@ KEYS = (
     *("model", "format", "batch", "prompt", "new_tokens", "mean_length", "group", "updates"),
     *("lora_rank", "recompute", "buffer_tokens", "mesh", "processes", "device"),
 )
-_ONE_PROCESS = {"processes": 1}  # Rows of an earlier version lack this key.
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -386,7 +385,7 @@ def merge(path: pathlib.Path, row: dict[str, Any], keys: Sequence[str] = KEYS) -
             if _per_device(other) == _per_device(row)
         )
         row = row | {"samples_per_s_of_one": next(speeds, None)}
-    by_key = {tuple((_ONE_PROCESS | other)[key] for key in keys): other for other in [*rows, row]}
+    by_key = {tuple(other[key] for key in keys): other for other in [*rows, row]}
     ordered = [by_key[key] for key in sorted(by_key, key=str)]
     write_json(path, {"rows": ordered}, indent=1)
 
@@ -424,7 +423,7 @@ def run(arguments: argparse.Namespace) -> None:
         for data, tensor in meshes:
             _check_devices(data, tensor, processes)
         if processes.writes:
-            check_out(arguments.out, set(KEYS) - _ONE_PROCESS.keys())
+            check_out(arguments.out, set(KEYS))
         for model, format, mesh in itertools.product(models, formats, meshes):
             row = measure(arguments, model, format, mesh, processes)
             if processes.writes:

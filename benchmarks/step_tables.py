@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.result_tables import markdown
+from benchmarks.result_tables import markdown, table
 
 
 def step_table(rows: Iterable[dict]) -> str:
@@ -12,37 +12,39 @@ def step_table(rows: Iterable[dict]) -> str:
     Args:
         rows: rows of step.json.
     """
-    header = ["model", "weights", "GPUs", "completions", "updates", "rollout s", "update s"]
-    header += ["step s", "update tokens/s", "buffers", "recomputed", "peak GB", "plan GB"]
-    header += ["pool GB", "commit"]
 
     def devices(row: dict) -> str:
-        processes = f", {row['processes']} processes" if row.get("processes", 1) > 1 else ""
+        processes = f", {row['processes']} processes" if row["processes"] > 1 else ""
         mesh = f" ({row['mesh']}{processes})" if row["devices"] > 1 else ""
         return f"{row['devices']} x {short_name(row['device'])}{mesh}"
 
-    def line(row: dict) -> list[str]:
+    def completions(row: dict) -> str:
         length = f"mean {row['mean_length']}, at most " if row["mean_length"] else ""
-        return [
-            row["model"],
-            row["format"],
-            devices(row),
-            f"{row['batch']} x {row['prompt']} + {length}{row['new_tokens']:,}",
-            str(row["updates"]),
-            *(f"{row[name]:.2f}" for name in ("rollout_s", "update_s", "step_s")),
-            f"{row['update_tokens_per_s']:,.0f}",
-            f"{row['update_buffers']:.0f} x {row['buffer_tokens']:,}",
-            "" if row["recompute"] == "none" else row["recompute"],
-            *(f"{row[name]:.1f}" for name in ("peak_gb", "plan_gb")),
-            f"{pool:.1f}" if (pool := row.get("pool_gb")) else "",
-            row["commit"][:8],
-        ]
+        return f"{row['batch']} x {row['prompt']} + {length}{row['new_tokens']:,}"
+
+    columns = {
+        "model": "{model}",
+        "weights": "{format}",
+        "GPUs": devices,
+        "completions": completions,
+        "updates": "{updates}",
+        "rollout s": "{rollout_s:.2f}",
+        "update s": "{update_s:.2f}",
+        "step s": "{step_s:.2f}",
+        "update tokens/s": "{update_tokens_per_s:,.0f}",
+        "buffers": "{update_buffers:.0f} x {buffer_tokens:,}",
+        "recomputed": lambda row: "" if row["recompute"] == "none" else row["recompute"],
+        "peak GB": "{peak_gb:.1f}",
+        "plan GB": "{plan_gb:.1f}",
+        "pool GB": lambda row: f"{pool:.1f}" if (pool := row.get("pool_gb")) else "",
+        "commit": "{commit:.8}",
+    }
 
     def order(row: dict) -> tuple:
         numbers = (row[name] for name in ("devices", "batch", "prompt", "new_tokens"))
         return _billions(row["model"]), row["device"], row["format"], *numbers
 
-    return markdown(header, map(line, sorted(rows, key=order)))
+    return table(columns, sorted(rows, key=order))
 
 
 def short_name(device: str) -> str:

@@ -1,10 +1,12 @@
-"""Writes docs/benchmarks.md, docs/config.md, and parts of the README and two other pages.
+"""Writes every generated page and picture.
 
     uv run python -m benchmarks.tables
 
-Every figure comes from a JSON file under benchmarks/results/. The list of folders in
-CONTRIBUTING.md is made of the first docstring line of each package (`benchmarks/source_tree.py`),
-docs/config.md of the rows of `qerl_jax/config/fields.py`.
+writes docs/benchmarks.md, docs/config.md, parts of the pages in `PAGES` and of docs/evidence.md
+(`benchmarks/evidence.py`), and the pictures (`benchmarks/pictures.py`). Every figure comes from a
+file under benchmarks/results/. The list of folders in CONTRIBUTING.md is made of the first
+docstring line of each package (`benchmarks/source_tree.py`), docs/config.md of the rows of
+`qerl_jax/config/fields.py`.
 """
 
 import json
@@ -14,9 +16,11 @@ import textwrap
 from benchmarks.card_table import card_table, paths_table
 from benchmarks.config_page import config_page
 from benchmarks.differences import runs_by_arm
+from benchmarks.evidence import write_evidence
 from benchmarks.evidence_tables import cost_sentence, noise_sentence
 from benchmarks.memory_table import memory_table
 from benchmarks.mesh_tables import scaling_sentence, scaling_table, tensor_ratios
+from benchmarks.pictures import draw_pictures
 from benchmarks.result_tables import (
     SAME,
     STEPS,
@@ -29,6 +33,7 @@ from benchmarks.result_tables import (
     parts_table,
     problems_table,
     provenance,
+    replace_part,
     rollout_table,
     rows_of,
     run_table,
@@ -302,20 +307,12 @@ def _training_section() -> str:
         "`benchmarks/run_summary.py`). With its programs in the cache the command took "
         f"{run['total_seconds']:.0f} s from start to end, without them "
         f"{run['cold']['total_seconds']:.0f} s, {run['cold']['compile_seconds']:.0f} s of it "
-        "compilation before the first step; no later step compiled anything. Updates processed "
-        f"{_update_rate(run)}; "
-        f"the median step forwards {100 * run['median']['forwarded_fraction']:.0f} % of the "
+        "compilation before the first step; no later step compiled anything. "
+        f"The median step forwards {100 * run['median']['forwarded_fraction']:.0f} % of the "
         "completion tokens, and the others teach nothing.",
         run_table(run),
         _command(run),
     )
-
-
-def _update_rate(run: dict) -> str:
-    """The rate of the updates of a run; an earlier version counted all rows."""
-    if "update_tokens_per_second" in run:
-        return f"{run['update_tokens_per_second']:,.0f} tokens per second of all rows"
-    return f"{run['forwarded_tokens_per_second']:,.0f} tokens per second"
 
 
 def _step_section() -> str:
@@ -533,37 +530,17 @@ def with_generated_parts(page: str, text: str) -> str:
     return text
 
 
-def replace_part(
-    text: str, name: str, part: str, *, page: str, command: str = "benchmarks.tables"
-) -> str:
-    """Replaces a generated part of a page, between two marks.
-
-    Args:
-        text: the page.
-        name: name of the part in the marks.
-        part: the new part.
-        page: name of the page in the error.
-        command: module that generates the part.
-
-    Raises:
-        ValueError: the page lacks the marks.
-    """
-    begin, end = f"<!-- {name}: python -m {command} -->", f"<!-- end of {name} -->"
-    before, mark, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not mark or not closed:
-        raise ValueError(f"{page} has no lines {begin!r} and {end!r}")
-    return f"{before}{begin}\n{part}\n{end}{after}"
-
-
 def main() -> None:
-    """Writes the pages, and replaces the generated parts of `PAGES`."""
+    """Writes all generated pages, parts of pages, and pictures."""
+    docs = _ROOT / "docs"
     for name, text in (("benchmarks", benchmarks_page()), ("config", config_page())):
-        (_ROOT / "docs" / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+        (docs / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     for name in PAGES:
         path = _ROOT / name
         text = with_generated_parts(name, path.read_text(encoding="utf-8"))
         path.write_text(text, encoding="utf-8")
+    draw_pictures(docs)
+    write_evidence(_RESULTS, docs)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,15 @@ from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import save_peft_adapter
 
 LORA = LoraConfig(rank=4, alpha=8.0)
+# What a run saves beside the arrays of a checkpoint.
+META = {
+    "cursor": {"epoch": 0, "index": 3},
+    "fingerprint": "0a",
+    "noise": {"sigma": None, "kl": None, "not_finite": 0},
+    "problems": {"train": "1b", "eval": "2c"},
+    "prompts": "3d",
+    "reference": None,
+}
 
 
 def random_adapter(config, *, norms=False, size=0.1):
@@ -49,6 +58,7 @@ def write_run(
         "git": {"commit": "0123abcd", "dirty": False},
         "device": {"platform": "cpu", "kind": "cpu", "count": 1},
         "command": "python -m experiments.grpo_gsm8k --config.steps=4",
+        "created": "2026-01-02T03:04:05+0000",
     }
     write_config(folder / "config.json", described, signs=own)
     if summary:

@@ -285,7 +285,7 @@ def test_the_tables_of_peers():
 def test_the_table_of_steps():
     more = {
         "update_tokens_per_s": 1234.5, "update_buffers": 4, "buffer_tokens": 4352,
-        "recompute": "none", "plan_gb": 21.0, "mesh": "data=1,tensor=1",
+        "recompute": "none", "plan_gb": 21.0, "mesh": "data=1,tensor=1", "processes": 1,
     }  # fmt: skip
     rows = [
         step_row(model="qwen2.5-14b", device=CARD, **more),

@@ -36,8 +36,7 @@ from qerl_jax.training.loop import train
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def write_run(folder, rewards, *, evaluation_rows=True):
-    """A run folder; without `evaluation_rows` as earlier versions wrote it."""
+def write_run(folder, rewards):
     folder.mkdir()
     rows = [
         {
@@ -51,13 +50,10 @@ def write_run(folder, rewards, *, evaluation_rows=True):
         }
         for step, reward in enumerate(rewards, start=1)
     ]
-    if evaluation_rows:
-        before = {"eval_accuracy_before": 0.25, "eval_truncated": 0.5}
-        after = {"eval_accuracy": 0.75, "eval_truncated": 0.0}
-        rows.insert(0, {"step": 0, "eval_seconds": 6.0} | before)
-        rows.append({"step": len(rewards), "eval_seconds": 6.0} | after)
-    else:
-        rows[0]["eval_accuracy_before"], rows[-1]["eval_accuracy"] = 0.25, 0.75
+    before = {"eval_accuracy_before": 0.25, "eval_truncated": 0.5}
+    after = {"eval_accuracy": 0.75, "eval_truncated": 0.0}
+    rows.insert(0, {"step": 0, "eval_seconds": 6.0} | before)
+    rows.append({"step": len(rewards), "eval_seconds": 6.0} | after)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
         "git": {"commit": "0123456789"},
@@ -67,6 +63,7 @@ def write_run(folder, rewards, *, evaluation_rows=True):
         "config": {"model": {"source": "/models/m.gguf"}, "data": {"source": "openai/gsm8k"}},
     }
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "summary.json").write_text(json.dumps({"peak_memory_bytes": 7}))
     return folder
 
 
@@ -93,15 +90,6 @@ def test_learning_pools_the_fifths_of_all_seeds(tmp_path):
     assert abs(learning.summarize(flat)["reward"]["welch_t"]) < 3
 
 
-def test_a_run_of_an_earlier_version_has_evaluations_in_its_steps(tmp_path):
-    rewards = [0.0, 1.0] * 5
-    new = learning.summarize([write_run(tmp_path / "new", rewards)])
-    old = learning.summarize([write_run(tmp_path / "old", rewards, evaluation_rows=False)])
-    assert new.pop("minutes") == pytest.approx(old.pop("minutes") + 0.1)
-    assert (new.pop("eval_truncated")["before"], old.pop("eval_truncated")["before"]) == (0.5, None)
-    assert new == old
-
-
 def test_learning_needs_equal_runs(tmp_path):
     folders = [write_run(tmp_path / "a", [0.0] * 20), write_run(tmp_path / "b", [0.0] * 10)]
     with pytest.raises(UserError, match="equal length, at least 10"):
@@ -111,6 +99,7 @@ def test_learning_needs_equal_runs(tmp_path):
 def test_a_summary_has_medians_and_no_paths_of_a_machine(tmp_path):
     summary = run_summary.summarize(write_run(tmp_path / "run", [0.5, 0.25, 0.0]))
     assert summary["median"]["step_seconds"] == 2.5  # without the first step
+    assert summary["peak_memory_bytes"] == 7
     assert summary["by_step"]["reward"] == [0.5, 0.25, 0.0]
     assert summary["command"] == "python -m experiments.x --config=configs/x.py --a=b.py"
     assert summary["config"] == {"model": {"source": "m.gguf"}, "data": {"source": "openai/gsm8k"}}
@@ -125,12 +114,6 @@ def test_a_summary_times_the_command_that_writes_the_run(tmp_path):
     with pytest.raises(SystemExit, match="exit code 3"):
         run_summary.main([str(folder), f"--out={tmp_path / 'none.json'}", "--", *failing])
     assert not (tmp_path / "none.json").exists()
-
-
-def test_updates_are_counted_by_the_tokens_that_they_forward(tmp_path):
-    summary = run_summary.summarize(write_run(tmp_path / "run", [0.5, 0.25, 0.0]))
-    # Steps 2 and 3 take 2 and 3 seconds at 2 and 3 tokens per second.
-    assert summary["forwarded_tokens_per_second"] == (2 * 2 + 3 * 3) / (2 + 3)
 
 
 def test_the_engine_agrees_with_the_trainer_and_an_error_shows(monkeypatch):
@@ -183,7 +166,7 @@ def test_a_config_names_its_results():
 def test_the_pictures_are_up_to_date():
     for name, data in (("learning", pictures.learning_data()), ("decode", pictures.decode_data())):
         drawn = pictures.data_in(ROOT / "docs" / f"{name}.svg")
-        assert drawn == data, "run python -m benchmarks.pictures"
+        assert drawn == data, "run python -m benchmarks.tables"
     assert {"1", "64"} <= data["qwen2.5-7b"]["nvfp4"].keys()
 
 

@@ -18,7 +18,7 @@ from problem_sets import load_problems, load_splits
 
 from qerl_jax.data import sources as problem_sources
 from qerl_jax.data import splits
-from qerl_jax.data.prompts import Problem, encode_prompts, render_prompt
+from qerl_jax.data.prompts import Problem, PromptConfig, encode_prompts, render_prompt
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import answers, functions
 from qerl_jax.rewards.answers import answer_part, last_marked
@@ -266,12 +266,13 @@ def test_a_prompt_may_be_a_chat(tmp_path):
     assert single == Problem("3 + 4?", "7")
     assert chat.messages == tuple((m["role"], m["content"]) for m in CHAT)
     assert chat.question == "system: Be brief.\nuser: 3 + 4?\nassistant: 7\nuser: And 1 more?"
-    assert render_prompt(chat, WordTokenizer(), question_suffix=" Go.") == (
+    assert render_prompt(chat, WordTokenizer(), PromptConfig(question_suffix=" Go.")) == (
         "<system> Be brief. <user> 3 + 4? <assistant> 7 <user> And 1 more? Go. <assistant>"
     )
+    thinking = PromptConfig(system_prompt="Think.")
     with pytest.raises(UserError, match=r"system message of its own.*--config.data.system_prompt="):
-        render_prompt(chat, WordTokenizer(), system_prompt="Think.")
-    assert render_prompt(single, WordTokenizer(), system_prompt="Think.").startswith("<system")
+        render_prompt(chat, WordTokenizer(), thinking)
+    assert render_prompt(single, WordTokenizer(), thinking).startswith("<system")
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,7 @@ def test_bad_chats_are_named(tmp_path, messages, message):
 def test_the_fingerprint_has_the_columns_that_rewards_read():
     plain, tests = Problem("q", "1"), Problem("q", "1", columns={"tests": [1], "id": 7})
     assert splits.digest_of_problems([plain]) == splits.digest_of_problems([tests])
-    # Checkpoints of earlier versions hold this digest.
+    # Checkpoints hold this digest.
     text = json.dumps([["q", "1"]])
     assert splits.digest_of_problems([tests]) == hashlib.sha256(text.encode()).hexdigest()
     other = dataclasses.replace(tests, columns={"tests": [2], "id": 7})
@@ -757,16 +758,20 @@ def test_hub_errors(monkeypatch, load_dataset, message):
 )
 def test_render_prompt(system_prompt, suffix, text):
     problem = Problem("1 + 1 =", "2")
-    options = {"system_prompt": system_prompt, "question_suffix": suffix}
-    assert render_prompt(problem, WordTokenizer(), **options) == text
-    (prompt,) = encode_prompts([problem], WordTokenizer(), **options, max_prompt_tokens=20)
+    config = PromptConfig(system_prompt, suffix)
+    assert render_prompt(problem, WordTokenizer(), config) == text
+    (prompt,) = encode_prompts([problem], WordTokenizer(), config, max_prompt_tokens=20)
     assert (prompt.problem, prompt.text) == (problem, text)
     assert prompt.ids == tuple(len(word) for word in text.split())
 
 
 def test_solved_examples_come_before_the_question():
     examples = ("2 + 2 =", "4", "1 + 3 =", "5")
-    render = functools.partial(render_prompt, tokenizer=WordTokenizer(), examples=examples)
+
+    def render(problem, **options):
+        config = PromptConfig(**{"examples": examples} | options)
+        return render_prompt(problem, WordTokenizer(), config)
+
     turns = "<user> 2 + 2 = Go. <assistant> 4 <user> 1 + 3 = Go. <assistant> 5"
     text = render(Problem("1 + 1 =", "2"), system_prompt="Be brief.", question_suffix=" Go.")
     assert text == f"<system> Be brief. {turns} <user> 1 + 1 = Go. <assistant>"

@@ -29,7 +29,7 @@ from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
 from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy, score_completions
-from qerl_jax.evaluation.load_policy import open_policy
+from qerl_jax.evaluation.load_policy import OWN, open_policy
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export import scores
@@ -42,7 +42,7 @@ from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.run import ownership
-from qerl_jax.run.folder import open_run
+from qerl_jax.run.folder import config_dict, open_run
 from qerl_jax.run.statistics import interval, majority, pass_at_k
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.system.signals import StoppedError
@@ -176,7 +176,8 @@ def test_the_time_limit_of_a_scorer_is_that_of_the_run(settings, tiny, monkeypat
         return score_completions(*arguments, time_limit=time_limit, **options)
 
     def opened(*arguments, **options):
-        run = {"config": {"reward_time_limit": 60.0, "model": {}}}
+        config = config_dict(tiny.config({"reward_time_limit": 60.0}))
+        run = {"config": config, "created": "", OWN: True}
         return dataclasses.replace(open_policy(*arguments, **options), run=run)
 
     monkeypatch.setattr(qerl_jax.evaluation.evaluate, "score_completions", scoring)
@@ -553,24 +554,18 @@ def test_other_problems_of_the_same_name_are_noticed(settings, tiny, tmp_path):
     assert results_of(folder)["tasks"].keys() == {"mine", "problems"}
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-def test_completions_of_other_prompts_are_not_continued(settings, tiny, tmp_path, earlier):
+def test_completions_of_other_prompts_are_not_continued(settings, tiny, tmp_path):
     """A hub id may get another chat template between two starts; weights and problems stay."""
     model = shutil.copytree(tiny.model, tmp_path / "model")
     (folder,) = evaluate(settings(limit=2, source=str(model)))
-    if earlier:  # Earlier versions did not save the digest.
-        results = results_of(folder)
-        del results["tasks"]["problems"]["prompts_sha256"]
-        (folder / "results.json").write_text(json.dumps(results))
     before = tiny_run.contents(folder)
     template = tiny_run.TEMPLATE.replace("t1 t2", "t1 t3")
     tiny_checkpoints.write_tokenizer(model, chat_template=template)
-    if not earlier:
-        words = r"chat template of .*model makes other prompts .*evaluation of problems.*--out"
-        with pytest.raises(UserError, match=words):
-            evaluate(settings(limit=4, source=str(model)))
-        assert tiny_run.contents(folder) == before
-        tiny_checkpoints.write_tokenizer(model, chat_template=tiny_run.TEMPLATE)
+    words = r"chat template of .*model makes other prompts .*evaluation of problems.*--out"
+    with pytest.raises(UserError, match=words):
+        evaluate(settings(limit=4, source=str(model)))
+    assert tiny_run.contents(folder) == before
+    tiny_checkpoints.write_tokenizer(model, chat_template=tiny_run.TEMPLATE)
     assert evaluate(settings(limit=4, source=str(model))) == [folder]
     assert len(read_jsonl(folder / "problems.jsonl")) == 12
     assert results_of(folder)["tasks"]["problems"]["prompts_sha256"]
@@ -661,14 +656,14 @@ def test_results_of_something_else_are_left_alone(settings, tmp_path, content, n
 def test_completions_without_the_stop_strings_are_not_continued(settings, tmp_path):
     (folder,) = evaluate(settings(limit=1, samples=1))
     results = results_of(folder)
-    task = results["tasks"]["problems"]
-    assert (task.pop("stop"), task.pop("kv_cache_dtype")) == ([], "")  # as an earlier version
-    (folder / "results.json").write_text(json.dumps(results))
-    evaluate(settings(limit=1, samples=1))
-    results["tasks"]["problems"]["stop"] = ["t1"]
-    (folder / "results.json").write_text(json.dumps(results))
-    with pytest.raises(UserError, match=r'problems.stop: \["t1"\] -> \[\]'):
-        evaluate(settings(limit=1, samples=1))
+    for stop, shown in ({"stop": ["t1"]}, r'\["t1"\]'), ({}, "null"):
+        task = results["tasks"]["problems"]
+        task.pop("stop", None)
+        (folder / "results.json").write_text(
+            json.dumps(results | {"tasks": {"problems": task | stop}})
+        )
+        with pytest.raises(UserError, match=rf"problems.stop: {shown} -> \[\]"):
+            evaluate(settings(limit=1, samples=1))
 
 
 # --- Runs -----------------------------------------------------------------------------------------

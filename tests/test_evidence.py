@@ -784,7 +784,7 @@ def test_whether_quantization_explores(rounded, calibrated, expected, monkeypatc
 
 
 MARKS = "".join(
-    f"<!-- {name}: python -m benchmarks.evidence -->\n<!-- end of {name} -->\n\n"
+    f"<!-- {name}: python -m benchmarks.tables -->\n<!-- end of {name} -->\n\n"
     for name in ("cost", "evidence", "claims")
 )
 
@@ -794,7 +794,7 @@ def test_the_page_and_its_figures(name, request, tmp_path):
     results, docs = request.getfixturevalue(name), tmp_path / "docs"
     docs.mkdir()
     (docs / "evidence.md").write_text(f"Above.\n\n{MARKS}Below.\n")
-    page.write_page(results, docs)
+    page.write_evidence(results, docs)
     text = (docs / "evidence.md").read_text()
     assert text.startswith("Above.\n")
     assert text.endswith("Below.\n")
@@ -808,7 +808,7 @@ def test_the_page_and_its_figures(name, request, tmp_path):
         assert line.endswith("| 90.0 -> 90.0 | 95.0 -> 95.0 |")
         assert curves["mixed_groups"][ARM] == [[0.75] * 4] * 3
         assert f"| `{ARM}` | 0, 1, 2 | bbbbbbbb | H100 | - | `python -m" in text
-    page.write_page(results, docs)
+    page.write_evidence(results, docs)
     assert (docs / "evidence.md").read_text() == text
 
 

@@ -344,12 +344,14 @@ def test_untrained_norms_have_the_dtype_of_the_others(run, tmp_path):
     assert "trained norms" not in (out / "README.md").read_text()
 
 
-def test_scores(run, tmp_path, monkeypatch, capsys):
-    asked = []
+def test_scores(tiny, tmp_path, monkeypatch, capsys):
+    asked, changes = [], {"data.examples": ("t5", "t6")}
+    run = finished_run.write_run(tmp_path / "run", tiny, own=True, **changes)
 
     def accuracy(sampler, policy, prompts, **_):
         packed = isinstance(policy.params["layers"][0]["qkv_proj"], QuantTensor)
         new_tokens = sampler.sampling.max_new_tokens
+        assert all("t5" in prompt.text for prompt in prompts)  # as in the training
         asked.append((packed, policy.lora is not None, len(prompts), new_tokens))
         return GreedyScore(accuracy=len(asked) / 4, truncated=0.0)
 

@@ -64,19 +64,6 @@ def test_fingerprint_depends_on_every_field_that_may_not_change():
     assert folder.default_folder(make_config()) == Path("runs") / f"grpo-tiny-{base}"
 
 
-def test_a_default_folder_of_an_earlier_version_is_found(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    begin(Path("runs/grpo-tiny-11111111"))
-    with folder.open_run(None, make_config(seed=1)) as other:
-        assert other.path == folder.default_folder(make_config(seed=1))
-    changed = make_config(log__completions=0, steps=20)
-    with folder.open_run(None, changed) as run:
-        assert (run.path, run.resumed) == (Path("runs/grpo-tiny-11111111"), True)
-    begin(Path("runs/grpo-tiny-22222222"))
-    with pytest.raises(UserError, match=r"11111111, .*22222222 hold runs.*--workdir"):
-        folder.default_folder(changed)
-
-
 def test_first_start_writes_the_config(tmp_path):
     path = tmp_path / "runs" / "a"
     with folder.open_run(path, make_config()) as run:

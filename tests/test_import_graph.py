@@ -13,8 +13,6 @@ import qerl_jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ("pallas_kernels", "qerl_jax", "experiments", "benchmarks")
-# `python -m experiments.benchmark_rollout` is another name for `python -m benchmarks.rollout`.
-ALIASES = {("experiments.benchmark_rollout", "benchmarks.rollout.__main__")}
 # The folders of qerl_jax by floor, the lowest first. A folder imports from lower floors only.
 FLOORS = (
     ("errors",),
@@ -204,11 +202,7 @@ def test_a_circle_between_folders_would_be_found(tmp_path):
 def test_packages_have_one_direction():
     for name, targets in imports(ROOT).items():
         rank = PACKAGES.index(name.split(".")[0])
-        above = {
-            target
-            for target in targets
-            if PACKAGES.index(target.split(".")[0]) > rank and (name, target) not in ALIASES
-        }
+        above = {target for target in targets if PACKAGES.index(target.split(".")[0]) > rank}
         assert not above, f"{name} imports {above}"
 
 

@@ -154,21 +154,6 @@ def test_other_data_begin_at_the_first_problem(origin, begun, tmp_path, change):
     assert ("problems are others" if change == "data" else "another seed") in said
 
 
-def test_the_best_adapter(origin, begun, tmp_path):
-    run = shutil.copytree(origin, tmp_path / "other")
-    with pytest.raises(UserError, match="has no best adapter yet; leave out :best"):
-        begun({"init_from": f"{run}:best"})
-    shutil.copytree(run / "adapter", run / "best_adapter")
-    weights = run / "best_adapter" / "adapter_model.safetensors"
-    (run / "best.json").write_text('{"step": 1, "accuracy": 0.5}')
-    assert weights.exists()
-    said, _, state, _ = begun({"init_from": f"{run}:best"})
-    assert "beginning from the best adapter of step 1 of" in said
-    assert "its state is that of the last step" in said
-    assert same(state.trainable.lora, tiny_run.adapter(run, "best_adapter"))
-    assert not any(leaf.any() for leaf in jax.tree.leaves(state.opt_state))
-
-
 @pytest.fixture
 def best(origin, tmp_path, monkeypatch):
     """A run with a best adapter, and a function that saves another one as the run does.
@@ -211,6 +196,20 @@ def best(origin, tmp_path, monkeypatch):
     return types.SimpleNamespace(run=run, save=save, read=read)
 
 
+def test_the_best_adapter(best, begun):
+    with pytest.raises(UserError, match="has no best adapter yet; leave out :best"):
+        begun({"init_from": f"{best.run}:best"})
+    best.save(1)
+    said, _, state, _ = begun({"init_from": f"{best.run}:best"})
+    assert "beginning from the best adapter of step 1 of" in said
+    assert "its state is that of the last step" in said
+    assert same(state.trainable.lora, tiny_run.adapter(best.run, "best_adapter"))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(state.opt_state))
+    (best.run / "best.json").write_text('{"step": 1, "accuracy": 0.5}')
+    with pytest.raises(UserError, match=r"best\.json is damaged: it has no number 'checksum'"):
+        best.read()
+
+
 def test_the_best_adapter_and_its_step_are_those_of_one_save(best, monkeypatch):
     """The other run saves the next one before, while and after they are read."""
     crcs = {step: best.save(step) for step in (1, 2, 3)}
@@ -236,20 +235,12 @@ def test_the_best_adapter_and_its_step_are_those_of_one_save(best, monkeypatch):
     assert best.read() == (2, crcs[2])
 
 
-def test_the_number_of_an_earlier_version_is_read_before_its_adapter(best, monkeypatch):
-    """Its best.json has no checksum, and is written after the folder."""
-    crc = best.save(1)
-    record = best.run / "best.json"
-    record.write_text('{"step": 1, "accuracy": 0.5}')
-    load = init_from.load_peft_adapter
-
-    def slow(*arguments):
-        loaded = load(*arguments)
-        record.write_text('{"step": 2, "accuracy": 0.6}')
-        return loaded
-
-    monkeypatch.setattr(init_from, "load_peft_adapter", slow)
-    assert best.read() == (1, crc)
+@pytest.mark.parametrize("fact", [None, {}, {"checksum": None}, {"checksum": 2**32}])
+def test_a_run_without_the_checksum_of_its_beginning_is_damaged(fact, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"init_from": fact}))
+    setup = types.SimpleNamespace(config=ConfigDict({"init_from": "other"}))
+    with pytest.raises(UserError, match=r"is damaged: init_from\.checksum is .*--workdir"):
+        init_from.restore_origin(setup, RunFolder(tmp_path))
 
 
 def test_process_0_chooses_the_checkpoint(origin, begun, monkeypatch):

@@ -7,7 +7,7 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from qerl_jax.data.prompts import Problem, render_prompt
+from qerl_jax.data.prompts import Problem, PromptConfig, render_prompt
 from qerl_jax.errors import UserError
 from qerl_jax.weights import tokenizer
 from qerl_jax.weights.load import load
@@ -166,7 +166,7 @@ def test_ends_and_padding(folder):
 def test_a_problem_is_rendered_as_one_turn(folder):
     made = tokenizer.from_folder(folder)
     problem = Problem("What is 3 plus 4?", "7")
-    text = render_prompt(problem, made, system_prompt="Be brief.", question_suffix=" Say it.")
+    text = render_prompt(problem, made, PromptConfig("Be brief.", " Say it."))
     assert text == "<s>[INST] Be brief.\n\nWhat is 3 plus 4? Say it.[/INST]"
     twice = Problem("a\nb", "1", messages=(("user", "a"), ("user", "b")))
     with pytest.raises(UserError, match="the chat template failed: roles must alternate user/ass"):

@@ -48,7 +48,7 @@ def test_every_epoch_has_every_problem_once_for_any_sizes(sizes):
 
 
 def test_the_order_of_one_source_is_a_permutation_by_seed_and_epoch():
-    """As in every earlier version: a run that is extended goes on in its order."""
+    """A run that is extended goes on in its order."""
     for seed in (0, 3, 2**32 - 1):
         taken, _ = draw(single(30, seed=seed), Cursor(), 60)
         epochs = [np.random.default_rng((seed, epoch)).permutation(30) for epoch in range(2)]

@@ -283,9 +283,9 @@ def test_an_error_of_one_process_ends_the_others(cases):
 @pytest.mark.slow  # 25 s
 def test_a_measured_step_of_two_processes_has_one_row(cases, tmp_path):
     path = tmp_path / "step.json"
-    old = {name: 0 for name in step.KEYS if name != "processes"} | {"devices": 1, "commit": ""}
+    old = dict.fromkeys(step.KEYS, 0) | {"processes": 1, "devices": 1, "commit": ""}
     path.write_text(json.dumps({"rows": [old]}))
-    step.merge(path, old | {"processes": 1, "new": True})
+    step.merge(path, old | {"new": True})
     step.merge(path, old | {"processes": 2})
     started = cases("measures", f"--out={path}")
     assert started.wait(180) == [0, 0], started.said(0) + started.said(1)

@@ -16,7 +16,6 @@ import tiny_run
 from tiny_model import random_lora, tiny_policy
 
 import qerl_jax
-from qerl_jax.config.resume import differences
 from qerl_jax.errors import UserError
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rewards.table import table_of
@@ -26,7 +25,6 @@ from qerl_jax.rl.train_step import (
     init_state,
     make_optimizer,
 )
-from qerl_jax.run.folder import config_dict, flatten
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -327,16 +325,6 @@ def test_an_installation_has_no_other_package(tmp_path):
         assert (done.returncode, done.stderr) == (0, ""), command
         assert command in done.stdout
         assert "python -m" not in done.stdout
-
-
-def test_a_run_without_the_name_of_its_optimizer_goes_on(tiny):
-    """Runs of earlier versions lack the field."""
-    config = tiny.config()
-    current = flatten(config_dict(config))
-    saved = {name: value for name, value in current.items() if name != "optimizer.name"}
-    assert differences(saved, current, config) == ({}, {})
-    changed = current | {"optimizer.name": "m:sgd"}
-    assert differences(saved, changed, config)[1] == {"optimizer.name": '"adamw" -> "m:sgd"'}
 
 
 def test_an_edited_optimizer_is_another_program(tmp_path, monkeypatch):

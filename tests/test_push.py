@@ -214,7 +214,7 @@ def test_a_folder_with_other_characters_is_found_in_json(tmp_path):
         push.check_names_no_folder(tmp_path, "user/name", [own])
 
 
-def test_a_key_of_an_earlier_version_is_kept_out_of_the_card(run, tmp_path):
+def test_a_key_in_a_url_is_kept_out_of_the_card(run, tmp_path):
     url = "https://judge.example/score?model=a&api_key=S3CRET&x=1"
     saved = json.loads((run / "config.json").read_text())
     saved["config"]["rewards"]["judge"] = {"function": url, "weight": 1.0}

@@ -156,7 +156,6 @@ def test_killed(uninterrupted, interrupted, tiny, capsys, at):
         (STEP_2, 1),  # in its second round
         # in the evaluation that follows
         pytest.param(STEP_2_SECOND_ROUND, 2, marks=pytest.mark.slow),
-        # as in the test of an earlier version's checkpoint
         pytest.param(EVALUATION_2, 2, marks=pytest.mark.slow),
         pytest.param(EVALUATION_6, 6, marks=pytest.mark.slow),
     ],
@@ -249,34 +248,6 @@ def test_the_best_adapter_does_not_depend_on_interruptions(tiny, tmp_path, monke
     assert json.loads((run / "summary.json").read_text())["best_accuracy"] == 0.5
 
 
-def test_a_checkpoint_of_an_earlier_version_holds_the_row_of_its_last_step(
-    uninterrupted, interrupted, tiny, monkeypatch
-):
-    run = interrupted(terminate, at=EVALUATION_2)
-    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    row = json.loads(lines[2])
-    samples = read_jsonl(run / "completions.jsonl")[2:]
-    before = json.loads(lines[1]) | {
-        "eval_accuracy_before": json.loads(lines[0])["eval_accuracy_before"]
-    }
-    (run / "metrics.jsonl").write_text(json.dumps(before) + "\n")
-    restore = Checkpoints.restore_latest
-
-    def with_row(checkpoints, like):
-        step, state, meta = restore(checkpoints, like)
-        kept = {k: v for k, v in row.items() if k not in ("step_seconds", "remaining_seconds")}
-        return step, state, meta | {"best_accuracy": 0.0, "unlogged": (kept, samples)}
-
-    monkeypatch.setattr(Checkpoints, "restore_latest", with_row)
-    train(tiny.config(CHANGES), workdir=run)
-    found = tiny_run.results(run)
-    assert found[0].pop("eval_accuracy_before") == tiny_run.evaluations(uninterrupted)[0]
-    assert found == tiny_run.results(uninterrupted)
-    assert tiny_run.evaluations(run) == tiny_run.evaluations(uninterrupted)
-    for name in ("completions.jsonl", "summary.json"):
-        assert (run / name).read_bytes() == (uninterrupted / name).read_bytes()
-
-
 def best_adapter(run):
     return (run / "best_adapter" / "adapter_model.safetensors").read_bytes()
 
@@ -322,34 +293,6 @@ def test_the_best_adapter_outlives_an_evaluation_that_is_not_repeated(
     assert record.pop("checksum") in range(2**32)
     assert record == {"step": 2, "accuracy": 0.5}
     assert json.loads((run / "summary.json").read_text())["best_accuracy"] == 0.5
-
-
-def test_a_step_that_an_earlier_version_logged_late_keeps_its_evaluation(
-    tiny, tmp_path, monkeypatch, scores
-):
-    """The checkpoint of an interrupted evaluation holds the row of its step, and is not replaced.
-
-    The earlier version wrote the evaluation into the row of the step.
-    """
-    scores += [0.1, 0.5, 0.4]
-    run, changes = tmp_path / "run", CHANGES | {"checkpoint.every": 1}
-    train(tiny.config(changes | {"steps": 1}), workdir=run)
-    (run / "best.json").unlink()
-    before, row, _ = read_jsonl(run / "metrics.jsonl")
-    rows = [before, row | {"eval_accuracy": 0.5}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    restore = Checkpoints.restore_latest
-
-    def with_row(checkpoints, like):
-        step, state, meta = restore(checkpoints, like)
-        del meta["problems"]
-        return step, state, meta | {"unlogged": (row, [])}
-
-    monkeypatch.setattr(Checkpoints, "restore_latest", with_row)
-    best = best_adapter(run)
-    train(tiny.config(changes | {"steps": 2}), workdir=run)
-    assert tiny_run.evaluations(run) == {0: 0.1, 1: 0.5, 2: 0.4}
-    assert best_adapter(run) == best
 
 
 @pytest.mark.parametrize(

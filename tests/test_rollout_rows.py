@@ -10,6 +10,7 @@ from qerl_jax.errors import UserError
 POLICY = {
     "model": "m", "format": "bf16", "weights": "random", "lora_rank": 32, "tensor": 1,
     "head_format": "", "kv_cache_dtype": "bfloat16", "chunk_steps": 16, "dequantize": "once",
+    "implementation": "",
 }  # fmt: skip
 
 

@@ -6,19 +6,18 @@ import math
 import pathlib
 
 import pytest
-from finished_run import write_run
+from finished_run import META, write_run
 
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import read_run
-from qerl_jax.run.folder import RunFolder, find_runs
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.folder import read_run as read_run_of_training
 from qerl_jax.run.provenance import provenance
-from qerl_jax.run.saved_fields import check_run, is_shallow, is_time, require
+from qerl_jax.run.saved_fields import check_meta, check_run, is_shallow, is_time
 from qerl_jax.show.view import open_views
 from qerl_jax.system.jsonl import read_number
-from qerl_jax.training.initial_policy import check_meta
 
 PATH = pathlib.Path("config.json")
-META = {"cursor": {"epoch": 0, "index": 3}, "fingerprint": "0a", "noise": {"sigma": None}}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,8 @@ def test_what_a_run_writes_is_accepted(run):
     check_run(PATH, saved)
     saved["versions"]["qerl-jax"] = None  # a clone that is not installed
     check_run(PATH, saved)
-    check_run(PATH, {"config": {}})  # of an earlier version
+    saved["git"] = None  # a copy without git
+    check_run(PATH, saved)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_readers_check_what_they_read(run, tiny, tmp_path):
         read_run(other)
     deep = json.dumps(saved).replace('"steps": 4', f'"steps": {json.dumps(nested(900))}')
     (other / "config.json").write_text(deep)
-    assert find_runs(tmp_path / "runs", "*", tiny.config()) == []
+    assert read_run_of_training(other / "config.json") is None
 
 
 def test_depth():
@@ -92,11 +92,18 @@ def test_depth():
     assert is_shallow("x")
 
 
-def test_a_field_that_is_read_must_be_there():
-    require({"data": {"path": ""}}, ["data.path"])
-    for run in ({}, {"data": 1}, {"data": {"path": None}}):
-        with pytest.raises(UserError, match=r"lacks data\.path"):
-            require(run, ["data.path"])
+@pytest.mark.parametrize(
+    "name", ["config", "config.data", "config.data.path", "config.rollout.stop", "created", "git"]
+)
+def test_a_field_that_is_read_must_be_there(name, run):
+    saved = json.loads((run / "config.json").read_text())
+    *sections, last = name.split(".")
+    inside = saved
+    for section in sections:
+        inside = inside[section]
+    del inside[last]
+    with pytest.raises(UserError, match=r"config.json: not the config of a run: .* is absent"):
+        check_run(PATH, saved)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"steps": "x"}', '{"steps": NaN}', "[" * 9999])
@@ -128,3 +135,5 @@ def test_what_lies_beside_arrays_is_checked(change):
     check_meta(PATH, META)
     with pytest.raises(UserError, match="no run wrote"):
         check_meta(PATH, META | change)
+    with pytest.raises(UserError, match="no run wrote"):
+        check_meta(PATH, {name: META[name] for name in META if name not in change})

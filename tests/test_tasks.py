@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from finished_run import META
 from problem_sets import load_problems
 
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
@@ -84,7 +85,7 @@ def test_benchmarks_come_from_the_hub(hub):
     assert tasks[0].scorer == REWARDS + "numeric_answer"
     assert {task.scorer for task in tasks[1:]} == {REWARDS + "math_answer"}
     for task in tasks:
-        assert (task.system_prompt, task.question_suffix) == (SYSTEM_PROMPT, "")
+        assert (task.prompt.system_prompt, task.prompt.question_suffix) == (SYSTEM_PROMPT, "")
         assert task.format_scorer == REWARDS + "boxed_format"
         assert task.max_new_tokens == BENCHMARKS[task.name].max_new_tokens
 
@@ -139,7 +140,7 @@ def test_a_run_is_asked_what_it_held_out(run, file):
     run["rewards"]["correctness"]["function"] = REWARDS + "tagged_answer"
     (task,) = make(file("1"), run=run)
     assert task.scorer == REWARDS + "tagged_answer"
-    assert task.system_prompt == "Be brief."
+    assert task.prompt.system_prompt == "Be brief."
 
 
 def test_a_generated_task_with_several_answers_has_no_other_judge(run):
@@ -169,7 +170,7 @@ def test_a_benchmark_keeps_its_scorer_and_its_limit_for_a_run(run, hub, file):
     tasks = benchmarks + make("run", file("1", name="other.jsonl"), run=run)
     assert [task.max_new_tokens for task in tasks[2:]] == [12, 12]
     for task in tasks:
-        assert task.system_prompt == "Be brief."
+        assert task.prompt.system_prompt == "Be brief."
         assert (task.stop, task.kv_cache_dtype) == (("</answer>",), "float8")
     assert [task.stop for task in make("math500", "gsm8k", data=given)] == [(), ()]
     (task,) = make("math500", run=run, max_new_tokens=["99"])
@@ -197,10 +198,10 @@ def test_the_problems_that_a_run_held_out_are_the_same(run, file, tmp_path):
     (task,) = make(run=run)
     assert [problem.answer for problem in task.problems] == ["18", "19"]
     with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
-        for meta in ({}, {"problems": {"train": "x", "eval": digest_of_problems(task.problems)}}):
-            checkpoints.save(len(meta), {"x": np.zeros(1)}, meta)
-            checkpoints.wait()
-            assert make(run=run, folder=tmp_path)[0].problems == task.problems
+        meta = META | {"problems": {"train": "x", "eval": digest_of_problems(task.problems)}}
+        checkpoints.save(1, {"x": np.zeros(1)}, meta)
+        checkpoints.wait()
+        assert make(run=run, folder=tmp_path)[0].problems == task.problems
     file(*map(str, range(21)))
     with pytest.raises(UserError, match=r"held out have changed since.*--data=run=FILE\.jsonl"):
         make(run=run, folder=tmp_path)
@@ -216,7 +217,7 @@ def test_overrides_are_for_all_tasks_or_one(hub, file):
         scorer=["my=m:f"],
         format_scorer=["gsm8k="],
     )
-    assert (first.system_prompt, second.system_prompt) == ("x = y", "a=b")
+    assert (first.prompt.system_prompt, second.prompt.system_prompt) == ("x = y", "a=b")
     assert (first.max_new_tokens, second.max_new_tokens) == (77, 77)
     assert (first.scorer, second.scorer) == (REWARDS + "numeric_answer", "m:f")
     assert (first.format_scorer, second.format_scorer) == ("", REWARDS + "boxed_format")
@@ -319,7 +320,7 @@ def test_a_run_is_judged_by_its_own_rewards(run, file):
     assert task.scorer == url
     assert task.options["scorer"] == {"time_limit": 60.0, "token_env": "JUDGE", "retries": 5}
     assert task.options["format_scorer"] == {}
-    assert task.chat_template_args == {"enable_thinking": False}
+    assert task.prompt.chat_template_args == {"enable_thinking": False}
     # A benchmark has its own scorer, which is no URL.
     (benchmark,) = make("gsm8k", run=run, data=[f"gsm8k={file('7')}"])
     assert benchmark.options["scorer"] == {}
@@ -328,7 +329,7 @@ def test_a_run_is_judged_by_its_own_rewards(run, file):
     arguments = {"scorer": ["http://127.0.0.1:2/"], "token_env": ["OTHER"]}
     (task,) = make(path, run=run, chat_template_args=["{}"], **arguments)
     assert task.options["scorer"] == {"token_env": "OTHER"}
-    assert task.chat_template_args == {}
+    assert task.prompt.chat_template_args == {}
     with pytest.raises(UserError, match=r"--token-env=OTHER: no scorer is a URL"):
         make(path, token_env=["OTHER"])
     with pytest.raises(UserError, match=r"--chat-template-args=\[1\]: a JSON object is needed"):

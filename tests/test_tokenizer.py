@@ -11,7 +11,7 @@ import tokenizers
 import transformers
 from tiny_checkpoints import VOCAB, write_tokenizer
 
-from qerl_jax.data.prompts import Problem, encode_prompts, render_prompt
+from qerl_jax.data.prompts import Problem, PromptConfig, encode_prompts, render_prompt
 from qerl_jax.errors import UserError
 from qerl_jax.weights import tokenizer
 
@@ -311,16 +311,15 @@ def test_arguments_of_a_template(tmp_path):
     expected = "t3 t4<think>\n\n</think>"
     assert tokens.apply_chat_template(MESSAGES, **arguments) == expected
     problem = Problem("t3 t4", "1")
-    assert render_prompt(problem, tokens, chat_template_args=arguments) == expected
-    (prompt,) = encode_prompts(
-        [problem], tokens, chat_template_args=arguments, max_prompt_tokens=99
-    )
+    config = PromptConfig(chat_template_args=arguments)
+    assert render_prompt(problem, tokens, config) == expected
+    (prompt,) = encode_prompts([problem], tokens, config, max_prompt_tokens=99)
     assert prompt.text == expected
     message = r"does not read thinking of data.chat_template_args; it reads enable_thinking"
     with pytest.raises(UserError, match=message):
         tokens.apply_chat_template(MESSAGES, thinking=False)
     with pytest.raises(UserError, match=r"tools are those of environment\.function"):
-        render_prompt(problem, tokens, chat_template_args={"tools": []})
+        render_prompt(problem, tokens, PromptConfig(chat_template_args={"tools": []}))
 
 
 @pytest.mark.parametrize(
@@ -350,18 +349,18 @@ def test_the_error_of_a_template_names_its_file(tmp_path):
 
 
 def test_a_template_that_drops_a_message_is_refused(tmp_path):
-    options = {"question_suffix": "\nThink.", "system_prompt": "Be\nshort."}
+    config = PromptConfig(question_suffix="\nThink.", system_prompt="Be\nshort.")
     for template, named in (
         ("{{ messages[-1].content }}", "the system message 'Be"),
         ("{{ messages[0].content }}", "the user message 't3"),
     ):
         write_tokenizer(tmp_path, chat_template=template)
         with pytest.raises(UserError, match=f"tokenizer_config.json: .* leaves out {named}"):
-            render_prompt(Problem("t3", "1"), tokenizer.from_folder(tmp_path), **options)
+            render_prompt(Problem("t3", "1"), tokenizer.from_folder(tmp_path), config)
     write_tokenizer(
         tmp_path, chat_template="{{ messages | map(attribute='content') | join | trim }}"
     )
-    text = render_prompt(Problem("t3 ", "1"), tokenizer.from_folder(tmp_path), **options)
+    text = render_prompt(Problem("t3 ", "1"), tokenizer.from_folder(tmp_path), config)
     assert text == "Be\nshort.t3 \nThink."
 
 

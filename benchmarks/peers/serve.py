@@ -180,11 +180,11 @@ def complete_with_vllm(
         SamplingParams(
             temperature=0.0,
             max_tokens=limit,
-            stop=settings.get("stop") or None,
+            stop=settings["stop"] or None,
             include_stop_str_in_output=True,  # as here
         ),
         lora_request=adapter,
-        chat_template_kwargs=settings.get("chat_template_args") or None,
+        chat_template_kwargs=settings["chat_template_args"] or None,
         use_tqdm=False,
     )
     completions = [output.outputs[0] for output in outputs]
@@ -207,7 +207,7 @@ def complete_with_transformers(
 
     from qerl_jax.errors import UserError
 
-    if settings.get("stop"):
+    if settings["stop"]:
         raise UserError("the evaluation has stop strings, which --engine=vllm alone knows")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer: Any = AutoTokenizer.from_pretrained(arguments.base, padding_side="left")
@@ -230,7 +230,7 @@ def complete_with_transformers(
             return_dict=True,
             return_tensors="pt",
             padding=True,
-            **settings.get("chat_template_args") or {},
+            **settings["chat_template_args"],
         ).to(device)
         with torch.inference_mode():
             tokens = model.generate(

@@ -61,7 +61,7 @@ from benchmarks.rollout.subject import (
 from pallas_kernels.gpu_lock import sole_use
 from qerl_jax.compile.aot import compile_operations
 from qerl_jax.compile.operation import Executables, commit
-from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.data.prompts import PromptConfig, encode_prompts
 from qerl_jax.errors import memory_errors
 from qerl_jax.policy.lora import ALL_FUSED, projection_shapes
 from qerl_jax.policy.quant import QuantTensor
@@ -209,7 +209,7 @@ def measure_rollouts(subject: Subject, options: BenchmarkConfig) -> dict:
         for prompt in encode_prompts(
             first_problems(options.data, options.prompts),
             model.tokenizer,
-            system_prompt=options.system_prompt,
+            PromptConfig(system_prompt=options.system_prompt),
             max_prompt_tokens=model.config.max_position - options.max_new_tokens,
             remedy="lower --max-new-tokens",
         )

@@ -81,7 +81,6 @@ def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
 
 
 def _key(row: dict) -> tuple:
-    row = {"implementation": ""} | row  # rows from before one could be chosen
     return tuple(row[name] for name in KEYS[row["kind"]])
 
 

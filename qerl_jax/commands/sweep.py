@@ -24,7 +24,6 @@ resumed. A run that fails does not stop the others; it is named at the end, and 
     RUN/, logs/RUN.log      run folder, and the output of its process
 """
 
-import glob
 import hashlib
 import importlib.util
 import json
@@ -44,7 +43,7 @@ from qerl_jax.config.experiments import config_file, installed_file
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.config.sweep import ConfigOverrides
 from qerl_jax.errors import UserError, visible
-from qerl_jax.run.folder import RunFolder, config_dict, config_digest, find_runs, flatten
+from qerl_jax.run.folder import config_dict, config_digest, flatten
 from qerl_jax.run.jobs import devices_of
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.sweep import (
@@ -57,7 +56,7 @@ from qerl_jax.run.sweep import (
 )
 from qerl_jax.system.atomic import TEMPORARY, write_atomic, write_json
 from qerl_jax.system.paths import user_path
-from qerl_jax.system.safe_files import check_folder, check_tree, read_bytes, read_text
+from qerl_jax.system.safe_files import check_folder, check_tree, read_text
 
 _WHOLE = re.compile(r"python -m \S+\.sweep ")  # the command of the whole sweep in commands.sh
 _LONGEST_NAME = 100
@@ -161,26 +160,10 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
                 f"two runs have the same settings: {runs[digest].overrides} and {overrides}"
             )
         name = re.sub(r"[^\w.,=+-]+", "_", text.replace(", ", ","))[:_LONGEST_NAME]
-        name = _folder_name(folder, name, digest, config)
+        name = f"{name}-{digest}".lstrip("-")
         command = ("-m", "qerl_jax.commands.train", *arguments, f"--workdir={folder / name}")
         runs[digest] = Run(name, overrides, fields, folder / name, command)
     return list(runs.values())
-
-
-def _folder_name(folder: Path, name: str, digest: str, config: ConfigDict) -> str:
-    """`NAME-DIGEST`, or the name with other digits that an earlier version gave the same run."""
-    current_name = f"{name}-{digest}".lstrip("-")
-    if (folder / current_name).exists():
-        return current_name
-    pattern = f"{glob.escape(name)}-{'[0-9a-f]' * 8}".lstrip("-")
-    earlier = [
-        path.name
-        for path in find_runs(folder, pattern, config)
-        if (saved := json.loads(read_bytes(RunFolder(path).config)))["schedule_steps"]
-        == config.steps
-        and saved["config"]["steps"] == config.steps
-    ]
-    return earlier[0] if len(earlier) == 1 else current_name
 
 
 def _load_sweep(file: str) -> list[ConfigOverrides]:

@@ -116,7 +116,7 @@ def has_own_evaluation(data: Mapping[str, Any]) -> bool:
     Args:
         data: the section `data` of a config.
     """
-    return evaluates_separately(data.get("eval_source", ""), data["eval_path"])
+    return evaluates_separately(data["eval_source"], data["eval_path"])
 
 
 _NVFP4 = Condition("model.format='nvfp4'", lambda c: c.model.format == "nvfp4")

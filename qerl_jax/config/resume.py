@@ -5,23 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import ROWS, row_of
-
-# Fields that runs of earlier versions lack, with the value that stands for what these runs did.
-_EARLIER = {"optimizer.name": "adamw", "data.examples": []} | {
-    name: row.default for name, row in ROWS.items() if name.startswith("environment.")
-}
-
-
-def with_later_fields(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a saved config with those that are of a later version.
-
-    Args:
-        saved: fields of the saved config by flattened name.
-        current: fields of the new config.
-    """
-    later = {name: value for name, value in _EARLIER.items() if name in current}
-    return later | saved
+from qerl_jax.config.fields import row_of
 
 
 def is_place(field: str) -> bool:
@@ -58,7 +42,6 @@ def differences(
         The fields that move only memory or time, and all other fields that may not change, each
         with a text such as '8 -> 4'.
     """
-    saved = with_later_fields(saved, current)
     memory_changes: dict[str, str] = {}
     other_changes: dict[str, str] = {}
     for field in sorted(saved.keys() | current.keys()):

@@ -7,7 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from qerl_jax.data.environments import RunEnvironments
-from qerl_jax.data.prompts import Problem
+from qerl_jax.data.prompts import Problem, prompt_config
 from qerl_jax.environments.episodes import Contract, Environments, environment_of
 from qerl_jax.environments.pool import CallError, Pool
 from qerl_jax.environments.replies import ReplyWriter
@@ -129,12 +129,6 @@ def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> RunEnvironmen
     return RunEnvironments(
         environments,
         tokenizer,
-        {
-            "system_prompt": data.system_prompt,
-            "question_suffix": data.question_suffix,
-            "examples": data.examples,
-            "chat_template_args": arguments,
-            "tools": tools_of(contracts),
-        },
+        prompt_config(data, chat_template_args=arguments, tools=tools_of(contracts)),
         data.max_prompt_tokens,
     )

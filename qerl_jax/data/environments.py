@@ -4,12 +4,12 @@ import collections
 import dataclasses
 import hashlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from qerl_jax.data.prompts import ChatTokenizer, Problem, Prompt, encode_prompts
+from qerl_jax.data.prompts import ChatTokenizer, Problem, Prompt, PromptConfig, encode_prompts
 from qerl_jax.environments.episodes import Environments, Episode, Episodes
 from qerl_jax.environments.roles import ENDINGS, FAILURE
 from qerl_jax.rewards.functions import CONVERSATION_COLUMNS
@@ -23,13 +23,13 @@ class RunEnvironments:
     Attributes:
         environments: the environments.
         tokenizer: tokenizer of the policy.
-        prompts: how prompts are written, as `prompts.encode_prompts` takes it.
+        prompts: how prompts are written.
         max_prompt_tokens: largest number of tokens of a prompt.
     """
 
     environments: Environments
     tokenizer: ChatTokenizer
-    prompts: Mapping[str, Any]
+    prompts: PromptConfig
     max_prompt_tokens: int
 
     def begin(
@@ -76,7 +76,7 @@ class RunEnvironments:
         (changed,) = encode_prompts(
             [prompt.problem],
             self.tokenizer,
-            **self.prompts,
+            self.prompts,
             observation=text,
             max_prompt_tokens=self.max_prompt_tokens,
             what="prompts with what environment.function says at its reset",

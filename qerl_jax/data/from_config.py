@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 from qerl_jax.data.environment_config import check_problems, contracts_of, tools_of
 from qerl_jax.data.mixture import MixtureSource, read_mixture
 from qerl_jax.data.order import Order, Source
-from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
+from qerl_jax.data.prompts import Problem, Prompt, encode_prompts, prompt_config
 from qerl_jax.data.splits import ProblemConfig, digest_of_problems, load_mixture, load_splits
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
@@ -131,16 +131,16 @@ def encode_problems(
     Raises:
         UserError: a prompt is longer than data.max_prompt_tokens.
     """
-    tools = tools_of(contracts_of(config))
+    prompts = prompt_config(
+        config.data,
+        chat_template_args=config.data.chat_template_args.to_dict(),
+        tools=tools_of(contracts_of(config)),
+    )
     return {
         split: encode_prompts(
             split_problems,
             tokenizer,
-            tools=tools,
-            system_prompt=config.data.system_prompt,
-            question_suffix=config.data.question_suffix,
-            examples=config.data.examples,
-            chat_template_args=config.data.chat_template_args.to_dict(),
+            prompts,
             max_prompt_tokens=config.data.max_prompt_tokens,
             what=f"prompts of {split.removeprefix(f'{TRAIN}/')}" if "/" in split else "prompts",
         )

@@ -95,7 +95,7 @@ def read_mixture(data: Mapping[str, Any]) -> dict[str, MixtureSource]:
         UserError: a source lacks what it needs, has a key that it does not read or a value that is
             not valid, or there is a `data.path` beside the mixture.
     """
-    table = data.get("mixture", {})
+    table = data["mixture"]
     if table and data["path"]:
         raise UserError(
             f"data.path={data['path']} and data.mixture ({', '.join(table)}): make the path a "

@@ -52,15 +52,46 @@ class Prompt:
     ids: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class PromptConfig:
+    """How problems are written as prompts.
+
+    Attributes:
+        system_prompt: the system message; with '' the problem or the template decides.
+        question_suffix: text that is appended to the last message without a space in between.
+        examples: solved examples, a question and its answer in turn; they come before the problem
+            as messages of the user and the assistant, and their questions have the suffix too.
+        chat_template_args: further variables of the chat template.
+        tools: function from a problem to the JSON schemas of the tools that the policy may call;
+            None for no tools.
+    """
+
+    system_prompt: str = ""
+    question_suffix: str = ""
+    examples: Sequence[str] = ()
+    chat_template_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tools: Callable[[Problem], Sequence[Mapping[str, Any]] | None] | None = None
+
+
+DEFAULT_PROMPT = PromptConfig()
+
+
+def prompt_config(data: Mapping[str, Any], **changes: Any) -> PromptConfig:
+    """Returns how a run writes prompts.
+
+    Args:
+        data: the section `data` of its config.
+        changes: fields of `PromptConfig` with other values.
+    """
+    names = "system_prompt", "question_suffix", "examples", "chat_template_args"
+    return PromptConfig(**{name: data[name] for name in names} | changes)
+
+
 def render_prompt(
     problem: Problem,
     tokenizer: ChatTokenizer,
+    config: PromptConfig = DEFAULT_PROMPT,
     *,
-    system_prompt: str = "",
-    question_suffix: str = "",
-    examples: Sequence[str] = (),
-    chat_template_args: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
     observation: str = "",
 ) -> str:
     """Writes a problem as a chat that waits for the assistant.
@@ -68,12 +99,7 @@ def render_prompt(
     Args:
         problem: the problem.
         tokenizer: tokenizer with the chat template.
-        system_prompt: the system message; with '' the problem or the template decides.
-        question_suffix: text that is appended to the last message without a space in between.
-        examples: solved examples, a question and its answer in turn; they come before the problem
-            as messages of the user and the assistant, and their questions have the suffix too.
-        chat_template_args: further variables of the chat template.
-        tools: JSON schemas of tools that the policy may call; None for no tools.
+        config: how it is written.
         observation: what an environment says, after the last message and its suffix.
 
     Raises:
@@ -81,12 +107,13 @@ def render_prompt(
             read an argument, a text is not valid Unicode, there are two system messages, or a
             solved example has no answer.
     """
+    system_prompt, question_suffix = config.system_prompt, config.question_suffix
     for text, name in (
         (system_prompt, "the system message"),
         (problem.question, "the question"),
         (question_suffix, "the question suffix"),
         (observation, "what the environment says"),
-        *((text, "a solved example") for text in examples),
+        *((text, "a solved example") for text in config.examples),
     ):
         check_unicode(text, name)
     chat = list(problem.messages or [("user", problem.question)])
@@ -100,14 +127,14 @@ def render_prompt(
     if system_prompt:
         chat.insert(0, ("system", system_prompt))
     place = int(chat[0][0] == "system")
-    chat[place:place] = _turns(examples, question_suffix)
+    chat[place:place] = _turns(config.examples, question_suffix)
     messages = [{"role": role, "content": content} for role, content in chat]
-    arguments = dict(chat_template_args or {})
+    arguments = dict(config.chat_template_args)
     if "tools" in arguments:
         raise UserError(
             "data.chat_template_args: tools are those of environment.function, leave out 'tools'"
         )
-    if tools:
+    if config.tools is not None and (tools := config.tools(problem)):
         arguments["tools"] = tools
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **arguments)
     # A template may leave out the reasoning of an earlier answer, as that of Qwen3 does.
@@ -131,12 +158,8 @@ def _turns(examples: Sequence[str], question_suffix: str) -> list[tuple[str, str
 def encode_prompts(
     problems: Sequence[Problem],
     tokenizer: ChatTokenizer,
+    config: PromptConfig = DEFAULT_PROMPT,
     *,
-    system_prompt: str = "",
-    question_suffix: str = "",
-    examples: Sequence[str] = (),
-    chat_template_args: Mapping[str, Any] | None = None,
-    tools: Callable[[Problem], Sequence[Mapping[str, Any]] | None] | None = None,
     observation: str = "",
     max_prompt_tokens: int,
     what: str = "prompts",
@@ -148,11 +171,7 @@ def encode_prompts(
     Args:
         problems: the problems to render.
         tokenizer: tokenizer with the chat template.
-        system_prompt: the system message, as in `render_prompt`.
-        question_suffix: text that is appended to every question without a space in between.
-        examples: solved examples, as in `render_prompt`.
-        chat_template_args: further variables of the chat template.
-        tools: function from a problem to the JSON schemas of its tools; None for no tools.
+        config: how they are written.
         observation: what an environment says, as in `render_prompt`.
         max_prompt_tokens: largest number of tokens in a prompt.
         what: name of the prompts in the error message.
@@ -164,16 +183,7 @@ def encode_prompts(
     """
     prompts = []
     for problem in problems:
-        text = render_prompt(
-            problem,
-            tokenizer,
-            system_prompt=system_prompt,
-            question_suffix=question_suffix,
-            examples=examples,
-            chat_template_args=chat_template_args,
-            tools=None if tools is None else tools(problem),
-            observation=observation,
-        )
+        text = render_prompt(problem, tokenizer, config, observation=observation)
         prompts.append(Prompt(problem, text, tuple(tokenizer.encode(text))))
     lengths = [len(prompt.ids) for prompt in prompts]
     too_long = sum(length > max_prompt_tokens for length in lengths)

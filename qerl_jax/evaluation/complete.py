@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from qerl_jax.data.prompts import Problem, render_prompt
+from qerl_jax.data.prompts import Problem, PromptConfig, render_prompt
 from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
@@ -68,7 +68,7 @@ def complete(
         sampling: distribution and length of the completions; a temperature of 0 is greedy.
         lora: adapter of the policy, or None.
         system: the system message; with '' the template decides.
-        examples: solved examples before each question, as in `render_prompt`.
+        examples: solved examples before each question, as in `PromptConfig`.
         chat_template_args: further variables of the template, such as Qwen3's `enable_thinking`.
         group_size: G, number of completions of each question.
         seed: seed of the samples.
@@ -89,16 +89,8 @@ def complete(
             raise UserError(
                 f"question {number} is {question!r:.60}, not a text: pass a list of texts"
             )
-    texts = [
-        render_prompt(
-            Problem(question, ""),
-            model.tokenizer,
-            system_prompt=system,
-            examples=examples,
-            chat_template_args=chat_template_args,
-        )
-        for question in questions
-    ]
+    prompt = PromptConfig(system, "", examples, chat_template_args or {})
+    texts = [render_prompt(Problem(text, ""), model.tokenizer, prompt) for text in questions]
     rollout = generate(
         jax.random.key(seed, impl="threefry2x32"),
         model,

@@ -18,8 +18,7 @@ def has_environment(run: Mapping[str, Any] | None) -> bool:
     Args:
         run: content of config.json, or None.
     """
-    environment = (run or {}).get("config", {}).get("environment", {})
-    return bool(environment.get("function"))
+    return run is not None and bool(run["config"]["environment"]["function"])
 
 
 def environments_of(

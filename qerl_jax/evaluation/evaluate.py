@@ -181,9 +181,11 @@ def _encode_tasks(
         if environments is None or task.source != RUN or policy.run is None:
             return encode_task(policy.model, task, config.limit)
         turns = turns_of(policy.run, task.max_new_tokens)
+        prompt = dataclasses.replace(task.prompt, tools=environments.prompts.tools)
         return encode_task(
-            *(policy.model, task, config.limit),
-            tools=environments.prompts["tools"],
+            policy.model,
+            dataclasses.replace(task, prompt=prompt),
+            config.limit,
             new_tokens=turns.context_tokens if turns else 0,
         )
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qerl_jax.data.prompts import DEFAULT_PROMPT, PromptConfig, prompt_config
 from qerl_jax.errors import UserError, visible
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora, LoraConfig
@@ -66,7 +67,12 @@ class LoadedPolicy:
     @property
     def created(self) -> str:
         """When its run was first started, as `template_date` takes it; '' without a run."""
-        return (self.run or {}).get("created", "")
+        return "" if self.run is None else self.run["created"]
+
+    @property
+    def prompt(self) -> PromptConfig:
+        """How its run writes prompts; without a run, the question alone."""
+        return DEFAULT_PROMPT if self.run is None else prompt_config(self.run["config"]["data"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +291,7 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
         path: path that may be a run folder; the config.json of a model does not make it one.
 
     Raises:
-        UserError: config.json cannot be read, or lacks a field that every run has.
+        UserError: config.json cannot be read, or holds what no run writes.
     """
     config_path = RunFolder(path).config
     if not config_path.exists() or not path.is_dir():
@@ -293,13 +299,6 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
     content = json_file.read_object(config_path)
     if "schedule_steps" not in content:
         return None
-    model = content["config"].get("model") if isinstance(content.get("config"), dict) else None
-    fields = ("source", "format", "dtype")
-    if not isinstance(model, dict) or not all(isinstance(model.get(f), str) for f in fields):
-        raise UserError(
-            f"{config_path}: not the config of a run: model.source, model.format or "
-            "model.dtype is missing"
-        )
     check_run(config_path, content)
     content[OWN] = has_own_tag(content)
     if python_rewards := content.get(PYTHON_REWARDS):

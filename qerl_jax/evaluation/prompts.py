@@ -2,12 +2,12 @@
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
-from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
+from qerl_jax.data.prompts import Prompt, encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import Task
 from qerl_jax.weights.load import LoadedModel
@@ -30,7 +30,6 @@ def encode_task(
     task: Task,
     limit: int,
     *,
-    tools: Callable[[Problem], Any] | None = None,
     new_tokens: int = 0,
 ) -> TaskPrompts:
     """Renders and tokenizes the problems of a task.
@@ -39,21 +38,13 @@ def encode_task(
         model: the model, with its tokenizer.
         task: the task.
         limit: number of problems to take from the start; 0 takes all.
-        tools: function from a problem to the JSON schemas of its tools; None for no tools.
         new_tokens: largest number of tokens after a prompt; 0 is that of the task.
 
     Raises:
         UserError: a prompt and a completion exceed the positions of the model.
     """
     all_prompts = encode_prompts(
-        task.problems,
-        model.tokenizer,
-        system_prompt=task.system_prompt,
-        question_suffix=task.question_suffix,
-        examples=task.examples,
-        chat_template_args=task.chat_template_args,
-        tools=tools,
-        max_prompt_tokens=sys.maxsize,
+        task.problems, model.tokenizer, task.prompt, max_prompt_tokens=sys.maxsize
     )
     prompts = all_prompts[: limit or None]
     positions, lengths = model.config.max_position, [len(prompt.ids) for prompt in prompts]

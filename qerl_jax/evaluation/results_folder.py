@@ -36,8 +36,6 @@ _SAME_TASK = (
     "kv_cache_dtype", "chat_template_args", "examples",
 )  # fmt: skip
 _OVERRIDE_KEYS = _SAME_TASK[1:4]  # the settings of a task that `TaskOverrides` has
-# Settings of a task in results of earlier versions, which did not save them.
-_EARLIER_DEFAULTS = {"stop": [], "kv_cache_dtype": "", "chat_template_args": {}, "examples": []}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +116,7 @@ def time_limit_of(config: EvaluateConfig, run: Mapping[str, Any] | None) -> floa
     """
     if config.time_limit is not None:
         return config.time_limit
-    return _SECONDS if run is None else run["config"].get("reward_time_limit", _SECONDS)
+    return _SECONDS if run is None else run["config"]["reward_time_limit"]
 
 
 def locate_results(policy: LoadedPolicy, config: EvaluateConfig) -> tuple[str, Path]:
@@ -189,13 +187,13 @@ def open_folder(
             "source": task.source,
             "problems_sha256": task.problems_digest,
             "prompts_sha256": digests[task.name],
-            "system_prompt": task.system_prompt,
-            "question_suffix": task.question_suffix,
+            "system_prompt": task.prompt.system_prompt,
+            "question_suffix": task.prompt.question_suffix,
             "max_new_tokens": task.max_new_tokens,
             "stop": list(task.stop),
             "kv_cache_dtype": task.kv_cache_dtype,
-            "chat_template_args": dict(task.chat_template_args),
-            "examples": list(task.examples),
+            "chat_template_args": dict(task.prompt.chat_template_args),
+            "examples": list(task.prompt.examples),
             "judge": task.scorer,
             "format_judge": task.format_scorer,
         }
@@ -211,10 +209,10 @@ def open_folder(
         saved_settings = _object(saved_results, "settings", folder)
         _check_same(folder, "", saved_settings, settings, _SAME_SETTINGS)
         for task in task_entries.keys() & saved_tasks.keys():
-            entry: dict[str, Any] = _EARLIER_DEFAULTS | _object(saved_tasks, task, folder)
+            entry = _object(saved_tasks, task, folder)
             _check_same(folder, f"{task}.", entry, task_entries[task], _SAME_TASK)
             check_prompts(
-                entry.get("prompts_sha256", digests[task]),  # Earlier versions did not save it.
+                entry.get("prompts_sha256", ""),
                 digests[task],
                 model=policy.model.source,
                 what=f"the evaluation of {task} in {folder}",

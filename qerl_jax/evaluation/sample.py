@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.system.live_line import waiting
 from qerl_jax.weights.chat_template import template_date
-from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer
 
 _CHUNK_STEPS = 4  # tokens between two updates of the text, few enough to look continuous
@@ -115,9 +114,7 @@ def chat(config: SampleConfig, lines: Iterable[str]) -> None:
             raise UserError(
                 "the policy talks to an environment of its own in each chat: pass one question"
             )
-        run = {} if policy.run is None else policy.run["config"]
-        suffix = run.get("data", {}).get("question_suffix", "")
-        suffix = suffix if config.suffix is None else config.suffix
+        suffix = policy.prompt.question_suffix if config.suffix is None else config.suffix
         messages: tuple[tuple[str, str], ...] = ()
         for line in lines:
             question = line.strip()
@@ -196,16 +193,16 @@ def _answer(
         lora: adapter of the policy, or None.
         messages: role and content of the messages before the question.
     """
-    model, run = policy.model, {} if policy.run is None else policy.run["config"]
+    model = policy.model
+    settings: dict[str, Any] = {} if policy.run is None else policy.run["config"]["rollout"]
     own = policy.run is not None and policy.run[OWN]
     environments = environments_of(policy.run, model.tokenizer, trusted=own)
     with template_date(policy.created):
-        prompt, limit = _prompt(config, model, run, messages, environments)
-    rollout_settings = run.get("rollout", {})
+        prompt, limit = _prompt(config, policy, messages, environments)
     engine = EngineConfig(
         chunk_steps=_CHUNK_STEPS,
-        dequantize=dequantize_mode(model.params, rollout_settings.get("dequantize", "auto")),
-        kv_cache_dtype=rollout_settings.get("kv_cache_dtype", ""),
+        dequantize=dequantize_mode(model.params, settings.get("dequantize", "auto")),
+        kv_cache_dtype=settings.get("kv_cache_dtype", ""),
     )
     show = stream_text(model.tokenizer, _write)
     updates: list[tuple[float, int]] = []  # (time, number of tokens)
@@ -213,7 +210,7 @@ def _answer(
         max_new_tokens=limit,
         temperature=config.temperature,
         top_p=config.top_p,
-        stop=tuple(rollout_settings.get("stop", ())),
+        stop=tuple(settings.get("stop", ())),
     )
     key = jax.random.key(config.seed, impl="threefry2x32")
     sampler = Sampler(model.config, model.tokenizer, sampling, engine)
@@ -269,33 +266,34 @@ def _compile_first(steps: Iterable[RolloutProgress]) -> Generator[RolloutProgres
 
 def _prompt(
     config: SampleConfig,
-    model: LoadedModel,
-    run: Mapping[str, Any],
+    policy: LoadedPolicy,
     messages: tuple[tuple[str, str], ...],
     environments: RunEnvironments | None,
 ) -> tuple[Prompt, int]:
     """Returns the prompt and the limit on new tokens."""
-    data = run.get("data", {})
-    system = data.get("system_prompt", "") if config.system is None else config.system
-    suffix = data.get("question_suffix", "") if config.suffix is None else config.suffix
-    arguments = data.get("chat_template_args", {})
+    changes: dict[str, Any] = {}
+    if config.system is not None:
+        changes["system_prompt"] = config.system
+    if config.suffix is not None:
+        changes["question_suffix"] = config.suffix
     if config.chat_template_args is not None:
-        arguments = template_arguments(config.chat_template_args)
+        changes["chat_template_args"] = template_arguments(config.chat_template_args)
+    if environments is not None:
+        changes["tools"] = environments.prompts.tools
     problem = Problem(config.question, "", (*messages, ("user", config.question)))
     if environments is not None:
         check_problems([problem], list(environments.environments.contracts))
     (prompt,) = encode_prompts(
         [problem],
-        model.tokenizer,
-        system_prompt=system,
-        question_suffix=suffix,
-        examples=data.get("examples", ()),
-        chat_template_args=arguments,
-        tools=None if environments is None else environments.prompts["tools"],
+        policy.model.tokenizer,
+        dataclasses.replace(policy.prompt, **changes),
         max_prompt_tokens=sys.maxsize,
     )
-    limit = config.max_new_tokens or run.get("eval", {}).get("max_new_tokens", _MAX_NEW_TOKENS)
-    positions = model.config.max_position
+    own_limit = _MAX_NEW_TOKENS
+    if policy.run is not None:
+        own_limit = policy.run["config"]["eval"]["max_new_tokens"]
+    limit = config.max_new_tokens or own_limit
+    positions = policy.model.config.max_position
     if len(prompt.ids) + limit > positions:
         raise UserError(
             f"the prompt has {len(prompt.ids)} tokens and with {limit} new tokens exceeds the "

@@ -12,7 +12,6 @@ from qerl_jax.errors import UserError
 from qerl_jax.rewards.calls import is_built_in
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.rewards.url import UrlReward, is_url
-from qerl_jax.run.saved_fields import require
 from qerl_jax.system.import_path import import_function
 
 # The fields of a task with a scorer: their rewards in a run, and their flags on a command line.
@@ -22,7 +21,6 @@ FLAGS = {"scorer": "--judge", "format_scorer": "--format-judge"}
 
 def run_scorers(run: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the scorers of a run as settings of a task: their names, and `options` of each."""
-    require(run, ("rewards",))
     rewards = {field: run["rewards"].get(name, {}) for field, name in FIELDS.items()}
     names: dict[str, Any] = {field: reward.get("function", "") for field, reward in rewards.items()}
     options = {

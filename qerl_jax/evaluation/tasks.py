@@ -15,7 +15,7 @@ from typing import Any
 
 from qerl_jax.config.fields import has_own_evaluation
 from qerl_jax.data.mixture import MixtureSource, read_mixture
-from qerl_jax.data.prompts import Problem
+from qerl_jax.data.prompts import Problem, PromptConfig, prompt_config
 from qerl_jax.data.sources import FILE_TYPES, check_generated
 from qerl_jax.data.splits import ProblemConfig, digest_of_problems, load_mixture, load_split
 from qerl_jax.errors import UserError, first_line
@@ -34,7 +34,7 @@ from qerl_jax.rewards.calls import columns_read, is_built_in
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.saved_fields import require
+from qerl_jax.run.saved_fields import check_meta
 from qerl_jax.system.command import command_name
 
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -54,13 +54,7 @@ _COMPARING = {
     )
 }
 _NEW_TOKENS = 1024  # default limit on new tokens for tasks that are files
-# Fields of a run that tasks need; most others are absent in runs of earlier versions.
-_OF_A_RUN = (
-    "data.system_prompt", "data.question_suffix", "eval.max_new_tokens", "rollout", "rewards",
-)  # fmt: skip
-_OF_HELD_OUT = (
-    "data.eval_path", "data.source", "data.path", "data.options", "eval.problems", "eval.every",
-)  # fmt: skip
+_PROMPT_FIELDS = ("system_prompt", "question_suffix", "chat_template_args")  # of an override
 _ALL = 10**9  # number of problems that takes all of a task
 
 
@@ -99,31 +93,25 @@ class Task:
         name: name of the task and of its file of completions.
         source: hub id or file that the problems come from, or 'run'.
         problems: all problems of the task.
-        system_prompt: system message; '' leaves it to the chat template.
-        question_suffix: text that is appended to every question.
+        prompt: how the problems are written.
         scorer: import path or URL of the reward that decides whether a completion is correct.
         format_scorer: import path or URL of the reward that decides whether a completion has the
             right format; '' scores no format.
         max_new_tokens: limit on new tokens per completion.
         stop: strings that end a completion.
         kv_cache_dtype: dtype of the stored keys and values, as in `EngineConfig`.
-        chat_template_args: further variables of the chat template.
-        examples: solved examples, as in `render_prompt`.
         options: further arguments of `calls.resolve` for `scorer` and `format_scorer`.
     """
 
     name: str
     source: str
     problems: list[Problem]
-    system_prompt: str
-    question_suffix: str
+    prompt: PromptConfig
     scorer: str
     format_scorer: str
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     kv_cache_dtype: str = ""
-    chat_template_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    examples: Sequence[str] = ()
     options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -140,7 +128,7 @@ class TaskOverrides:
 
     Attributes:
         data: local files that replace the data of the hub, always as TASK=FILE.jsonl.
-        system_prompt: system messages, as in `Task`.
+        system_prompt: system messages; '' leaves it to the chat template.
         question_suffix: texts that are appended to every question.
         scorer: import paths of rewards that decide whether a completion is correct.
         format_scorer: import paths of rewards that decide whether the format is right; '' scores no
@@ -197,8 +185,6 @@ def make_tasks(
         UserError: a task does not exist, its problems cannot be loaded, or a setting is invalid.
     """
     names = names or ([RUN] if run is not None else ["gsm8k"])
-    if run is not None:
-        require(run, _OF_A_RUN)
     files = {Path(name).stem: name for name in names if name.endswith(FILE_TYPES)}
     short_names = [Path(name).stem if name.endswith(FILE_TYPES) else name for name in names]
     for name in short_names:
@@ -258,8 +244,7 @@ def _make_task(
 ) -> Task:
     benchmark = BENCHMARKS.get(name)
     settings: dict[str, Any] = {
-        "system_prompt": SYSTEM_PROMPT,
-        "question_suffix": "",
+        "prompt": PromptConfig(system_prompt=SYSTEM_PROMPT),
         "format_scorer": _BOXED,
         "max_new_tokens": str(_NEW_TOKENS),
     }
@@ -272,10 +257,12 @@ def _make_task(
         }
         settings.get("options", {}).pop("scorer", None)  # those of the run's own scorer
     options = check_scorers(settings, overrides, trusted=trusted)
-    settings |= {field: value for field, value in overrides.items() if field != "token_env"}
-    settings["options"] = options
-    if "chat_template_args" in overrides:
-        settings["chat_template_args"] = template_arguments(overrides["chat_template_args"])
+    texts: dict[str, Any] = {f: overrides[f] for f in _PROMPT_FIELDS if f in overrides}
+    if "chat_template_args" in texts:
+        texts["chat_template_args"] = template_arguments(texts["chat_template_args"])
+    others = {f: overrides[f] for f in overrides if f not in ("token_env", *_PROMPT_FIELDS)}
+    prompt = dataclasses.replace(settings["prompt"], **texts)
+    settings |= others | {"options": options, "prompt": prompt}
     if settings.get("scorer") == "":
         reward = {} if run is None else run["rewards"].get("correctness", {})
         from_python = reward.get("function") == ""
@@ -345,7 +332,6 @@ def _held_out_problems(
         raise UserError(
             f"--tasks={RUN}: the policy is not a run folder, so there are no held-out problems"
         )
-    require(run, _OF_HELD_OUT)
     data, size = run["data"], run["eval"]["problems"]
     if not run["eval"]["every"] and not has_own_evaluation(data):
         raise UserError(
@@ -361,14 +347,14 @@ def _held_out_problems(
     problem_config = ProblemConfig(
         source=data["source"],
         path=data["path"],
-        eval_source=data.get("eval_source", ""),
+        eval_source=data["eval_source"],
         eval_path=data["eval_path"],
         eval_size=size or None,
         rewards=readers,
-        levels=data.get("levels", ()),
-        max_question_chars=data.get("max_question_chars", 0),
-        fields=data.get("fields") or {},
-        options=data["options"] or {},
+        levels=data["levels"],
+        max_question_chars=data["max_question_chars"],
+        fields=data["fields"],
+        options=data["options"],
     )
     try:
         # Problems with a source of their own are loaded without the sources of the training.
@@ -382,14 +368,15 @@ def _held_out_problems(
             f"these problems as a file: --data={RUN}=FILE.jsonl"
         ) from error
     if folder is not None and all(may_import):  # else nothing tells which columns they read
-        meta = read_latest_meta(RunFolder(folder).checkpoints)
-        problems_of = meta.get("problems") if isinstance(meta, dict) else None
-        saved = problems_of.get("eval") if isinstance(problems_of, dict) else None
+        checkpoints = RunFolder(folder).checkpoints
+        if meta := read_latest_meta(checkpoints):
+            check_meta(checkpoints, meta)
         # A run without evaluations has the fingerprint of no problems.
         columns = columns_read(readers, [problem.columns for problem in problems])
-        if run.get("environment", {}).get("function"):  # It gets whole rows.
+        if run["environment"]["function"]:  # It gets whole rows.
             columns = {name for problem in problems for name in problem.columns}
-        if run["eval"]["every"] and saved not in (None, digest_of_problems(problems, columns)):
+        digest = digest_of_problems(problems, columns)
+        if meta and run["eval"]["every"] and meta["problems"].get("eval") != digest:
             raise UserError(
                 f"the problems that {folder} held out have changed since, so that it may have "
                 "trained on some of them; restore them, or pass them as a file: "
@@ -401,13 +388,10 @@ def _held_out_problems(
 def _run_settings(run: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of tasks that a run decides."""
     return {
-        "system_prompt": run["data"]["system_prompt"],
-        "question_suffix": run["data"]["question_suffix"],
+        "prompt": prompt_config(run["data"]),
         "max_new_tokens": str(run["eval"]["max_new_tokens"]),
-        "stop": tuple(run["rollout"].get("stop", ())),
-        "kv_cache_dtype": run["rollout"].get("kv_cache_dtype", ""),
-        "chat_template_args": run["data"].get("chat_template_args", {}),
-        "examples": tuple(run["data"].get("examples", ())),
+        "stop": tuple(run["rollout"]["stop"]),
+        "kv_cache_dtype": run["rollout"]["kv_cache_dtype"],
         **run_scorers(run),
     }
 

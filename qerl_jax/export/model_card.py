@@ -10,7 +10,6 @@ from typing import Any
 from qerl_jax.export.merge import UpdateRetention
 from qerl_jax.rewards.url import without_keys
 from qerl_jax.run.provenance import without_folders
-from qerl_jax.run.saved_fields import require
 from qerl_jax.run.statistics import wilson_interval
 from qerl_jax.system.command import command_name
 
@@ -242,18 +241,18 @@ def _about(card: Card) -> list[str]:
                 "part of the update, as shown below."
             )
     data = card.run["config"]["data"]
-    if data.get("system_prompt"):
+    if data["system_prompt"]:
         lines.append(f"The system message was {json.dumps(data['system_prompt'])}.")
-    if data.get("question_suffix"):
+    if data["question_suffix"]:
         lines.append(f"Each question was followed by {json.dumps(data['question_suffix'])}.")
-    if examples := data.get("examples"):
+    if examples := data["examples"]:
         lines.append(f"Solved examples came before each question: {json.dumps(list(examples))}.")
-    if arguments := data.get("chat_template_args"):
+    if arguments := data["chat_template_args"]:
         lines.append(
             f"The chat template was rendered with {json.dumps(arguments)}; vLLM takes it as "
             "`chat_template_kwargs` of a request."
         )
-    if stop := ({} if card.run is None else card.run["config"]["rollout"]).get("stop"):
+    if stop := card.run["config"]["rollout"]["stop"]:
         lines.append(f"Completions ended at the stop strings {json.dumps(stop)}.")
     return lines
 
@@ -297,7 +296,6 @@ def _python(card: Card) -> str:
 
 
 def _training(run: Mapping[str, Any], steps: int | None) -> list[str]:
-    require(run, ("command", "device.kind", "versions.jax", "versions.python"))
     state = "Not finished yet" if steps is None else f"{steps} steps"
     facts = []
     if git := run.get("git"):

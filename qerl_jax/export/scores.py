@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +23,11 @@ from qerl_jax.rewards.calls import announce_hosts, resolve
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
-from qerl_jax.run.saved_fields import require
 from qerl_jax.system.command import command_name
 from qerl_jax.system.live_line import LiveLine
 from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.load import LoadedModel
 
-# Fields of a run by which its held-out problems are decoded.
-_OF_A_RUN = (
-    "data.max_prompt_tokens", "reward_time_limit", "rollout.max_rows", "rollout.prompts_per_step",
-    "rollout.group_size", "rollout.chunk_steps", "rollout.dequantize",
-)  # fmt: skip
 _PROBE_PROMPTS = 8
 _PROBE_TOKENS = 64
 # Probe prompts for a policy without held-out problems.
@@ -121,15 +114,12 @@ def open_held_out_set(
         )
         return None
     assert run is not None
-    require(run, _OF_A_RUN)
     announce_hosts([correctness])
     with template_date(policy.created):
         prompts = encode_prompts(
             task.problems[:limit],
             policy.model.tokenizer,
-            system_prompt=task.system_prompt,
-            question_suffix=task.question_suffix,
-            chat_template_args=task.chat_template_args,
+            task.prompt,
             max_prompt_tokens=run["data"]["max_prompt_tokens"],
         )
     rollout = run["rollout"]
@@ -208,8 +198,7 @@ def make_probe(policy: LoadedPolicy, held_out: HeldOutSet | None) -> Probe:
             questions.
     """
     model, prompts = policy.model, _probe_prompts(policy, held_out)
-    rollout_settings = {} if policy.run is None else policy.run["config"]["rollout"]
-    stop = tuple(rollout_settings.get("stop", ()))
+    stop = () if policy.run is None else tuple(policy.run["config"]["rollout"]["stop"])
     sampling = SamplingConfig(max_new_tokens=_PROBE_TOKENS, temperature=0.0, stop=stop)
     sampler = Sampler(model.config, model.tokenizer, sampling)
     rollout = sampler.rollout(jax.random.key(0, impl="threefry2x32"), policy.policy, prompts)
@@ -225,14 +214,10 @@ def _probe_prompts(policy: LoadedPolicy, held_out: HeldOutSet | None) -> list[Se
     tokenizer = policy.model.tokenizer
     if tokenizer.chat_template is None:
         return [tokenizer.encode(question) for question in _QUESTIONS]
-    data: dict[str, Any] = {} if policy.run is None else policy.run["config"]["data"]
     prompts = encode_prompts(
         [Problem(question, "") for question in _QUESTIONS],
         tokenizer,
-        system_prompt=data.get("system_prompt", ""),
-        question_suffix=data.get("question_suffix", ""),
-        examples=data.get("examples", ()),
-        chat_template_args=data.get("chat_template_args", {}),
+        policy.prompt,
         max_prompt_tokens=policy.model.config.max_position,
     )
     return [prompt.ids for prompt in prompts]

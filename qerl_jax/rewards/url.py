@@ -66,7 +66,7 @@ def is_key(name: str) -> bool:
 def without_keys(text: str) -> str:
     """Returns a text with `***` in place of the secrets in its URLs.
 
-    A run that an earlier version began may have them in its config, or in its command line.
+    A reward may hold none, but the command line of a program that calls `train` may.
     """
     text = re.sub(r"(?<=://)[^\s/\"'@]+@", "***@", text)
 

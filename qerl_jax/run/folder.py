@@ -202,57 +202,17 @@ def config_dict(config: ConfigDict) -> dict[str, Any]:
 
 def config_digest(config: ConfigDict) -> str:
     """Eight hex digits that identify the config, without the fields that may change in a run."""
-    fields = _fixed_fields(flatten(config_dict(config)), config)
+    fields = {
+        field: value
+        for field, value in flatten(config_dict(config)).items()
+        if not resume.is_free(field) and not resume.moves_only_memory(field, config)
+    }
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def default_folder(config: ConfigDict) -> Path:
-    """`runs/EXPERIMENT-PRESET-FINGERPRINT`, relative to the working directory.
-
-    If there is no such folder, it is the folder of this name with other digits that holds a run of
-    this config: earlier versions made the digits from more fields.
-
-    Raises:
-        UserError: several folders with other digits hold such a run.
-    """
-    name = f"{config.experiment}-{config.preset}"
-    folder = Path("runs") / f"{name}-{config_digest(config)}"
-    earlier = [] if folder.exists() else find_runs(folder.parent, f"{name}-*", config)
-    if len(earlier) > 1:
-        raise UserError(
-            f"{', '.join(map(str, earlier))} hold runs of this config; pass one of them as "
-            "--workdir, or a new folder"
-        )
-    return earlier[0] if earlier else folder
-
-
-def find_runs(parent: Path, pattern: str, config: ConfigDict) -> list[Path]:
-    """The run folders in a folder that a config resumes, in the order of their names.
-
-    Args:
-        parent: folder of the run folders; it need not exist.
-        pattern: pattern of the names of the run folders, as for `Path.glob`.
-        config: the resolved config.
-    """
-    current = flatten(config_dict(config))
-    fixed_fields = _fixed_fields(current, config)
-    runs = ((path, read_run(RunFolder(path).config)) for path in sorted(parent.glob(pattern)))
-    return [
-        path
-        for path, saved_run in runs
-        if saved_run
-        and _fixed_fields(resume.with_later_fields(flatten(saved_run["config"]), current), config)
-        == fixed_fields
-    ]
-
-
-def _fixed_fields(fields: dict[str, Any], config: ConfigDict) -> dict[str, Any]:
-    """The fields that may not change while a run lasts."""
-    return {
-        field: value
-        for field, value in fields.items()
-        if not resume.is_free(field) and not resume.moves_only_memory(field, config)
-    }
+    """`runs/EXPERIMENT-PRESET-FINGERPRINT`, relative to the working directory."""
+    return Path("runs") / f"{config.experiment}-{config.preset}-{config_digest(config)}"
 
 
 @contextlib.contextmanager

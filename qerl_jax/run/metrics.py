@@ -6,10 +6,6 @@ TensorBoard, W&B and trackio show the same rows.
     {"step": 20, "reward": 0.41, ..., "step_seconds": 11.8, ...}         a step, when it ends
     {"step": 20, "eval_accuracy": 0.55, "eval_answers": [...], ...}      an evaluation after it
     {"step": 0, "eval_accuracy_before": 0.35, ...}                       the one before training
-
-Runs of earlier versions have no rows for evaluations: `eval_accuracy` is in the row of the step,
-and `eval_accuracy_before` in the row of step 1. `read_steps` and `read_evaluations` read both
-forms.
 """
 
 import contextlib
@@ -188,12 +184,9 @@ def read_evaluations(path: str | Path) -> dict[int, float]:
     """
     accuracies = {}
     for row in _objects(path):
-        if row.get("eval_missing"):
-            continue
-        if is_number(row.get("eval_accuracy_before")):
-            accuracies[0] = row["eval_accuracy_before"]
-        if is_number(row.get("eval_accuracy")) and type(row.get("step")) is int:
-            accuracies[row["step"]] = row["eval_accuracy"]
+        accuracy = row.get("eval_accuracy", row.get("eval_accuracy_before"))
+        if is_number(accuracy) and type(row.get("step")) is int and not row.get("eval_missing"):
+            accuracies[row["step"]] = accuracy
     return accuracies
 
 

@@ -1,6 +1,6 @@
 """The fields of a saved run that other commands read, and what they hold.
 
-config.json may come from another person, or from a later version, so it may hold anything.
+config.json may come from another person, so it may hold anything.
 """
 
 import datetime
@@ -31,49 +31,56 @@ def is_shallow(value: Any) -> bool:
 
 
 def check_run(path: Path, saved: Mapping[str, Any]) -> None:
-    """Refuses the content of a config.json that no run wrote; a field may be absent.
+    """Refuses the content of a config.json that no run wrote.
 
     Args:
         path: the file, for the message.
-        saved: its content, which has an object 'config'.
+        saved: its content.
 
     Raises:
-        UserError: a field that commands read has another type, or is out of its range.
+        UserError: a field that commands read is absent, has another type, or is out of its range.
     """
     if not is_shallow(saved):
         raise UserError(f"{path}: not the config of a run: it nests over {_DEEPEST} deep")
     for name, (what, holds) in _FIELDS.items():
         value: Any = saved
         for part in name.split("."):
-            if value is _ABSENT:
-                break
-            if not isinstance(value, Mapping):
-                raise UserError(f"{path}: not the config of a run: {name} is not in an object")
-            value = value.get(part, _ABSENT)
-        if value is None and "." not in name:  # such as the commit of a copy without git
+            value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+        if value is _ABSENT and name in _OPTIONAL:
             continue
-        if value is not _ABSENT and not holds(value):
+        if value is _ABSENT or not holds(value):
+            text = "absent" if value is _ABSENT else f"{value!r:.60}"
             raise UserError(
-                f"{path}: not the config of a run: {name} is {value!r:.60} and not {what}"
+                f"{path}: not the config of a run: {name} is {text} and not {what}; restore the "
+                "file, or name another folder"
             )
 
 
-def require(run: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuses a run without a field that is read.
+def check_meta(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Refuses what lies beside the arrays of a checkpoint and was written by no run.
 
     Args:
-        run: content of a config.json, or a part of it.
-        names: fields, such as 'data.system_prompt'.
+        folder: folder of the checkpoints, for the message.
+        meta: object that was saved with the arrays.
 
     Raises:
-        UserError: a field is absent or null.
+        UserError: a field is absent, or has another type.
     """
-    for name in names:
-        value: Any = run
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is None:
-            raise UserError(f"the config.json of the run lacks {name}, which every run has")
+    noise = meta.get("noise")
+    if not (
+        _is_text(meta.get("fingerprint"))
+        and _is_text(meta.get("prompts"))
+        and isinstance(meta.get("reference", _ABSENT), str | None)
+        and _are_names(meta.get("problems"))
+        and _is_object(meta.get("cursor"))
+        and isinstance(noise, Mapping)
+        and noise.keys() == {"sigma", "kl", "not_finite"}
+        and all(value is None or _is_number(value) for value in noise.values())
+    ):
+        raise UserError(
+            f"{folder}: no run wrote what the newest checkpoint holds beside its arrays; pass "
+            "another --workdir, or the run that wrote it"
+        )
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -99,12 +106,12 @@ def _is_number(value: Any) -> bool:
 
 
 def is_time(value: Any) -> TypeGuard[str]:
-    """Returns whether a value is a time as runs write it, or '' for an unknown one."""
+    """Returns whether a value is a time as runs write it."""
     try:
         # An earlier time has no zone; years of four digits are those that every platform formats.
         return bool(re.match(r"[12]\d{3}-", value) and datetime.datetime.strptime(value, CREATED))
     except (TypeError, ValueError, OverflowError):
-        return value == ""
+        return False
 
 
 def _are_texts(value: Any) -> bool:
@@ -125,11 +132,15 @@ def _is_tracker(value: Any) -> bool:
 
 def _are_versions(value: Any) -> bool:
     # A package that is not installed has no version, such as the project itself in a clone.
-    return _is_object(value) and all(one is None or _is_text(one) for one in value.values())
+    return (
+        _is_object(value)
+        and {"jax", "python"} <= value.keys()
+        and all(one is None or _is_text(one) for one in value.values())
+    )
 
 
 def _is_commit(value: Any) -> bool:
-    return _is_object(value) and _is_text(value.get("commit"))
+    return value is None or (_is_object(value) and _is_text(value.get("commit")))
 
 
 def _has_digest(value: Any) -> bool:
@@ -179,11 +190,11 @@ _FIELDS: dict[str, _Field] = {
     "calibration.digest": ("64 hex digits", _is_digest),
     "command": _TEXT,
     "created": (f"a time of the form {CREATED}", is_time),
-    "device": _OBJECT,
-    "git": ("an object with a commit", _is_commit),
+    "device.kind": _TEXT,
+    "git": ("an object with a commit, or null", _is_commit),
     "python_rewards": _REWARDS,
     "trackers": ("an object with the texts name and folder", _is_tracker),
-    "versions": ("an object of versions", _are_versions),
+    "versions": ("an object with the versions of jax and python", _are_versions),
     "config.data": _OBJECT,
     "config.data.chat_template_args": _OBJECT,
     "config.data.eval_path": _TEXT,
@@ -215,6 +226,7 @@ _FIELDS: dict[str, _Field] = {
     "config.model.dtype": _TEXT,
     "config.model.format": _TEXT,
     "config.model.source": _TEXT,
+    "config.optimizer": _OBJECT,
     "config.reward_time_limit": _LIMIT,
     "config.rewards": _REWARDS,
     "config.rollout": _OBJECT,
@@ -225,4 +237,8 @@ _FIELDS: dict[str, _Field] = {
     "config.rollout.max_rows": _COUNT,
     "config.rollout.prompts_per_step": _COUNT,
     "config.rollout.stop": ("a list of texts", _are_texts),
+    "config.seed": ("a whole number", lambda value: type(value) is int),
+    "config.steps": _COUNT,
 }
+# Facts that only some runs have: a calibrated base, rewards in Python, a run that has begun.
+_OPTIONAL = {"calibration", "calibration.digest", "python_rewards", "trackers"}

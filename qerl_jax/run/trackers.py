@@ -17,18 +17,20 @@ _FACT = "trackers"  # in config.json
 _LONGEST = 100  # characters of the name of the folder; W&B takes 128 in all
 
 
-def tracker_name(folder: OpenRun, earlier: str) -> str:
+def tracker_name(folder: OpenRun) -> str:
     """Returns the name of a run at services, and records a new one in its config.json.
 
     A folder that was moved keeps its name. A copy of a folder that is still there gets another.
 
-    Args:
-        folder: the run folder.
-        earlier: the name that an earlier version, which recorded none, gave the run.
+    Raises:
+        UserError: the config.json of a run that has begun has no name.
     """
     record = _read(folder) if folder.resumed else {}
     if record is None:
-        return earlier
+        raise UserError(
+            f"{folder.config} has no {_FACT!r}, the name of the run at W&B and trackio, which "
+            "every run records: restore the file, or pass another --workdir"
+        )
     place = str(folder.path.resolve())
     if record.get("folder") == place:
         return record["name"]

@@ -28,7 +28,7 @@ _MARGIN_BYTES = 10_000  # for a run's names and notes
 # A completion longer than this is shortened before whole steps are left out.
 _LONGEST_TEXT = 20_000
 _NO_STEP = "<p>no step is logged yet</p>"
-_FIRST_LINES = "<!doctype html>\n<!-- Written by experiments.show. -->\n"
+_FIRST_LINES = "<!doctype html>\n<!-- Written by qerl_jax.show. -->\n"
 # Readable on light and on dark pages.
 _COLORS = ("#2166ac", "#d6604d", "#1b7837", "#9970ab", "#bf812d", "#35978f", "#c51b7d", "#777777")
 

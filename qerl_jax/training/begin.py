@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -22,11 +21,12 @@ from qerl_jax.rl.losses import custom_loss_digest
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, config_dict, flatten, record_places
-from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
+from qerl_jax.run.metrics import MetricsLog, read_evaluations
 from qerl_jax.run.provenance import versions
+from qerl_jax.run.saved_fields import check_meta
 from qerl_jax.system.import_path import names_function
 from qerl_jax.training.init_from import begin_from, restore_origin
-from qerl_jax.training.initial_policy import check_meta, check_reference, first_trainable
+from qerl_jax.training.initial_policy import check_reference, first_trainable
 from qerl_jax.training.run import Run
 from qerl_jax.training.saving import save_checkpoint
 from qerl_jax.training.setup import Setup
@@ -99,20 +99,19 @@ def begin(
                 f"the weights of {setup.config.model.source} are not the weights that this run "
                 "began with; restore them or pass another --workdir"
             )
-        check_reference(setup.config, meta.get("reference"), setup.reference_digest)
-        _check_problems(setup.config, meta.get("problems", {}), digests)
+        check_reference(setup.config, meta["reference"], setup.reference_digest)
+        _check_problems(setup.config, meta["problems"], digests)
         check_prompts(
-            meta.get("prompts", prompts_digest),
+            meta["prompts"],
             prompts_digest,
             model=setup.config.model.source,
             what="this run",
             option="--workdir",
         )
-        _check_places(folder, meta)
         if log is not None:
-            _truncate_log(log, folder, step, meta.get("unlogged"))
+            log.truncate(step)
         print(f"resuming after step {step}", flush=True)
-        noise = SigmaState(**meta.get("noise", {}))
+        noise = SigmaState(**meta["noise"])
         progress = Progress(step=step, state=state, cursor=read_cursor(meta["cursor"]), noise=noise)
     evaluations = {}
     if processes.writes and folder.metrics.exists():
@@ -161,40 +160,6 @@ def _check_processes(
     setup.processes.check_same(facts, remedy)
 
 
-def _check_places(folder: OpenRun, meta: Mapping[str, Any]) -> None:
-    """Refuses another path of the problems where the checkpoint has no digest to compare."""
-    moved = [field for field in folder.moved if field.startswith("data.")]
-    if moved and "problems" not in meta:
-        raise UserError(
-            f"{folder.path} holds a run of another config ({', '.join(moved)}), and its checkpoint "
-            "is of an earlier version without a fingerprint of the problems; restore these values "
-            "or pass another --workdir"
-        )
-
-
-def _truncate_log(
-    log: MetricsLog, folder: OpenRun, step: int, unlogged: tuple[dict, list[dict]] | None
-) -> None:
-    """Drops the rows after a step.
-
-    Args:
-        log: the rows of the run.
-        folder: the run folder.
-        step: the step of the restored checkpoint.
-        unlogged: row and samples of the step in a checkpoint of an earlier version, which logged a
-            step after its evaluation and was stopped in the evaluation; else None. Once the step is
-            logged, its row stays: it may hold the evaluation, which a longer run does not repeat.
-    """
-    rows = read_steps(folder.metrics) if unlogged and folder.metrics.exists() else []
-    if not unlogged or any(row["step"] == step for row in rows):
-        log.truncate(step)
-        return
-    log.truncate(step - 1)
-    row, samples = unlogged
-    log.write(row | {"step_seconds": row["rollout_seconds"] + row["train_seconds"]})
-    log.write_completions(step, samples)
-
-
 def _check_problems(
     config: ConfigDict, saved: Mapping[str, str], current: Mapping[str, str]
 ) -> None:
@@ -202,8 +167,7 @@ def _check_problems(
 
     Args:
         config: the resolved config.
-        saved: digests of the problems by split when the checkpoint was saved; empty in a
-            checkpoint of an earlier version, whose problems are not compared.
+        saved: digests of the problems by split when the checkpoint was saved.
         current: digests of the problems of this start.
     """
     mixture = mixture_of(config)
@@ -214,7 +178,7 @@ def _check_problems(
     else:
         places[EVAL] = "data.mixture" if mixture else places[TRAIN]
     for split, digest in current.items():
-        if saved.get(split, digest) != digest:
+        if saved.get(split) != digest:
             name, place = "evaluation" if split == EVAL else "training", places[split]
             raise UserError(
                 f"the {name} problems of {place} are not the problems that this run began with; "

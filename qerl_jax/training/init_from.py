@@ -32,12 +32,13 @@ from qerl_jax.run.folder import (
     config_dict,
     flatten,
     origin_of,
+    read_run,
     record_fact,
 )
-from qerl_jax.run.saved_fields import check_run
+from qerl_jax.run.saved_fields import check_meta, check_run
 from qerl_jax.system.jsonl import read_number
 from qerl_jax.system.safe_files import read_bytes
-from qerl_jax.training.initial_policy import check_meta, policy_digest
+from qerl_jax.training.initial_policy import policy_digest
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import Progress
 from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
@@ -213,8 +214,7 @@ def _read_together(
 def _read_best(setup: Setup, origin: RunFolder) -> tuple[int, Trainable]:
     """Reads the best adapter of a run, and its step, which are those of one save.
 
-    A run replaces the folder first, and then writes best.json with the checksum of the adapter. One
-    of an earlier version writes no checksum.
+    A run replaces the folder first, and then writes best.json with the checksum of the adapter.
 
     Raises:
         UserError: they cannot be read, or do not belong together.
@@ -224,14 +224,14 @@ def _read_best(setup: Setup, origin: RunFolder) -> tuple[int, Trainable]:
         try:
             place = path.stat()
             step = int(read_number(origin.best, "step"))
-            saved = json.loads(read_bytes(origin.best)).get("checksum")
+            saved = read_number(origin.best, "checksum")
             trainable = load_peft_adapter(path, setup.model.config, setup.method.lora_config)
             replaced = not os.path.samestat(place, path.stat())
         except (OSError, UserError):
             if attempt == _ATTEMPTS - 1:
                 raise
         else:
-            if not replaced and saved in (None, checksum(trainable)):
+            if not replaced and saved == checksum(trainable):
                 return step, trainable
         time.sleep(_PAUSE)
     raise UserError(
@@ -250,21 +250,23 @@ def restore_origin(setup: Setup, folder: RunFolder, crc: int | None = None) -> S
         setup: the parts of the run.
         folder: the run folder.
         crc: checksum of the parameters that the run begins with; None reads what `begin_from`
-            recorded. A run that an earlier version began has none, and keeps the plain key.
+            recorded.
 
     Raises:
-        UserError: the adapter cannot be read.
+        UserError: the adapter cannot be read, or config.json has no checksum.
     """
     if not setup.config.init_from:
         return setup
     if crc is None:
         origin = json.loads(read_bytes(folder.config)).get("init_from")
         crc = origin.get("checksum") if isinstance(origin, dict) else None
-        if crc is not None and not (type(crc) is int and 0 <= crc < 2**32):
-            raise UserError(f"{folder.config} is damaged: init_from.checksum is no checksum")
-    if crc is not None:
-        key = jax.random.fold_in(jax.random.fold_in(setup.key, KEY_ORIGIN), crc)
-        setup = dataclasses.replace(setup, key=key)
+        if not (type(crc) is int and 0 <= crc < 2**32):
+            raise UserError(
+                f"{folder.config} is damaged: init_from.checksum is {crc!r:.60} and not a number "
+                "of 32 bits; restore the file, or pass another --workdir"
+            )
+    key = jax.random.fold_in(jax.random.fold_in(setup.key, KEY_ORIGIN), crc)
+    setup = dataclasses.replace(setup, key=key)
     if not setup.config.rl.kl_coef:
         return setup
     start = load_peft_adapter(folder.first_adapter, setup.model.config, setup.method.lora_config)
@@ -277,24 +279,20 @@ def restore_origin(setup: Setup, folder: RunFolder, crc: int | None = None) -> S
 
 
 def _saved_config(folder: RunFolder) -> dict[str, Any]:
-    try:
-        saved = json.loads(read_bytes(folder.config))
-        found = saved["config"] if saved["schedule_steps"] else {}
-        flatten(found)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    saved = read_run(folder.config)
+    if saved is None:
         raise UserError(
             f"init_from={folder.path} is not a run folder: no run wrote {folder.config}"
-        ) from error
+        )
     check_run(folder.config, saved)
-    return found
+    return saved["config"]
 
 
 def _optimizer_reset_reason(config: ConfigDict, saved: Mapping[str, Any], *, best: bool) -> str:
     """The reason why the optimizer starts anew; '' if it keeps the state of the other run."""
     if best:
         return "the optimizer starts anew, as its state is that of the last step"
-    saved_options = saved.get("optimizer")
-    saved_options = saved_options if isinstance(saved_options, dict) else {}
+    saved_options = saved["optimizer"]
     options = config_dict(config)["optimizer"]
     changes = [
         name
@@ -312,12 +310,12 @@ def _cursor(
 ) -> tuple[Cursor, str]:
     """The position at which the new run begins in its data, and a line about it."""
     saved_digests, digests = (
-        training_digests(meta.get("problems", {})),
+        training_digests(meta["problems"]),
         training_digests(problem_digests),
     )
     if saved_digests != digests:
         return Cursor(), "the training problems are others, so they start at the first"
-    if _saved_config(origin).get("seed") != setup.config.seed:
+    if _saved_config(origin)["seed"] != setup.config.seed:
         return Cursor(), "their order has another seed, so the problems start at the first"
     cursor = read_cursor(meta["cursor"])
     if not setup.collect.order.curriculum_share:

@@ -1,9 +1,6 @@
 """The policy that training starts from: the first trained parameters, and the reference policy."""
 
 import hashlib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +11,6 @@ from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
-from qerl_jax.system.jsonl import is_number
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.peft import load_peft_adapter
 
@@ -99,32 +95,6 @@ def policy_digest(policy: Policy) -> str:
     return digest.hexdigest()
 
 
-def check_meta(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Refuses what lies beside the arrays of a checkpoint and was written by no run.
-
-    Args:
-        folder: folder of the checkpoints, for the message.
-        meta: object that was saved with the arrays.
-
-    Raises:
-        UserError: a field has another type.
-    """
-    texts = [meta.get("fingerprint"), meta.get("prompts", ""), meta.get("reference")]
-    problems, noise = meta.get("problems", {}), meta.get("noise", {})
-    numbers = {"sigma", "kl", "not_finite"}
-    if (
-        not all(isinstance(text, str | None) for text in texts)
-        or not (isinstance(problems, dict) and all(isinstance(v, str) for v in problems.values()))
-        or not (isinstance(noise, dict) and noise.keys() <= numbers)
-        or not all(value is None or is_number(value) for value in noise.values())
-        or not isinstance(meta.get("cursor"), dict)
-    ):
-        raise UserError(
-            f"{folder}: no run wrote what the newest checkpoint holds beside its arrays; pass "
-            "another --workdir, or the run that wrote it"
-        )
-
-
 def check_reference(config: ConfigDict, saved: str | None, current: str | None) -> None:
     """Refuses a reference policy that is not the one of a checkpoint.
 
@@ -138,12 +108,6 @@ def check_reference(config: ConfigDict, saved: str | None, current: str | None) 
     """
     if saved == current:
         return
-    if saved is None:
-        raise UserError(
-            f"a run with rl.kl_coef={config.rl.kl_coef} and lora.init={config.lora.init} was begun "
-            "by an earlier version, which measured the KL to the model without the adapter; finish "
-            "it with that version, or pass another --workdir to measure the KL to the adapter"
-        )
     raise UserError(
         f"the adapter of lora.init={config.lora.init} is not the adapter that this run began with, "
         f"to which rl.kl_coef={config.rl.kl_coef} measures the KL; restore it or pass another "

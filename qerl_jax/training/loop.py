@@ -36,7 +36,7 @@ from qerl_jax.rewards.from_config import PYTHON_REWARDS, reward_entries, rewards
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.rewards.table import Rewards, table_of
 from qerl_jax.run.checkpoints import Checkpoints
-from qerl_jax.run.folder import OpenRun, config_digest, record_fact
+from qerl_jax.run.folder import OpenRun, record_fact
 from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.run.ownership import adopt, trusts
 from qerl_jax.run.saved_fields import check_run
@@ -143,7 +143,7 @@ def _train_in(
         saved = json.loads(read_bytes(folder.config)) if processes.writes else {}
         if processes.writes:
             check_run(folder.config, saved)
-        created = processes.broadcast_from_first(saved.get("created", ""))
+        created = processes.broadcast_from_first(saved.get("created"))
         with template_date(created):  # A resumed run has the same prompts.
             steps = folder.schedule_steps
             setup = prepare(
@@ -187,9 +187,7 @@ def _metrics_log(
 ) -> contextlib.AbstractContextManager[MetricsLog | None]:
     if not processes.writes:
         return contextlib.nullcontext()
-    name = f"{folder.path.name}-{config_digest(config)}"  # of a run of an earlier version
-    if config.log.wandb or config.log.trackio or not folder.resumed:
-        name = tracker_name(folder, earlier=name)
+    is_read = config.log.wandb or config.log.trackio or not folder.resumed
     return MetricsLog(
         folder.path,
         tensorboard=config.log.tensorboard,
@@ -197,7 +195,7 @@ def _metrics_log(
         trackio=config.log.trackio,
         project=config.log.project,
         group=config.log.group,
-        run_name=name,
+        run_name=tracker_name(folder) if is_read else "",
     )
 
 
