@@ -160,9 +160,11 @@ def test_episodes_do_not_depend_on_time_or_slots(model, instant, options):
 def test_a_row_that_waits_long_gives_up_its_slot(model, instant, monkeypatch):
     """One slot for twelve rows: others have their turns in it while a row waits."""
     monkeypatch.setattr(turns, "_PATIENCE", 0.02)
-    order, dialog = [], Dialog(0.2)
-    submit = dialog.submit
+    order, dialog = [], Dialog()
+    submit, replies = dialog.submit, dialog.replies
     dialog.submit = lambda turn: (order.append(turn.row), submit(turn))
+    # Nobody has a reply before three rows wait, however slow the machine is.
+    dialog.replies = lambda seconds: replies(seconds) if order[2:] else time.sleep(seconds) or []
     last = converse(dialog, model=model, max_rows=1, chunk_steps=2)
     assert last.statistics.waiting_seconds > 0
     # The rows take turns: no row has its second turn right after its first.

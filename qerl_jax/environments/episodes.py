@@ -239,7 +239,12 @@ class Episodes:
             self._request(row, {"op": "step", "text": text})
         else:
             marked = self._all.tokenizer.decode(ids, skip_special=False)
-            calls = read_calls(marked, self._all.form, in_reasoning=self._in_reasoning[row])
+            calls = read_calls(
+                marked,
+                self._all.form,
+                in_reasoning=self._in_reasoning[row],
+                tools=self._all.contracts[self._names[row]].tools,
+            )
             ending = self._ending_of_calls(turn, calls, episode)
             if ending != OPEN:
                 self._finish(row, ending)

@@ -452,9 +452,7 @@ def resume_rows(
 
 
 @jax.jit
-def take_row(
-    keys: list[jax.Array], values: list[jax.Array], place: jax.Array
-) -> list[jax.Array]:
+def take_row(keys: list[jax.Array], values: list[jax.Array], place: jax.Array) -> list[jax.Array]:
     """Returns what a cache row holds: one array for each shape of the caches [R, ...] of L layers.
 
     Where all layers have attention, it is one array [2 L, K, S, H].
