@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md, docs/config.md, and parts of the README and of CONTRIBUTING.md.
+"""Writes docs/benchmarks.md and docs/config.md, and parts of the pages in `PAGES`.
 
     uv run python -m benchmarks.tables
 
@@ -22,6 +22,7 @@ from benchmarks.result_tables import (
     STEPS,
     accuracy_table,
     agreement_table,
+    game_table,
     kernel_part,
     learning_table,
     loading_table,
@@ -51,7 +52,7 @@ from qerl_jax.config import models
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 _DECODE_PICTURE = "![Time of a decode step in NVFP4 and in bf16](%s)"
-PAGES = ("README.md", "CONTRIBUTING.md")  # with generated parts
+PAGES = ("README.md", "docs/environments.md", "CONTRIBUTING.md")  # with generated parts
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100.json"
 
 
@@ -268,6 +269,13 @@ def noise_text() -> str:
     text = noise_sentence(runs_by_arm(_read("gsm8k.json")))
     text += " `docs/evidence.md` goes through the claims of the paper."
     return textwrap.fill(text, 110, break_on_hyphens=False)
+
+
+def game_text() -> str:
+    """What docs/environments.md says of the guessing game."""
+    result = _read("environments.json")["learning"]["guessing_game"]
+    origin = provenance(result["runs"]["run"])
+    return f"Games that are won greedily, of 27 held out ({origin}):\n\n{game_table(result)}"
 
 
 def _learning_section() -> str:
@@ -506,7 +514,7 @@ def with_generated_parts(page: str, text: str) -> str:
     """The text of a page whose generated parts are up to date.
 
     Args:
-        page: README.md or CONTRIBUTING.md.
+        page: one of `PAGES`.
         text: its text.
 
     Raises:
@@ -520,6 +528,7 @@ def with_generated_parts(page: str, text: str) -> str:
             "first run": first_run_text,
             "memory": lambda: memory_table(_preset_steps().values()),
         },
+        "docs/environments.md": {"guessing game": game_text},
         "CONTRIBUTING.md": {"folders": lambda: source_tree(_ROOT)},
     }
     for name, part in parts[page].items():
@@ -551,7 +560,7 @@ def replace_part(
 
 
 def main() -> None:
-    """Writes the pages, and replaces the generated parts of the README and of CONTRIBUTING.md."""
+    """Writes the pages, and replaces the generated parts of others."""
     for name, text in (("benchmarks", benchmarks_page()), ("config", config_page())):
         (_ROOT / "docs" / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     for name in PAGES:

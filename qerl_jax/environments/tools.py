@@ -58,8 +58,9 @@ def tool_format(template: str, source: str = "") -> str:
             return "llama"
     place = f"{source}: " if source else ""
     raise UserError(
-        f"{place}the chat template does not write tools as those of Qwen2.5, Qwen3, Qwen3.5, Llama "
-        "3.1 and Mistral do: take one of these models, or an environment of texts with a method step"
+        f"{place}the chat template does not write tools as those of Qwen2.5, Qwen3, Qwen3.5, "
+        "Llama 3.1 and Mistral do: take one of these models, or an environment of texts with a "
+        "method step"
     )
 
 

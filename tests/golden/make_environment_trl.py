@@ -1,10 +1,10 @@
 """Writes environment_trl.json: token ids and masks that TRL makes of conversations with tools.
 
-For Qwen2.5, Qwen3, Qwen3.5 and Llama 3.1, TRL's own loop over tool calls runs: `GRPOTrainer._tool_call_loop`
-with the texts of TURNS in place of what a model would generate. The templates of
-Qwen3 and Qwen3.5 are not prefix-preserving, and TRL takes its training templates for them. TRL knows no tools of Mistral: its
-ids are those of the whole conversation in the template, where what the policy writes is exactly
-what the template writes; its mask follows from the parts.
+For Qwen2.5, Qwen3, Qwen3.5 and Llama 3.1, TRL's own loop over tool calls runs,
+`GRPOTrainer._tool_call_loop`, with the texts of TURNS in place of what a model would generate. The
+templates of Qwen3 and Qwen3.5 are not prefix-preserving, and TRL takes its training templates for
+them. TRL knows no tools of Mistral: its ids are those of the whole conversation in the template,
+where what the policy writes is exactly what the template writes; its mask follows from the parts.
 
     {family: {template, source, turns: [text], prompt_ids, completion_ids, mask}}
 
