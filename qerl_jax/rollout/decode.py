@@ -65,7 +65,7 @@ def decode_config(
         ),
         eos_ids=tuple(tokenizer.eos_ids),
         dequantize=engine.dequantize,
-        turn_limit=turns and turns.next_turn(0, 0, sampling.max_new_tokens),
+        turn_limit=None if turns is None else turns.next_turn(0, 0, sampling.max_new_tokens),
     )
 
 
