@@ -254,9 +254,6 @@ def insert_rows(
     """
     logits, positions = prefilled.logits[sources], jnp.zeros_like(rows)
     samples = _sample(key, logits, rows, positions, temperature, config)
-    done = _ends(samples.tokens, config)
-    if config.turn_limit == 1:
-        done = jnp.ones_like(done)
 
     def put(array, values):
         return array.at[slots].set(values, mode="drop")
@@ -270,7 +267,7 @@ def insert_rows(
         rows=put(state.rows, rows),
         counts=put(state.counts, 1),
         last=put(state.last, samples.tokens),
-        done=put(state.done, done),
+        done=put(state.done, config.turn_limit == 1 or _ends(samples.tokens, config)),
         limits=None if state.limits is None else put(state.limits, config.turn_limit),
     )
     return state, jax.tree.map(lambda x: x[:, None], samples)
