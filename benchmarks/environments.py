@@ -181,7 +181,8 @@ def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
     names = ("reward", "accuracy", "environment/rows_with_right_call", "environment/calls")
 
     def mean(name: str, part: slice) -> float | None:
-        values = [row[name] for rows in runs for row in rows[part] if name in row]
+        values = [row.get(name) for rows in runs for row in rows[part]]
+        values = [value for value in values if value is not None]  # A step may have no update.
         return statistics.fmean(values) if values else None
 
     return {
