@@ -56,7 +56,7 @@ class Dialog:
 
 @functools.cache
 def policy(model="qwen3"):
-    """An architecture and a policy: one layer of attention, behind a recurrent one in Qwen3.5."""
+    """An architecture and a policy: one layer of attention, after a recurrent one in Qwen3.5."""
     layers = {"num_layers": 2, "recurrent_layers": (0,)} if model == "qwen3_5" else {}
     config, params = tiny_policy(model, **({"num_layers": 1} | layers))
     return config, Policy(params, random_lora(config))
@@ -163,7 +163,7 @@ def test_a_row_that_waits_long_gives_up_its_slot(model, instant, monkeypatch):
     order, dialog = [], Dialog()
     submit, replies = dialog.submit, dialog.replies
     dialog.submit = lambda turn: (order.append(turn.row), submit(turn))
-    # Nobody has a reply before three rows wait, however slow the machine is.
+    # No row has a reply before three rows wait, however slow the machine is.
     dialog.replies = lambda seconds: replies(seconds) if order[2:] else time.sleep(seconds) or []
     last = converse(dialog, model=model, max_rows=1, chunk_steps=2)
     assert last.statistics.waiting_seconds > 0

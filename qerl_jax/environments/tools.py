@@ -123,7 +123,7 @@ def _xml_call(body: str, types: Mapping[str, Mapping[str, Any]]) -> Call:
     for key, value in _PARAMETER.findall(match[2]):
         arguments[key] = value
         if types.get(name, {}).get(key, {}).get("type", "string") != "string":
-            with contextlib.suppress(ValueError):  # The tool is told of a wrong type by its error.
+            with contextlib.suppress(ValueError):  # A wrong type is an error of the call.
                 arguments[key] = json.loads(_CONSTANTS.get(value, value))
     return Call(name, arguments)
 
