@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from benchmarks.result_tables import markdown
+from benchmarks.result_tables import STEPS, markdown, rows_of
 from qerl_jax.policy import sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import PROJECTIONS
@@ -53,3 +53,30 @@ def card_table() -> str:
     rows = " / ".join(map(str, ROWS))
     header = ("card", "capability", f"nvfp4, {rows} rows, ms", f"bf16, {rows} rows, ms")
     return markdown(header, lines)
+
+
+def paths_table(rollout: dict) -> str:
+    """Milliseconds of a measured step of Qwen2.5-7B by what multiplies the packed weights.
+
+    Args:
+        rollout: content of rollout.json.
+    """
+    paths = {
+        "the Hopper kernel": {"format": "nvfp4"},
+        "the kernel of other GPUs": {"format": "nvfp4", "implementation": "mma"},
+        "dequantized in every step": {
+            "format": "nvfp4", "implementation": "xla", "dequantize": "step",
+        },
+        "bf16": {"format": "bf16"},
+    }  # fmt: skip
+    times: dict[int, dict[str, float]] = {}
+    for path, values in paths.items():
+        options = STEPS | {"model": _MODEL, "lora_rank": _RANK, "head_format": "", "tensor": 1}
+        for row in rows_of(rollout, "decode", options | values):
+            times.setdefault(row["batch"], {})[path] = row["ms_per_step"]
+    lines = [
+        [f"{batch}", *(f"{by_path[path]:.2f}" if path in by_path else "" for path in paths)]
+        for batch, by_path in sorted(times.items())
+        if "the kernel of other GPUs" in by_path
+    ]
+    return markdown(("rows", *paths), lines)

@@ -41,7 +41,7 @@ def memory_table(measured: Iterable[dict[str, Any]]) -> str:
         shapes = ARCHITECTURES[model]
         cells, weights = [], 0.0
         for memory, hopper in CARDS.values():
-            device = run_plan.Device(int(pool_of(1) * memory), "mosaic" if hopper else "xla")
+            device = run_plan.Device(int(pool_of(1) * memory), run_plan.kernel_of(hopper=hopper))
             plan = run_plan.plan_run(config, shapes, device)
             weights = plan.weights / 1e9
             rows = report.largest_rows(plan, config, shapes) if plan.fits else 0

@@ -122,20 +122,25 @@ def merged(content: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     return by_cache["warm"] | ({"cold": by_cache["cold"]} if "cold" in by_cache else {})
 
 
-def main() -> None:
-    """Parses the command line, runs, and writes the result."""
-    began = time.perf_counter()
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speedrun",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", required=True, help="GGUF file or folder of the model")
+    add("--model", required=True, help="GGUF file, folder or hub id of the model")
     add("--train", required=True, help="JSONL file of training problems")
     add("--test", type=user_path, required=True, help="JSONL file of test problems")
     add("--workdir", type=user_path, default=pathlib.Path("runs/speedrun"), help="run folders")
     add("--out", type=user_path, default=RESULTS / "speedrun.json", help="JSON file of the result")
+    return parser
+
+
+def main() -> None:
+    """Parses the command line, runs, and writes the result."""
+    began, parser = time.perf_counter(), make_parser()
     args, args.rest = parser.parse_known_args()
     unknown = [argument for argument in args.rest if not argument.startswith("--config.")]
     if unknown:

@@ -11,7 +11,7 @@ import json
 import pathlib
 import textwrap
 
-from benchmarks.card_table import card_table
+from benchmarks.card_table import card_table, paths_table
 from benchmarks.config_page import config_page
 from benchmarks.differences import runs_by_arm
 from benchmarks.evidence_tables import cost_sentence, noise_sentence
@@ -52,7 +52,7 @@ from qerl_jax.config import models
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 _DECODE_PICTURE = "![Time of a decode step in NVFP4 and in bf16](%s)"
-PAGES = ("README.md", "docs/environments.md", "CONTRIBUTING.md")  # with generated parts
+PAGES = ("README.md", "docs/environments.md", "docs/examples.md", "CONTRIBUTING.md")  # in parts
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100.json"
 
 
@@ -230,7 +230,7 @@ def _summary_section() -> str:
 
 
 def speedrun_sentence(result: dict) -> str:
-    """What the README states of the speedrun.
+    """What the pages state of the speedrun.
 
     Args:
         result: content of speedrun.json.
@@ -500,11 +500,14 @@ def benchmarks_page() -> str:
                 "Other cards",
                 "Computed, not measured: what a decode step of Qwen2.5-7B takes at least, from its "
                 "bytes and the bandwidth of the data sheet, with an adapter of rank 32 and 512 "
-                "tokens of a row in the cache. By default a weight in 4 bits is dequantized there, "
-                "which takes longer than the column of bf16; `docs/kernel_notes.md` has a kernel "
-                "that reads it as it is. Attention in an update is XLA's, exact and in bounded "
-                "memory, at the speed of dense products under a mask.",
+                "tokens of a row in the cache. Attention in an update is XLA's, exact and in "
+                "bounded memory, at the speed of dense products under a mask.",
                 card_table(),
+                "There a kernel reads weights in 4 bits as they are, for up to 64 rows "
+                "(`docs/kernel_notes.md`); more rows multiply by a dense copy where the memory "
+                f"holds one. The same kernel on one {_read('rollout.json')['device']}, chosen by "
+                "QERL_FP4_KERNEL=mma, milliseconds of a step:",
+                paths_table(_read("rollout.json")),
             ),
         ]
     )
@@ -529,6 +532,9 @@ def with_generated_parts(page: str, text: str) -> str:
             "memory": lambda: memory_table(_preset_steps().values()),
         },
         "docs/environments.md": {"guessing game": game_text},
+        "docs/examples.md": {
+            "gsm8k": lambda: textwrap.fill(speedrun_sentence(_read("speedrun.json")), 110)
+        },
         "CONTRIBUTING.md": {"folders": lambda: source_tree(_ROOT)},
     }
     for name, part in parts[page].items():

@@ -30,6 +30,9 @@ os.environ["XLA_FLAGS"] = (
     f" {os.environ.get('XLA_FLAGS', '')}"
 )
 
+# Processes of pytest that share a GPU take its memory as they need it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 # JAX's CUDA plugin checks its libraries with a driver, once, before the first array. A module that
 # makes an array while it is imported would leave the tests that compile for an H200 without it.
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"

@@ -263,7 +263,8 @@ def packed_cases():
         return mma.dequantize(weight, inputs=inputs, interpret=interpret)
 
     for (m, n, k), config, rank, form, dtype in (
-        ((8, 64, 1280), MmaConfig(64, 256, 3), 64, "nvfp4", jnp.bfloat16),
+        ((8, 192, 1280), MmaConfig(128, 128, 3), 64, "nvfp4", jnp.bfloat16),
+        ((7, 64, 1280), MmaConfig(64, 128, 3, split=2), 32, "nvfp4", jnp.bfloat16),
         ((11, 136, 480), MmaConfig(64, 256, 2, split=2), 96, "nvfp4", jnp.bfloat16),
         ((1, 200, 1056), MmaConfig(64, 512, 2, split=2), 0, "mxfp4", jnp.bfloat16),
         ((32, 200, 640), MmaConfig(128, 128, 3, split=2), 32, "nvfp4", jnp.float32),

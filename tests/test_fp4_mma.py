@@ -2,6 +2,7 @@
 
 import functools
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from simulated_kernel import ROUNDING, normal, random_weight, relative_error
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import dispatch, mma, mma_schedule, self_test
+from pallas_kernels.fp4_matmul import dispatch, mma, mma_schedule, self_test, tiling
 from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 
 VARIANTS = {
@@ -128,18 +129,32 @@ def test_the_self_test_while_tracing():
     assert errors[0] < ROUNDING
 
 
-def test_nobody_gets_it_without_asking(monkeypatch):
-    """It has not run on a card."""
-    monkeypatch.setattr(device, "cuda_capability", lambda: 8.9)
+def test_the_kernel_of_each_gpu(monkeypatch):
     monkeypatch.setattr(self_test, "relative_error_of_mma", lambda _: 0.0)
-    for choice, expected in ((None, "xla"), ("mma", "mma"), ("xla", "xla")):
+    for hopper_error, capability, choice, expected in (
+        (0.0, 8.0, None, "mma"),
+        (0.0, 8.9, None, "mma"),
+        (0.0, 8.9, "mosaic", "xla"),
+        (0.0, 8.9, "xla", "xla"),
+        (0.0, 7.5, "mma", "xla"),
+        (0.0, 9.0, None, "mosaic"),
+        (0.0, 9.0, "mma", "mma"),
+        (1.0, 9.0, None, "mma"),
+    ):
+        monkeypatch.setattr(device, "cuda_capability", lambda value=capability: value)
+        monkeypatch.setattr(dispatch, "self_check", lambda error=hopper_error: error)
+        monkeypatch.setattr(tiling, "verified", lambda *_: False)
         monkeypatch.delenv(dispatch.KERNEL_VARIABLE, raising=False)
         if choice:
             monkeypatch.setenv(dispatch.KERNEL_VARIABLE, choice)
         for cached in CACHED:
             cached.cache_clear()
-        assert fp4.device_kernel() == expected
-        assert fp4.supports_tiles() == (expected == "mma")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The kernel for Hopper is off.
+            assert fp4.device_kernel() == expected
+        assert fp4.supports_tiles() == (expected != "xla")
+        assert fp4.reads_tiles(mma_schedule.MAX_ROWS)
+        assert fp4.reads_tiles(mma_schedule.MAX_ROWS + 1) == (expected != "mma")
     monkeypatch.setenv(dispatch.KERNEL_VARIABLE, "cuda")
     with pytest.raises(ValueError, match="QERL_FP4_KERNEL is 'cuda', expected 'mosaic', 'mma'"):
         dispatch.chosen_kernel()

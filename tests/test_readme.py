@@ -16,6 +16,7 @@ import tiny_run
 from tiny_checkpoints import model_config
 
 import benchmarks.rollout.__main__ as benchmark
+from benchmarks import speedrun
 from qerl_jax.commands import cli, evaluate, export_hf, quantize, sample, show, sweep
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.policy.architectures import ARCHITECTURES
@@ -81,6 +82,7 @@ def test_the_readme_has_these_commands():
         "experiments.plan",
         "experiments.sweep",
         "benchmarks.rollout",
+        "benchmarks.speedrun",
         *PARSERS,
     }
     assert len(LINES) >= 15
@@ -204,6 +206,8 @@ def test_a_command_takes_its_arguments(line, tmp_path, monkeypatch):
         parse(PARSERS[module], arguments)
     elif module == "benchmarks.rollout":
         benchmark.make_parser().parse_args(arguments)
+    elif module == "benchmarks.speedrun":
+        speedrun.make_parser().parse_args(arguments)
     else:
         flags = [word for word in arguments if word.startswith("--config")]
         others = {word.partition("=")[0] for word in arguments} - {
@@ -223,7 +227,7 @@ def test_a_command_takes_its_arguments(line, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
 def test_a_command_for_a_gpu_asks_for_one(line):
-    large = re.search(r"qwen2\.5|llama|qwen3|mistral", " ".join(line))
+    large = re.search(r"qwen2\.5|llama|qwen3|mistral", " ".join(line).lower())
     cuda = "--extra cuda" in " ".join(wrapped(line))
     assert cuda == (bool(large) and "experiments.plan" not in line)
     if line[0] == "sbatch":

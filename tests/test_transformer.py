@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +11,10 @@ from tiny_checkpoints import VOCAB
 from tiny_model import KINDS, random_lora, random_tokens, tiny_policy
 
 from pallas_kernels import device
+from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.quant import QuantTensor, tile_order
 
 LENGTHS = np.array([10, 7, 4], np.int32)
 TOKENS = random_tokens(3, 12)
@@ -129,6 +131,23 @@ def test_dequantized_layers_give_the_same_logits():
             assert isinstance(layer[name], jax.Array)
             assert layer[name].dtype == jnp.float32
     assert_valid_close(forward(dense, lora, config), expected, atol=1e-5)
+
+
+def test_many_rows_get_dense_copies_of_weights_that_a_kernel_reads_for_few(monkeypatch):
+    _, params = tiny_policy(quantized=True)
+    tiles = [
+        {
+            name: tile_order(leaf) if isinstance(leaf, QuantTensor) else leaf
+            for name, leaf in layer.items()
+        }
+        for layer in params["layers"]
+    ]
+    monkeypatch.setattr(dispatch, "device_kernel", lambda: "mma")
+    policy, most = params | {"layers": tiles}, dispatch.mma_schedule.MAX_ROWS
+    assert not transformer.packed_weights(policy, rows=most)
+    assert transformer.dequantize_params(policy, rows=most) == policy
+    dense = transformer.dequantize_params(policy, rows=most + 1)
+    chex.assert_trees_all_equal(dense, transformer.dequantize_params(params))
 
 
 def test_dense_weights_in_float32_have_the_values_of_bfloat16(monkeypatch):

@@ -17,8 +17,8 @@ A layer has six steps. In each step the first line is taken whose conditions hol
 
 A weight is "FP4" if it is in tile order (`Fp4Tiles`) and the Hopper kernel runs; the two epilogues
 "+RMSNorm" and "+SwiGLU" need rows in multiples of eight. Attention is "unsplit" if M <= 128, o_proj
-is FP4, and the M K heads of keys occupy all SMs. Where the user chose another kernel for weights in
-tile order (`fp4_matmul.mma`), no weight is FP4.
+is FP4, and the M K heads of keys occupy all SMs. Where another kernel multiplies weights in tile
+order (`fp4_matmul.mma`), no weight is FP4.
 
 An adapted product needs x A^T. Every kernel in front of a product computes partial sums of it, but
 for unsplit attention and the FP4 kernel. After these, the product computes x A^T itself, or the

@@ -10,6 +10,7 @@ from pallas_kernels.fp4_matmul.dispatch import (
     chosen_kernel,
     device_kernel,
     load_kernel,
+    reads_tiles,
     sum_xa_partials,
     supports_device,
     supports_lora_shrink,
@@ -22,6 +23,7 @@ from pallas_kernels.fp4_matmul.epilogues import (
     supports_swiglu,
 )
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles, from_tiles, to_tiles
+from pallas_kernels.fp4_matmul.mma_schedule import MAX_ROWS as MMA_ROWS
 from pallas_kernels.fp4_matmul.reference import (
     BLOCK,
     FORMATS,
@@ -37,6 +39,7 @@ __all__ = [
     "BLOCK",
     "FORMATS",
     "KERNEL_VARIABLE",
+    "MMA_ROWS",
     "Format",
     "Fp4Tiles",
     "Fp4Weight",
@@ -54,6 +57,7 @@ __all__ = [
     "from_tiles",
     "load_kernel",
     "padded_rank",
+    "reads_tiles",
     "sum_xa_partials",
     "supports_add_rmsnorm",
     "supports_device",

@@ -38,7 +38,7 @@ def fp4_matmul(
         implementation: "mosaic" is the Hopper kernel, "mma" the kernel for up to 64 rows on every
             GPU since Ampere, which dequantizes for more rows; both are for a weight in tile order
             and bfloat16 x. "xla" dequantizes and multiplies. None takes "mosaic" on a Hopper GPU
-            on which it agrees with the definition, and "mma" where QERL_FP4_KERNEL says so.
+            on which it agrees with the definition, "mma" on others since Ampere.
         config: tiling of "mosaic" or schedule of "mma"; None looks it up.
 
     Returns:

@@ -17,9 +17,9 @@ bandwidth, which is measured first, and at 790 TFLOP/s. Implementations:
     nf4            bitsandbytes, if it is installed
     dx, dx_bf16    the gradient with respect to x of nvfp4 and of bf16
 
-The kernel `mma` has not run on a card yet. What measures it, on any GPU from Ampere on (a Hopper
-card runs the same code as the others): its tests; the schedules; products beside cuBLAS and, on
-Hopper, beside the other kernel; decode steps; and a run that is resumed bit for bit:
+What measures the kernel `mma`, on any GPU from Ampere on (a Hopper card runs the same code as the
+others): its tests; the schedules; products beside cuBLAS and, on Hopper, beside the other kernel;
+decode steps; and a run that is resumed bit for bit:
 
     pytest -n 0 -m gpu tests/test_fp4_mma_gpu.py
     pytest -n 0 -m gpu tests/test_decode_layer.py -k every_gpu

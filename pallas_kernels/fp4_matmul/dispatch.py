@@ -42,11 +42,14 @@ def supports_device() -> bool:
 
 @functools.cache
 def supports_mma_device() -> bool:
-    """Whether the user chose "mma", and it agrees with the definition on the default device.
+    """Whether "mma" multiplies on the default device: it agrees with the definition there.
 
-    It computes small products once, as no table knows the GPU.
+    It computes small products once, as no table knows the GPU. On a Hopper card the user has to
+    choose it, unless the kernel for Hopper does not agree.
     """
-    if device.cuda_capability() < 8.0 or chosen_kernel() != "mma":
+    if device.cuda_capability() < 8.0 or chosen_kernel() not in (None, "mma"):
+        return False
+    if chosen_kernel() is None and supports_device():
         return False
     return _agrees(lambda: self_test.relative_error_of_mma(mma_kernel().matmul))
 
@@ -77,8 +80,16 @@ def supports_tiles() -> bool:
     return device_kernel() != "xla"
 
 
+def reads_tiles(rows: int) -> bool:
+    """Whether products of this many rows read weights in tile order packed.
+
+    For more rows "mma" dequantizes a weight every time.
+    """
+    return device_kernel() != "mma" or rows <= mma_schedule.MAX_ROWS
+
+
 def chosen_kernel() -> str | None:
-    """The kernel that the user chose: "mosaic", "mma" or "xla"; None for what has run on a card.
+    """The kernel that the user chose, "mosaic", "mma" or "xla"; None for the fastest that runs.
 
     Raises:
         ValueError: the environment variable has another value.

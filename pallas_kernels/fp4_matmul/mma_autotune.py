@@ -2,8 +2,7 @@
 
     python -m pallas_kernels.fp4_matmul.mma_autotune --layers=7b --m=8,32 --out=schedules.json
 
-`mma_schedule.choose` is to be made from what this prints: what it has now is by arithmetic. The
-product has no adapter.
+`mma_schedule.choose` is made from what this prints on an H200. The product has no adapter.
 """
 
 import argparse

@@ -159,7 +159,7 @@ def kernel_of(*, hopper: bool) -> str:
     chosen = fp4_matmul.chosen_kernel()
     if chosen in ("mma", "xla"):
         return chosen
-    return "mosaic" if hopper else "xla"
+    return "mosaic" if hopper else "mma"
 
 
 def plan_run(
@@ -255,7 +255,9 @@ def _plan_rollout(
     """The largest rollout that fits; one of no rows, with the bytes of one, if none does."""
     compute = jnp.dtype(config.model.dtype)
     dtype = cache_dtype(config.rollout.kv_cache_dtype, compute)
-    dequantize, dense_copy = _dequantize(config, model, device)
+    most = longest.num_prompts * longest.group_size
+    rows = min(max_rows or most, most)
+    dequantize, dense_copy = _dequantize(config, model, device, rows)
     extends = bool(config.environment.function)
     # A turn may be decoded past its limit until the end of a chunk.
     overshoot = config.rollout.chunk_steps if extends else 0
@@ -293,16 +295,18 @@ def _plan_rollout(
     )
 
 
-def _dequantize(config: ConfigDict, model: ModelConfig, device: Device) -> tuple[str, int]:
+def _dequantize(
+    config: ConfigDict, model: ModelConfig, device: Device, rows: int
+) -> tuple[str, int]:
     """How a rollout dequantizes weights that no kernel reads, and the bytes of its dense copy."""
     compute, format = jnp.dtype(config.model.dtype), config.model.format
     by_kernel = format in _KERNEL_FORMATS and compute == jnp.bfloat16
     if format == "bf16" or (by_kernel and device.kernel == "mosaic"):
         return "once", 0
     dense = sizes.dense_layers_bytes(model, compute.itemsize)
-    if by_kernel and device.kernel == "mma":  # It dequantizes for many rows: those of prefill.
-        return "step", dense // model.num_layers
     mode = config.rollout.dequantize
     if mode == "auto":
         mode = "once" if device.pool is None or 3 * dense <= device.pool else "step"
-    return mode, dense if mode == "once" else dense // model.num_layers
+    # In a prefill the kernel dequantizes a weight at a time.
+    by_kernel &= device.kernel == "mma" and rows <= fp4_matmul.MMA_ROWS
+    return mode, dense if mode == "once" and not by_kernel else dense // model.num_layers

@@ -29,13 +29,14 @@ class Dequantization(NamedTuple):
     packed: list[Any]
 
 
-def dequantization(params: dict) -> Dequantization | None:
+def dequantization(params: dict, *, rows: int = 0) -> Dequantization | None:
     """Returns how weights become dense, or None if `params` have none to dequantize.
 
     Args:
         params: the policy, as shapes with shardings.
+        rows: as in `transformer.packed_weights`.
     """
-    packed = transformer.packed_weights(params)
+    packed = transformer.packed_weights(params, rows=rows)
     if not packed:
         return None
     mesh, static = mesh_of(params), {"dtype": params["embed_tokens"].dtype}
@@ -46,16 +47,17 @@ def dequantization(params: dict) -> Dequantization | None:
     return Dequantization(_on_shards(mesh), static | {"columns": columns}, packed)
 
 
-def dequantized(params: dict, programs: Mapping[Any, Callable[..., Any]]) -> dict:
+def dequantized(params: dict, programs: Mapping[Any, Callable[..., Any]], *, rows: int = 0) -> dict:
     """Returns the policy with dense weights, or as it is without a program for it.
 
     Args:
         params: the policy.
         programs: programs by name, among them perhaps 'dequantize'.
+        rows: as in `transformer.packed_weights`.
     """
     if DEQUANTIZE not in programs:
         return params
-    return transformer.dequantize_params(params, programs[DEQUANTIZE])
+    return transformer.dequantize_params(params, programs[DEQUANTIZE], rows=rows)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

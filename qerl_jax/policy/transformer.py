@@ -343,12 +343,16 @@ def layer_with_inputs(
     return _finish_layer(layer, {}, x, mixed, config, project), inputs
 
 
-def packed_weights(params: dict) -> list[QuantTensor | jax.Array]:
-    """Returns the packed weights that no kernel reads: those that are not in tile order.
+def packed_weights(params: dict, *, rows: int = 0) -> list[QuantTensor | jax.Array]:
+    """Returns the packed weights that no kernel reads.
 
     Where they become float32, a dense head follows, so that every product reads float32.
+
+    Args:
+        params: the policy.
+        rows: number of rows of x in the products; a kernel may read weights for few rows only.
     """
-    packed: list = [leaf for leaf in _leaves(params)[0] if _is_packed(leaf)]
+    packed: list = [leaf for leaf in _leaves(params)[0] if _is_packed(leaf, rows)]
     head, dtype = params.get("lm_head", params["embed_tokens"]), params["embed_tokens"].dtype
     if packed and not isinstance(head, QuantTensor) and device.product_dtype(dtype) != dtype:
         packed.append(head)
@@ -356,13 +360,17 @@ def packed_weights(params: dict) -> list[QuantTensor | jax.Array]:
 
 
 def dequantize_params(
-    params: dict, dequantize_all: Callable[[list[QuantTensor | jax.Array]], list] | None = None
+    params: dict,
+    dequantize_all: Callable[[list[QuantTensor | jax.Array]], list] | None = None,
+    *,
+    rows: int = 0,
 ) -> dict:
     """Dequantizes `packed_weights`, which trades memory for speed where there is no kernel.
 
     Args:
         params: the policy.
         dequantize_all: function from packed to dense weights; None uses `dense_weight`.
+        rows: as in `packed_weights`.
 
     Returns:
         The policy with dense weights in place of packed ones.
@@ -374,8 +382,10 @@ def dequantize_params(
             return [dense_weight(weight, dtype) for weight in packed]
 
     leaves, treedef = _leaves(params)
-    dense = iter(dequantize_all(packed_weights(params)))
-    dequantized = treedef.unflatten([next(dense) if _is_packed(leaf) else leaf for leaf in leaves])
+    dense = iter(dequantize_all(packed_weights(params, rows=rows)))
+    dequantized = treedef.unflatten(
+        [next(dense) if _is_packed(leaf, rows) else leaf for leaf in leaves]
+    )
     head = next(dense, None)
     return dequantized if head is None else dequantized | {"lm_head": head}
 
@@ -393,8 +403,10 @@ def _leaves(params):
     return jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
 
 
-def _is_packed(leaf):
-    return isinstance(leaf, QuantTensor) and leaf.tiles is None
+def _is_packed(leaf, rows):
+    if not isinstance(leaf, QuantTensor):
+        return False
+    return leaf.tiles is None or not fp4_matmul.reads_tiles(rows)
 
 
 def _run_layers(params, lora, tokens, lengths, *, config):

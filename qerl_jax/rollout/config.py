@@ -137,8 +137,8 @@ class EngineConfig:
             besides max_rows, and where max_rows is 0 takes the free memory of the device.
         kv_cache_dtype: dtype of the stored keys and values, see `shapes.cache_dtype`.
         dequantize: 'once' dequantizes the packed weights once per rollout, which needs memory for a
-            dense copy; 'step' does so in each decode step. Weights that a kernel reads packed are
-            not dequantized in either case.
+            dense copy; 'step' does so in each decode step. Weights that a kernel reads packed, for
+            as many rows, are not dequantized in either case.
         prompt_width: number of tokens of the longest prompt of all rollouts, so that rollouts of
             shorter prompts use the same programs; 0 is the longest prompt of each rollout.
         num_prompts: number of prompts of the largest rollout, so that rollouts of fewer prompts use

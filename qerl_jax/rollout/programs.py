@@ -65,8 +65,9 @@ def operations(
     compute, sharding, mesh = params["embed_tokens"].dtype, key.sharding, mesh_of(params)
     on_devices = functools.partial(_abstract_on_devices, mesh, sharding)
     functions = decode if mesh is None else tensor_parallel.functions(mesh)
-    dense_weights = None if config.dequantize == "step" else dequantization(params)
-    cache = shapes.batch_sizes[0], shapes.cache_positions, dtype
+    rows = shapes.batch_sizes[0]
+    dense_weights = None if config.dequantize == "step" else dequantization(params, rows=rows)
+    cache = rows, shapes.cache_positions, dtype
     # A run samples with a head in 4 bits and evaluates without: the same keys, other programs.
     structure = digest((params, lora))
     table: dict[Any, Operation] = {}
@@ -87,7 +88,8 @@ def operations(
     def dense() -> dict:
         if dense_weights is None:
             return params
-        return on_devices(transformer.dequantize_params(params, lambda _: result(DEQUANTIZE)))
+        dense = transformer.dequantize_params(params, lambda _: result(DEQUANTIZE), rows=rows)
+        return on_devices(dense)
 
     def state(rows: int) -> decode.DecodeState:
         return on_devices(_state_shapes(rows, shapes, config))

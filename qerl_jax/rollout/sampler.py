@@ -242,7 +242,8 @@ class Sampler:
         table = Programs(programs.operations(key, policy, shapes, config), self.executables)
         identities = rows_of(ids, self.group_size).astype(np.int32)
         completions = Completions(len(identities), self.sampling, self.tokenizer, self.turns)
-        policy = policy._replace(params=dequantized(policy.params, table))
+        dense = dequantized(policy.params, table, rows=shapes.batch_sizes[0])
+        policy = policy._replace(params=dense)
         options = {"programs": RolloutPrograms(shapes, config, table), "completions": completions}
         if self.turns is not None:
             assert dialog is not None

@@ -25,6 +25,7 @@ _PREFILL_DIVISOR = 8  # prefilled prompts take at most this part of kv_cache_byt
 _FEWEST_ROWS, _FEWEST_ROWS_ON_GPU = 4, 32
 # Rows of the smaller batch, where there is only one: long completions are few and end late.
 _ONCE_DIVISOR = 4
+_MANY_ROWS = 1 << 20  # more than a kernel for few rows takes
 # Part of the rows that are extended together by what environments wrote, out of a copy of them.
 _EXTEND_DIVISOR = 4
 _FINE_FROM = 64  # rows; from here on an inactive slot costs as much time as an active one
@@ -337,8 +338,8 @@ def dequantize_mode(params: dict, mode: str = "auto") -> str:
 
 
 def dense_bytes(params: dict) -> int:
-    """Returns the bytes that `transformer.dequantize_params` makes dense, of one device."""
-    packed, mesh = transformer.packed_weights(params), mesh_of(params)
+    """Returns the bytes that `dequantize_params` makes dense for many rows, of one device."""
+    packed, mesh = transformer.packed_weights(params, rows=_MANY_ROWS), mesh_of(params)
     numbers = sum(math.prod(leaf.shape) for leaf in packed)
     shards = 1 if mesh is None else mesh.shape[TENSOR]
     return numbers // shards * device.product_dtype(params["embed_tokens"].dtype).itemsize
