@@ -3,13 +3,16 @@
     uv run --extra cuda python -m benchmarks.environments rollout --model=qwen2.5-1.5b
     uv run --extra cuda python -m benchmarks.environments learning calculator \
         runs/tool-0 runs/tool-1 --control runs/no-tool-0 runs/no-tool-1
+    uv run python -m benchmarks.environments learning guessing_game \
+        runs/guessing_game-* --control runs/constant_game-*
 
-Both write a part of benchmarks/results/environments.json. `rollout` decodes 64 episodes on 32
+All write a part of benchmarks/results/environments.json. `rollout` decodes 64 episodes on 32
 slots, three turns of 512 tokens each, with replies that come at once and after 0.5 s: the time of
 the one relative to the other, the share of slots that waited, and how their tokens and log-probs
 agree, beside how those of two rollouts with instant replies do. The weights are random.
-`learning` compares the last fifth of the steps of runs with the first (examples/calculator.py has
-the commands): reward, and the share of rows with a call that succeeded.
+`learning` compares the last fifth of the steps of runs with the first (examples/calculator.py and
+examples/guessing_game.py have the commands): reward, the share of rows with a call that succeeded,
+and the accuracy of each run on held-out problems before and after.
 """
 
 import argparse
@@ -38,8 +41,9 @@ from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.metrics import read_steps
+from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.system.atomic import write_json
+from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.system.paths import user_path
 from qerl_jax.weights.compact import compact_layers
 
@@ -168,13 +172,19 @@ def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
 
     Args:
         folders: run folders, one for each seed.
+
+    Returns:
+        The means, the accuracy of each run before and after, and the seconds of each run: those of
+        its steps and evaluations and of the programs compiled before.
     """
-    runs = [read_steps(RunFolder(user_path(folder)).metrics) for folder in folders]
+    metrics = [RunFolder(user_path(folder)).metrics for folder in folders]
+    runs = [read_steps(path) for path in metrics]
     fifth = max(1, min(map(len, runs)) // 5)
     names = ("reward", "accuracy", "environment/rows_with_right_call", "environment/calls")
 
     def mean(name: str, part: slice) -> float | None:
-        values = [row[name] for rows in runs for row in rows[part] if name in row]
+        values = [row.get(name) for rows in runs for row in rows[part]]
+        values = [value for value in values if value is not None]  # A step may have no update.
         return statistics.fmean(values) if values else None
 
     return {
@@ -182,9 +192,20 @@ def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
         "first": {name: mean(name, slice(0, fifth)) for name in names},
         "last": {name: mean(name, slice(-fifth, None)) for name in names},
         "logprob_diff_mean": mean("logprob_diff_mean", slice(None)),
+        "eval_accuracy": [
+            {"before": accuracies[0], "after": accuracies[max(accuracies)]}
+            for accuracies in map(read_evaluations, metrics)
+            if accuracies
+        ],
+        "seconds": [sum(map(_seconds, read_jsonl(path))) for path in metrics],
         "reward_by_step": [[row["reward"] for row in rows] for rows in runs],
         "run": describe_run(user_path(folders[0])),
     }
+
+
+def _seconds(row: dict[str, Any]) -> float:
+    compiled = 0.0 if row["step"] else row.get("compile_seconds", 0.0)
+    return compiled + row.get("step_seconds", 0.0) + row.get("eval_seconds", 0.0)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -54,6 +54,22 @@ def learning_table(result: dict) -> str:
     return markdown(header, lines)
 
 
+def game_table(result: dict) -> str:
+    """Accuracy and time of the guessing game and of its control, a line for each run."""
+    lines = [
+        [
+            label,
+            f"{part['steps']}",
+            f"{accuracy['before']:.2f}",
+            f"{accuracy['after']:.2f}",
+            f"{seconds / 60:.0f}",
+        ]
+        for label, part in (("replies", result["runs"]), ("control", result["control"]))
+        for accuracy, seconds in zip(part["eval_accuracy"], part["seconds"], strict=True)
+    ]
+    return markdown(("run", "steps", "won before", "won after", "minutes"), lines)
+
+
 def _range(values: Sequence[float]) -> str:
     return f"{min(values):.3f} to {max(values):.3f}"
 

@@ -26,6 +26,7 @@ from benchmarks.result_tables import (
     STEPS,
     accuracy_table,
     agreement_table,
+    game_table,
     kernel_part,
     learning_table,
     loading_table,
@@ -56,7 +57,7 @@ from qerl_jax.config import models
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 _DECODE_PICTURE = "![Time of a decode step in NVFP4 and in bf16](%s)"
-PAGES = ("README.md", "docs/examples.md", "CONTRIBUTING.md")  # with generated parts
+PAGES = ("README.md", "docs/environments.md", "docs/examples.md", "CONTRIBUTING.md")  # in parts
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100.json"
 
 
@@ -273,6 +274,13 @@ def noise_text() -> str:
     text = noise_sentence(runs_by_arm(_read("gsm8k.json")))
     text += " `docs/evidence.md` goes through the claims of the paper."
     return textwrap.fill(text, 110, break_on_hyphens=False)
+
+
+def game_text() -> str:
+    """What docs/environments.md says of the guessing game."""
+    result = _read("environments.json")["learning"]["guessing_game"]
+    origin = provenance(result["runs"]["run"])
+    return f"Games that are won greedily, of 27 held out ({origin}):\n\n{game_table(result)}"
 
 
 def _learning_section() -> str:
@@ -520,6 +528,7 @@ def with_generated_parts(page: str, text: str) -> str:
             "first run": first_run_text,
             "memory": lambda: memory_table(_preset_steps().values()),
         },
+        "docs/environments.md": {"guessing game": game_text},
         "docs/examples.md": {
             "gsm8k": lambda: textwrap.fill(speedrun_sentence(_read("speedrun.json")), 110)
         },

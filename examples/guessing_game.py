@@ -1,6 +1,6 @@
 """A guessing game: the policy learns to use what an environment tells it, on a CPU.
 
-    uv run python examples/guessing_game.py
+    uv run python examples/guessing_game.py --seed=0
     uv run python examples/guessing_game.py --constant    # the control: replies that tell nothing
 
 The environment has a number from 1 to 3 in mind, and the policy has two guesses. After a wrong one
@@ -8,9 +8,8 @@ it learns whether the number is higher or lower. Two different guesses are right
 which is the best without reading the reply; 2 and then what the reply says is always right.
 """
 
-import random
+import argparse
 import re
-import sys
 
 import qerl_jax as qj
 
@@ -22,18 +21,22 @@ QUESTION = "Guess the number of {name} on {day}: 1, 2 or 3?"
 class GuessingGame:
     """An environment of texts: `reset` begins a game, and `step` takes a guess."""
 
-    def reset(self, seed):
-        """Begins a game; games of the same seed have the same number."""
-        self.number = random.Random(seed).randint(1, 3)
+    def reset(self, answer):
+        """Begins a game about the number that is the answer of the problem."""
+        self.number = int(answer)
 
     def step(self, text):
-        """Returns what the environment says, the reward, and whether the game is over."""
+        """Returns what the environment says, the reward, and whether the game is over.
+
+        Only a game that is won pays, and the same after one guess as after two. A reward for a
+        guess that is wrong would make it better to lose the first guess on purpose.
+        """
         match = re.search(r"[123]", text)
         if match is None:
             return "write 1, 2 or 3", 0.0, False
         if int(match[0]) == self.number:
             return "right", 1.0, True
-        return self.hint(int(match[0])), 0.1, False  # a little for a number at all
+        return self.hint(int(match[0])), 0.0, False
 
     def hint(self, guess):
         """Returns what is said after a wrong guess."""
@@ -48,31 +51,49 @@ class ConstantGame(GuessingGame):
         return "wrong"
 
 
-def main(constant):
+def problems():
+    """Returns games: each question with each number, so that no question tells its number.
+
+    The last game of a question is the one that may be held out for evaluations. Its number moves on
+    from question to question, so that of 27 held-out games 9 have each number.
+    """
+    questions = [QUESTION.format(day=day, name=name) for day in DAYS for name in NAMES]
+    return [
+        {"question": question, "answer": str((index + turn) % 3 + 1)}
+        for index, question in enumerate(questions)
+        for turn in range(3)
+    ]
+
+
+def main():
     """Trains the default model; a run that was stopped goes on."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--constant", action="store_true", help="replies that tell nothing")
+    arguments = parser.parse_args()
     config = qj.get_config("grpo_gsm8k")
-    config.experiment = "constant_game" if constant else "guessing_game"
+    config.experiment = "constant_game" if arguments.constant else "guessing_game"
+    game = ConstantGame if arguments.constant else GuessingGame
     config.update_from_flattened_dict(
         {
-            "steps": 30,
-            "environment.function": f"guessing_game:{'Constant' if constant else 'Guessing'}Game",
+            "seed": arguments.seed,
+            "steps": 24,
+            "environment.function": f"guessing_game:{game.__name__}",
             "environment.max_turns": 2,
-            "environment.turn_tokens": 5,
+            "environment.turn_tokens": 1,
             "environment.reply_tokens": 20,
-            "rollout.prompts_per_step": 4,
-            "rollout.max_new_tokens": 10,
-            "rollout.chunk_steps": 4,
-            "data.question_suffix": "",
+            "rollout.max_new_tokens": 2,
+            "rollout.chunk_steps": 1,
+            "data.max_prompt_tokens": 80,
             "rewards.correctness.function": "qerl_jax.rewards.functions:environment_reward",
             "rewards.format.weight": 0.0,
             "optimizer.learning_rate": 1e-3,
-            "eval.every": 15,
-            "eval.problems": 28,
+            "eval.every": 24,
+            "eval.problems": 27,
         }
     )
-    questions = [QUESTION.format(day=day, name=name) for day in DAYS for name in NAMES]
-    return qj.train(config, problems=[{"question": text, "answer": ""} for text in questions])
+    return qj.train(config, problems=problems())
 
 
 if __name__ == "__main__":
-    main("--constant" in sys.argv[1:])
+    main()

@@ -1,4 +1,4 @@
-"""Token ids and masks of conversations with tools: those of TRL, for four families of templates."""
+"""Token ids and masks of conversations with tools: those of TRL, for five families of templates."""
 
 import json
 import pathlib
@@ -17,7 +17,14 @@ from qerl_jax.weights.tokenizer import Tokenizer
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 RECORDED = json.loads((GOLDEN / "environment_trl.json").read_text())
-FORMATS = {"qwen2_5": "hermes", "qwen3": "hermes", "llama3_1": "llama", "mistral": "mistral"}
+FORMATS = {
+    "qwen2_5": "hermes",
+    "qwen3": "hermes",
+    "qwen3_5_think": "xml",
+    "qwen3_5_nothink": "xml",
+    "llama3_1": "llama",
+    "mistral": "mistral",
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +55,7 @@ def converse(pool, family, turns):
     writer.check()
     environments = Environments(
         pool=pool,
-        contracts={"tools": Contract("tools")},
+        contracts={"tools": Contract("tools", tuple(RECORDED["tools"]))},
         writers={"tools": writer},
         form=tool_format(tokenizer.chat_template),
         tokenizer=tokenizer,
@@ -57,7 +64,8 @@ def converse(pool, family, turns):
         processes=4,
     )
     ids, mask = [], []
-    with Episodes(environments, [{"answer": "84"}], [0], [None]) as episodes:
+    options = {"in_reasoning": [family == "qwen3_5_think"]}
+    with Episodes(environments, [{"answer": "84"}], [0], [None], **options) as episodes:
         for text in turns:
             turn = [*tokenizer.encode(text), tokenizer.eos_ids[0]]
             ids += turn
@@ -78,7 +86,8 @@ def test_ids_and_masks_are_those_of_trl(pool, family):
     np.testing.assert_array_equal(ids, case["completion_ids"])
     np.testing.assert_array_equal(mask, case["mask"])
     assert reply.ending == ANSWER
-    assert episode.reward == {"qwen2_5": 2, "qwen3": 3, "llama3_1": 2, "mistral": 2}[family]
+    rewards = {"qwen3": 3, "qwen3_5_think": 3}
+    assert episode.reward == rewards.get(family, 2)
 
 
 @pytest.mark.parametrize("family", FORMATS)
@@ -96,6 +105,8 @@ def test_prompts_with_tools_are_those_of_trl(family):
         ("llama3_1", False, "Be brief.", ""),
         ("mistral", False, "", ""),
         ("qwen3", False, "", "writes earlier turns in another way"),
+        ("qwen3_5_think", False, "", "writes earlier turns in another way"),
+        ("qwen3_5_think", True, "Be brief.", ""),
         ("mistral", False, "Be brief.", "writes earlier turns in another way"),
         ("mistral", True, "Be brief.", "writes earlier turns in another way"),
     ],

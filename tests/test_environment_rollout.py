@@ -1,14 +1,15 @@
 """Rows that talk to an environment: token ids, limits, slots that wait, and log-probabilities."""
 
 import dataclasses
+import functools
 import time
 
 import jax
 import numpy as np
 import pytest
 import tiny_rollout
-from tiny_model import random_tokens
-from tiny_rollout import KEY, PROMPTS, policy
+from tiny_model import random_lora, random_tokens, tiny_policy
+from tiny_rollout import KEY, PROMPTS
 
 from qerl_jax.environments.roles import CONTEXT, DONE, ENVIRONMENT, OPEN, SAMPLED, TOKENS, Reply
 from qerl_jax.policy.policy import Policy
@@ -53,20 +54,36 @@ class Dialog:
         return [reply for _, reply in ready]
 
 
-def converse(dialog, limits=TURNS, **options):
+@functools.cache
+def policy(model="qwen3"):
+    """An architecture and a policy: one layer of attention, after a recurrent one in Qwen3.5."""
+    layers = {"num_layers": 2, "recurrent_layers": (0,)} if model == "qwen3_5" else {}
+    config, params = tiny_policy(model, **({"num_layers": 1} | layers))
+    return config, Policy(params, random_lora(config))
+
+
+def sampler_of(model="qwen3", limits=TURNS, **options):
     sampler = tiny_rollout.sampler(
-        **({"max_new_tokens": 14, "eos_ids": EOS, "group_size": GROUP, "layers": 1} | options)
+        **({"max_new_tokens": 14, "eos_ids": EOS, "group_size": GROUP} | options)
     )
-    sampler = dataclasses.replace(sampler, turns=limits)
-    _, params, lora = policy(layers=1)
-    *_, last = sampler.steps(KEY, Policy(params, lora), PROMPTS, dialog=dialog)
+    return dataclasses.replace(sampler, turns=limits, model_config=policy(model)[0])
+
+
+def converse(dialog, limits=TURNS, model="qwen3", **options):
+    sampler = sampler_of(model, limits, **options)
+    *_, last = sampler.steps(KEY, policy(model)[1], PROMPTS, dialog=dialog)
     return last
 
 
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+def model(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def instant():
+def instant(model):
     dialog = Dialog()
-    return dialog, converse(dialog)
+    return dialog, converse(dialog, model=model)
 
 
 def test_tokens_are_those_that_were_sampled_and_replied(instant):
@@ -94,10 +111,10 @@ def test_tokens_are_those_that_were_sampled_and_replied(instant):
     assert (rollout.sampled_lengths <= 14).all()
 
 
-def test_logprobs_are_those_of_the_whole_conversations(instant):
+def test_logprobs_are_those_of_the_whole_conversations(model, instant):
     _, last = instant
     rollout = last.rollout
-    config, params, lora = policy(layers=1)
+    config, (params, lora) = policy(model)
     prompts = [prompt for prompt in PROMPTS for _ in range(GROUP)]
     starts = np.array([len(prompt) for prompt in prompts], np.int32)
     width = rollout.tokens.shape[1]
@@ -118,13 +135,21 @@ def test_logprobs_are_those_of_the_whole_conversations(instant):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"max_rows": 5}, {"max_rows": 1, "chunk_steps": 2}],
-    ids=["slots for all", "few slots", "one slot"],
+    ("model", "options"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"max_rows": 5}),
+        ("qwen3", {"max_rows": 1, "chunk_steps": 2}),
+        ("qwen3_5", {"max_rows": 1, "chunk_steps": 2}),
+    ],
+    indirect=["model"],
+    ids=["slots for all", "few slots", "one slot", "one slot, recurrent"],
 )
-def test_episodes_do_not_depend_on_time_or_slots(instant, options):
+def test_episodes_do_not_depend_on_time_or_slots(model, instant, options):
     """With the same slots they are equal to the last bit, whatever the environments' time."""
-    fast, slow = (converse(Dialog(seconds), **options).rollout for seconds in (0.0, 0.03))
+    fast, slow = (
+        converse(Dialog(seconds), model=model, **options).rollout for seconds in (0.0, 0.03)
+    )
     jax.tree.map(np.testing.assert_array_equal, slow, fast)
     expected = instant[1].rollout
     for name in ("tokens", "lengths", "roles", "endings", "finished"):
@@ -132,13 +157,15 @@ def test_episodes_do_not_depend_on_time_or_slots(instant, options):
     np.testing.assert_allclose(slow.logprobs, expected.logprobs, atol=2e-5)
 
 
-def test_a_row_that_waits_long_gives_up_its_slot(instant, monkeypatch):
+def test_a_row_that_waits_long_gives_up_its_slot(model, instant, monkeypatch):
     """One slot for twelve rows: others have their turns in it while a row waits."""
     monkeypatch.setattr(turns, "_PATIENCE", 0.02)
-    order, dialog = [], Dialog(0.2)
-    submit = dialog.submit
+    order, dialog = [], Dialog()
+    submit, replies = dialog.submit, dialog.replies
     dialog.submit = lambda turn: (order.append(turn.row), submit(turn))
-    last = converse(dialog, max_rows=1, chunk_steps=2)
+    # No row has a reply before three rows wait, however slow the machine is.
+    dialog.replies = lambda seconds: replies(seconds) if order[2:] else time.sleep(seconds) or []
+    last = converse(dialog, model=model, max_rows=1, chunk_steps=2)
     assert last.statistics.waiting_seconds > 0
     # The rows take turns: no row has its second turn right after its first.
     assert order[:3] == [0, 1, 2]
@@ -154,15 +181,12 @@ def test_the_context_ends_a_row():
     assert rollout.lengths.max() <= 12
 
 
-def test_every_program_is_compiled_before():
-    sampler = tiny_rollout.sampler(
-        max_new_tokens=14, eos_ids=EOS, group_size=GROUP, prompt_width=9, max_rows=6, layers=1
-    )
-    sampler = dataclasses.replace(sampler, turns=TURNS)
-    _, params, lora = policy(layers=1)
-    compiled = sampler.compiled(KEY, Policy(params, lora), num_prompts=3)
-    expected = converse(Dialog(), max_rows=6, prompt_width=9).rollout
-    rollout = compiled.rollout(KEY, Policy(params, lora), PROMPTS, dialog=Dialog(0.01))
+def test_every_program_is_compiled_before(model):
+    _, made = policy(model)
+    sampler = sampler_of(model, prompt_width=9, max_rows=6)
+    compiled = sampler.compiled(KEY, made, num_prompts=3)
+    expected = converse(Dialog(), model=model, max_rows=6, prompt_width=9).rollout
+    rollout = compiled.rollout(KEY, made, PROMPTS, dialog=Dialog(0.01))
     np.testing.assert_array_equal(rollout.tokens, expected.tokens)
     names = {name if isinstance(name, str) else name[0] for name in compiled.executables}
     assert {"take", "put", "extend", "resume"} <= names
@@ -170,7 +194,7 @@ def test_every_program_is_compiled_before():
 
 def test_one_turn_is_a_rollout_without_environment():
     """The first turns of a conversation are the completions of a rollout of one turn."""
-    alone = tiny_rollout.rollout(max_new_tokens=6, eos_ids=EOS, group_size=GROUP, layers=1)
+    alone = sampler_of(limits=None, max_new_tokens=6).rollout(KEY, policy()[1], PROMPTS)
     limits = dataclasses.replace(TURNS, max_turns=1)
     dialog = Dialog()
     dialog.submit = lambda turn: dialog.due.append((0.0, Reply(turn.row, (), DONE)))

@@ -10,6 +10,8 @@ import tiny_checkpoints
 import tiny_run
 from finished_run import write_run
 
+from benchmarks import environments
+from benchmarks.result_tables import game_table
 from qerl_jax.environments.roles import SAMPLED
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
@@ -83,6 +85,18 @@ def test_a_run_trains_on_conversations(run):
         endings = [v for k, v in row.items() if k.startswith("environment/ending/")]
         assert sum(endings) == pytest.approx(1)
     assert tiny_run.evaluations(run).keys() == {0, 2, 4}
+
+
+def test_runs_are_summarized_for_the_page(run):
+    part = environments.summarize_learning([str(run), str(run)])
+    accuracies = tiny_run.evaluations(run)
+    assert part["eval_accuracy"] == 2 * [{"before": accuracies[0], "after": accuracies[4]}]
+    steps = [row.get("step_seconds", 0) for row in read_jsonl(run / "metrics.jsonl")]
+    assert part["seconds"][0] > sum(steps)
+    assert part["last"]["reward"] == tiny_run.results(run)[-1]["reward"]
+    lines = game_table({"runs": part, "control": part}).splitlines()
+    won = [f"{accuracies[step]:.2f}" for step in (0, 4)]
+    assert [line.split(" | ")[2:4] for line in lines[2:]] == 4 * [won]
 
 
 def test_completions_show_the_conversation(run):

@@ -253,16 +253,16 @@ def test_presets_have_the_parameters_of_the_models():
         assert size == pytest.approx(expected, rel=0.01), name
 
 
-def test_environments_do_not_extend_recurrent_layers():
+def test_stop_strings_end_no_turns_of_recurrent_layers():
     turns = TurnConfig(max_turns=2, turn_tokens=4, reply_tokens=4, context_tokens=16)
-    with pytest.raises(UserError, match="environments append to keys and values, and qwen3_5 has"):
+    with pytest.raises(UserError, match=r"rollout\.stop=\('x',\): the device does not see"):
         shapes.plan_shapes(
             {},
             num_prompts=1,
             longest=4,
             group_size=1,
             model_config=ARCHITECTURES["qwen3.5-0.8b"],
-            sampling=SamplingConfig(max_new_tokens=4),
+            sampling=SamplingConfig(max_new_tokens=4, stop=("x",)),
             engine=EngineConfig(),
             turns=turns,
         )

@@ -47,12 +47,12 @@ def _open(functions: tuple[tuple[str, str], ...]) -> tuple[Pool, dict[str, Contr
     for name, path in functions:
         try:
             answer = pool.ask({"op": "describe", "name": name}, limit=_DESCRIBE_SECONDS)
-        except (CallError, EOFError, TimeoutError) as error:
+        except CallError as error:
             pool.close()
-            reason = str(error) or "its process ended, or did not answer"
+            reason = " ".join(str(error).split())
             raise UserError(
-                f"environment.function={path}: {' '.join(reason.split())}; an environment has a "
-                "method reset, and public methods with type hints and Google docstrings, or a "
+                f"environment.function={path}: {reason}; an environment has a method "
+                "reset, and public methods with type hints and Google docstrings, or a "
                 "method step (docs/environments.md)"
             ) from error
         contracts[name] = Contract(answer["kind"], tuple(answer["tools"]), answer["rewards"])

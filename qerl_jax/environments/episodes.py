@@ -9,10 +9,10 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from qerl_jax.environments.pool import Pool, Process
-from qerl_jax.environments.replies import ReplyWriter
+from qerl_jax.environments.replies import ReplyWriter, TemplateTokenizer
 from qerl_jax.environments.roles import (
     ANSWER,
     CONTEXT,
@@ -45,19 +45,6 @@ class Contract:
     rewards: bool = False
 
 
-class Tokenizer(Protocol):
-    """The part of a tokenizer that episodes use."""
-
-    @property
-    def eos_ids(self) -> Sequence[int]:
-        """Token ids that end a turn."""
-        ...
-
-    def decode(self, ids: Sequence[int], /, *, skip_special: bool = True) -> str:
-        """Returns the text of token ids."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Environments:
     """The environments of a run, and how the policy talks to them.
@@ -77,7 +64,7 @@ class Environments:
     contracts: Mapping[str, Contract]
     writers: Mapping[str, ReplyWriter]
     form: str
-    tokenizer: Tokenizer
+    tokenizer: TemplateTokenizer
     max_turns: int
     time_limit: float
     processes: int
@@ -107,17 +94,17 @@ class Environments:
                 number = waiting.popleft()
                 process = self.pool.take()
                 request = self.reset_request(columns[number], seeds[number])
-                if _send(process, request, self.time_limit):
+                if process.send(request, limit=self.time_limit):
                     busy[process] = number
                     self.pool.watch(process)
                 else:
                     self.pool.kill(process)
-            for process in [*self.pool.ready(_TICK), *busy]:
-                if process in busy and (answer := _answer(process)) is not None:
-                    number = busy.pop(process)
+            self.pool.ready(_TICK)
+            for process, number in list(busy.items()):
+                if (answer := process.answer()) is not None:
+                    del busy[process]
                     texts[number] = answer.get("text")
-                    self.pool.unwatch(process)
-                    (self.pool.kill if "dead" in answer else self.pool.give)(process)
+                    self.pool.give(process, dead="dead" in answer)
             if on_wait is not None:
                 on_wait()
         return texts
@@ -173,7 +160,6 @@ class Episodes:
     Attributes:
         episodes: what has happened to each row.
         errors: failures of environments, with their counts.
-        cut_replies: number of replies that were cut off because they were too long.
     """
 
     def __init__(
@@ -200,7 +186,6 @@ class Episodes:
         self._names = [environments.name_of(one) for one in columns]
         self.episodes = [Episode() for _ in columns]
         self.errors: collections.Counter[str] = collections.Counter()
-        self.cut_replies = 0
         self._requests = [collections.deque[tuple[dict, float]]() for _ in columns]
         self._turn: dict[int, tuple[Turn, list[Call]]] = {}
         self._process: dict[int, Process] = {}
@@ -239,7 +224,12 @@ class Episodes:
             self._request(row, {"op": "step", "text": text})
         else:
             marked = self._all.tokenizer.decode(ids, skip_special=False)
-            calls = read_calls(marked, self._all.form, in_reasoning=self._in_reasoning[row])
+            calls = read_calls(
+                marked,
+                self._all.form,
+                in_reasoning=self._in_reasoning[row],
+                tools=self._all.contracts[self._names[row]].tools,
+            )
             ending = self._ending_of_calls(turn, calls, episode)
             if ending != OPEN:
                 self._finish(row, ending)
@@ -264,7 +254,7 @@ class Episodes:
             waits = min([ends, *(process.deadline for process in self._busy)]) - now
             self._all.pool.ready(max(0.0, waits))
             for process, row in list(self._busy.items()):
-                if (answer := _answer(process)) is not None:
+                if (answer := process.answer()) is not None:
                     del self._busy[process]
                     self._all.pool.unwatch(process)
                     self._take(row, answer)
@@ -298,7 +288,7 @@ class Episodes:
                 return
             process = self._process[row] = self._all.pool.take()
         request, limit = self._requests[row][0]
-        if _send(process, request, limit):
+        if process.send(request, limit=limit):
             self._busy[process] = row
             self._all.pool.watch(process)
         else:
@@ -364,7 +354,6 @@ class Episodes:
         if not ids:
             self._finish(row, CONTEXT)
             return
-        self.cut_replies += cut
         # A text that was cut is what the policy reads, and what the page of a run shows.
         text = "\n".join(texts) if not cut else self._all.tokenizer.decode(ids)
         self.episodes[row].parts.append(("environment", text))
@@ -377,30 +366,4 @@ class Episodes:
         episode.ending, episode.reward, episode.error = FAILURE, None, error
         self.errors[visible(error)] += 1
         self._out.append(Reply(row, (), FAILURE))
-        (self._all.pool.kill if dead else self._all.pool.give)(process)
-
-
-def _send(process: Process, request: Mapping[str, Any], limit: float) -> bool:
-    """Sends a request; returns whether the process took it."""
-    try:
-        process.send(request, limit=limit)
-    except OSError:
-        return False
-    return True
-
-
-def _answer(process: Process) -> dict[str, Any] | None:
-    """The answer of a process, or None while it has not arrived.
-
-    A process that ended, or exceeded its time limit, has an answer with 'error' and 'dead'.
-    """
-    try:
-        answer = process.read()
-    except BlockingIOError:
-        answer = None
-    except (EOFError, OSError, ValueError) as error:
-        reason = "its process ended" if isinstance(error, EOFError | OSError) else str(error)
-        return {"error": reason, "dead": True}
-    if answer is None and time.monotonic() >= process.deadline:
-        return {"error": "exceeded environment.time_limit", "dead": True}
-    return answer
+        self._all.pool.give(process, dead=dead)

@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from qerl_jax.environments import worker
@@ -22,7 +22,7 @@ _LONGEST_MESSAGE = 64 << 20  # bytes
 
 
 class CallError(Exception):
-    """A call of an environment failed; the environment is still alive."""
+    """A call of an environment failed, exceeded its time limit, or ended the process."""
 
 
 class Process:
@@ -39,28 +39,43 @@ class Process:
         self.deadline = float("inf")
         self._data = bytearray()
 
-    def send(self, request: Mapping[str, Any], *, limit: float) -> None:
-        """Sends a request, whose answer must arrive within `limit` seconds; 0 sets no limit.
+    def send(self, request: Mapping[str, Any], *, limit: float) -> bool:
+        """Sends a request, and returns whether the process took it.
 
-        Raises:
-            OSError: the process has ended.
+        Args:
+            request: the request.
+            limit: seconds within which the answer must arrive; 0 sets no limit.
         """
         self.deadline = time.monotonic() + limit if limit else float("inf")
         data = pickle.dumps(dict(request))
         self.connection.settimeout(limit or None)
-        self.connection.sendall(struct.pack("!I", len(data)) + data)
+        try:
+            self.connection.sendall(struct.pack("!I", len(data)) + data)
+        except OSError:
+            return False
+        return True
 
-    def read(self) -> Any:
+    def answer(self) -> dict[str, Any] | None:
         """Returns the answer, or None while it is not complete.
 
-        Raises:
-            EOFError: the process has ended.
-            ValueError: the answer is no answer.
+        A process that ended, or exceeded its time limit, has one with 'error' and 'dead'.
         """
+        try:
+            answer = self._read()
+        except BlockingIOError:
+            answer = None
+        except (OSError, ValueError) as error:
+            reason = "its process ended" if isinstance(error, OSError) else str(error)
+            return {"error": reason, "dead": True}
+        if answer is None and time.monotonic() >= self.deadline:
+            return {"error": "exceeded environment.time_limit", "dead": True}
+        return answer
+
+    def _read(self) -> dict[str, Any] | None:
         self.connection.settimeout(0)
         part = self.connection.recv(1 << 20)
         if not part:
-            raise EOFError
+            raise ConnectionError
         self._data += part
         if len(self._data) < 4:
             return None
@@ -74,11 +89,7 @@ class Process:
 
 
 class Pool:
-    """Processes with environments; each serves one episode at a time.
-
-    Attributes:
-        functions: import paths of the environments by name.
-    """
+    """Processes with environments; each serves one episode at a time."""
 
     def __init__(self, functions: Mapping[str, str]):
         """Starts the parent of the processes, which imports the user's modules.
@@ -89,7 +100,6 @@ class Pool:
         Raises:
             UserError: a module cannot be imported, or has no such class.
         """
-        self.functions = dict(functions)
         self._selector = selectors.DefaultSelector()
         self._idle: list[Process] = []
         self._all: set[Process] = set()
@@ -108,7 +118,7 @@ class Pool:
         other.close()
         self._control.settimeout(_START_SECONDS)
         try:
-            worker.send(self._control, self.functions)
+            worker.send(self._control, dict(functions))
             error = worker.receive(self._control)
         except (EOFError, OSError) as failure:
             self.close()
@@ -141,10 +151,13 @@ class Pool:
         self._all.add(process)
         return process
 
-    def give(self, process: Process) -> None:
-        """Takes back a process whose episode has ended."""
-        process.deadline = float("inf")
-        self._idle.append(process)
+    def give(self, process: Process, *, dead: bool = False) -> None:
+        """Takes back a process whose episode has ended; one that is dead is killed."""
+        if dead:
+            self.kill(process)
+        else:
+            self.unwatch(process)
+            self._idle.append(process)
 
     def kill(self, process: Process) -> None:
         """Ends a process at once, with everything that it has started."""
@@ -171,19 +184,16 @@ class Pool:
         """Asks a process and waits for its answer.
 
         Raises:
-            CallError: the call failed.
-            TimeoutError: there was no answer within `limit` seconds.
-            EOFError: the process ended.
+            CallError: the call failed, or there was no answer within `limit` seconds.
         """
-        process = self.take()
-        try:
-            process.send(request, limit=limit)
-            process.connection.settimeout(limit or None)
-            answer = worker.receive(process.connection)
-        except BaseException:
-            self.kill(process)
-            raise
-        self.give(process)
+        process, answer = self.take(), None
+        if not process.send(request, limit=limit):
+            answer = {"error": "its process has ended", "dead": True}
+        self.watch(process)
+        while answer is None:
+            self.ready(min(1.0, max(0.0, process.deadline - time.monotonic())))
+            answer = process.answer()
+        self.give(process, dead="dead" in answer)
         if "error" in answer:
             raise CallError(answer["error"])
         return answer
@@ -199,16 +209,3 @@ class Pool:
         except subprocess.TimeoutExpired:
             self._parent.kill()
             self._parent.wait()
-
-
-@contextlib.contextmanager
-def open_pool(functions: Mapping[str, str]) -> Generator[Pool | None]:
-    """Opens the pool of some environments for a block; None where there is no environment."""
-    if not functions:
-        yield None
-        return
-    pool = Pool(functions)
-    try:
-        yield pool
-    finally:
-        pool.close()

@@ -1,12 +1,17 @@
-"""Tools in the chat templates of Qwen 2.5, Qwen 3, Llama 3 and Mistral: reading their calls."""
+"""Tools in the chat templates of Qwen 2.5 to 3.6, Llama 3 and Mistral: reading their calls."""
 
+import contextlib
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qerl_jax.errors import UserError
 
-_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TAGS = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^\n>]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^\n>]+)>\s*(.*?)\s*</parameter>", re.DOTALL)
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # as Jinja writes them
 _LLAMA = re.compile(r"\s*(<\|python_tag\|>\s*)?(?=\{\s*\"(name|type|function)\")")
 _MISTRAL = "[TOOL_CALLS]"
 _ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -30,11 +35,14 @@ class Call(NamedTuple):
 
 
 def tool_format(template: str, source: str = "") -> str:
-    """Returns how a chat template writes calls: 'hermes' (Qwen 2.5 and 3), 'llama' or 'mistral'.
+    """Returns how a chat template writes calls.
 
     Args:
         template: the chat template.
         source: place of the template for the message, '' if unknown.
+
+    Returns:
+        'hermes' (Qwen 2.5 and 3), 'xml' (Qwen 3.5 and 3.6), 'llama' or 'mistral'.
 
     Raises:
         UserError: the template has no tools, or writes their calls in another way.
@@ -44,16 +52,25 @@ def tool_format(template: str, source: str = "") -> str:
             return "mistral"
         if "<tool_call>" in template and '{"name": ' in template.replace("\\", ""):
             return "hermes"
+        if all(tag in template for tag in ("<tool_call>", "<function=", "<parameter=")):
+            return "xml"
         if "<|start_header_id|>" in template and '"parameters": ' in template.replace("\\", ""):
             return "llama"
     place = f"{source}: " if source else ""
     raise UserError(
-        f"{place}the chat template does not write tools as those of Qwen2.5, Qwen3, Llama 3.1 and "
-        "Mistral do: take one of these models, or an environment of texts with a method step"
+        f"{place}the chat template does not write tools as those of Qwen2.5, Qwen3, Qwen3.5, "
+        "Llama 3.1 and Mistral do: take one of these models, or an environment of texts with a "
+        "method step"
     )
 
 
-def read_calls(text: str, form: str, *, in_reasoning: bool = False) -> list[Call]:
+def read_calls(
+    text: str,
+    form: str,
+    *,
+    in_reasoning: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[Call]:
     """Reads the calls in a turn of the policy, in their order.
 
     What the policy writes while it reasons is no call.
@@ -62,6 +79,7 @@ def read_calls(text: str, form: str, *, in_reasoning: bool = False) -> list[Call
         text: the turn with its special tokens, without the token that ends it.
         form: how the template writes calls, as `tool_format` returns it.
         in_reasoning: whether the prompt has opened the reasoning.
+        tools: JSON schemas of the tools, by which 'xml' tells a number from a text.
 
     Returns:
         The calls; one that cannot be read has an error. [] where the turn has none.
@@ -71,7 +89,11 @@ def read_calls(text: str, form: str, *, in_reasoning: bool = False) -> list[Call
     elif in_reasoning or "<think>" in text:
         return []
     if form == "hermes":
-        return _hermes(text)
+        return _tagged(text, lambda body: _call(json.loads(body)))
+    if form == "xml":
+        functions = [tool["function"] for tool in tools]
+        types = {one["name"]: one["parameters"].get("properties", {}) for one in functions}
+        return _tagged(text, lambda body: _xml_call(body, types))
     if form == "mistral":
         if _MISTRAL not in text:
             return []
@@ -80,17 +102,30 @@ def read_calls(text: str, form: str, *, in_reasoning: bool = False) -> list[Call
     return _objects(text[match.end() :]) if match else []
 
 
-def _hermes(text: str) -> list[Call]:
+def _tagged(text: str, read: Callable[[str], Call]) -> list[Call]:
     calls = []
-    for body in _HERMES.findall(text):
+    for body in _TAGS.findall(text):
         try:
-            calls.append(_call(json.loads(body)))
+            calls.append(read(body))
         except ValueError as error:
             calls.append(_unreadable(error))
-    rest = _HERMES.sub("", text)
+    rest = _TAGS.sub("", text)
     if "<tool_call>" in rest:
         calls.append(Call("", {}, error="the call has no end, </tool_call>"))
     return calls
+
+
+def _xml_call(body: str, types: Mapping[str, Mapping[str, Any]]) -> Call:
+    match = _FUNCTION.fullmatch(body)
+    if match is None:
+        return Call("", {}, error="expected <function=NAME>...</function>")
+    name, arguments = match[1], {}
+    for key, value in _PARAMETER.findall(match[2]):
+        arguments[key] = value
+        if types.get(name, {}).get(key, {}).get("type", "string") != "string":
+            with contextlib.suppress(ValueError):  # A wrong type is an error of the call.
+                arguments[key] = json.loads(_CONSTANTS.get(value, value))
+    return Call(name, arguments)
 
 
 def _array(text: str) -> list[Call]:

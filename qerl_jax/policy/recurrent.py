@@ -79,13 +79,19 @@ def split_heads(x: jax.Array, shapes: RecurrentConfig) -> tuple[jax.Array, jax.A
     return q * shapes.key_dim**-0.5, k, v
 
 
-def convolve(x: jax.Array, weight: jax.Array, layout: "Layout | None" = None) -> jax.Array:
+def convolve(
+    x: jax.Array,
+    weight: jax.Array,
+    layout: "Layout | None" = None,
+    window: jax.Array | None = None,
+) -> jax.Array:
     """Convolves each channel with the tokens that a token sees, and applies SiLU.
 
     Args:
         x: [B, T, channels]; of a packed buffer B is 1.
         weight: [channels, 1, W], the newest token last.
         layout: layout of a packed buffer; None for rows.
+        window: [B, channels, W - 1] inputs before those of rows; None for zeros.
 
     Returns:
         [B, T, channels] in x's dtype.
@@ -93,7 +99,7 @@ def convolve(x: jax.Array, weight: jax.Array, layout: "Layout | None" = None) ->
     taps = weight.astype(jnp.float32)[:, 0]
     width = taps.shape[1]
     if layout is None:
-        earlier = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
+        earlier = _with_window(x, window, width)
         shifts = (earlier[:, i : i + x.shape[1]] for i in range(width))
     else:
         shifts = (part[None] for part in _earlier_tokens(x[0], layout.sources))
@@ -119,17 +125,27 @@ def convolve_step(
     return jax.nn.silu(total).astype(x.dtype), whole[..., 1:]
 
 
-def last_window(x: jax.Array, lengths: jax.Array, width: int) -> jax.Array:
+def last_window(
+    x: jax.Array, lengths: jax.Array, width: int, window: jax.Array | None = None
+) -> jax.Array:
     """Returns the window [B, channels, W - 1] after rows of inputs.
 
     Args:
         x: [B, T, channels] inputs of the convolution.
         lengths: int32 [B], number of tokens in each row.
         width: W.
+        window: the window before them; None for zeros.
     """
-    padded = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
+    padded = _with_window(x, window, width)
     index = lengths[:, None, None] + jnp.arange(width - 1)[:, None]
     return jnp.take_along_axis(padded, index, axis=1).swapaxes(1, 2)
+
+
+def _with_window(x: jax.Array, window: jax.Array | None, width: int) -> jax.Array:
+    """Returns inputs [B, W - 1 + T, channels] with the W - 1 before them."""
+    if window is None:
+        return jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
+    return jnp.concatenate([window.swapaxes(1, 2).astype(x.dtype), x], axis=1)
 
 
 def delta_step(
@@ -162,9 +178,14 @@ def delta_step(
 
 
 def delta_rule(
-    q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, layout: "Layout | None" = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gates: Gates,
+    layout: "Layout | None" = None,
+    state: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Applies the rule to whole rows or to a packed buffer, from a state of zeros.
+    """Applies the rule to rows or to a packed buffer.
 
     A token whose decay and rate are 0 leaves the state as it is.
 
@@ -174,6 +195,7 @@ def delta_rule(
         v: [B, T, Kh, R, Dv] values.
         gates: gates [B, T, N].
         layout: layout of a packed buffer, of which B is 1; None for rows.
+        state: [B, N, Dk, Dv], the state before rows; None for zeros.
 
     Returns:
         Outputs [B, T, Kh, R, Dv] in float32, and the last state [B, N, Dk, Dv] of each row.
@@ -185,7 +207,10 @@ def delta_rule(
     visibility = _visibility(length) if layout is None else layout.visibility
     parts = jax.vmap(_prepare, in_axes=(1, 0))(chunks, visibility)
     shape = parts.sees.shape[1], batch, *heads, k.shape[-1], v.shape[-1]
-    states, out = _run_chunks(jnp.zeros(shape, jnp.float32), parts)
+    begin = jnp.zeros(shape, jnp.float32)
+    if state is not None:
+        begin += state.reshape(shape[1:])
+    states, out = _run_chunks(begin, parts)
     out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *v.shape[2:])[:, :length]
     return out, states[0].reshape(batch, -1, *shape[-2:])
 

@@ -286,7 +286,9 @@ def extend(
         lora_layers: the policy's adapter as `lora.fuse` returns it.
         tokens: int32 [B, T] new tokens.
         positions: int32 [B, T], cache position of each token; S for padding, which is not written.
-        last: int32 [B], index of the token of each row after which the logits are wanted.
+            The first token of a row is its first token again, at position 0, which rows that do
+            not decode overwrite; recurrent layers have it in their state.
+        last: int32 [B], index of the last token of each row, after which the logits are wanted.
         cache: keys and values so far, of S positions; its lengths are not read.
         config: the architecture.
 
@@ -297,7 +299,7 @@ def extend(
     x, keys, values = embed(params["embed_tokens"], tokens, config), [], []
     layers = zip(params["layers"], lora_layers, cache.keys, cache.values, strict=True)
     for layer in layers:
-        x, k, v = _extend_layer(*layer, x, positions, angles, config=config)
+        x, k, v = _extend_layer(*layer, x, positions, last, angles, config=config)
         keys.append(k)
         values.append(v)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
@@ -444,7 +446,7 @@ def _layer(layer, adapters, x, visible, angles, *, config):
 def _decode_layer(layer, adapters, keys, values, x, lengths, angles, *, config):
     """One block over one new token per row; returns the output and the extended cache."""
     if "in_proj" in layer:
-        mixed, keys, values = _recur_step(layer, adapters, x, keys, values, config)
+        mixed, keys, values = _recur_step(layer, adapters, x, keys, values, lengths, config)
         return _finish_layer(layer, adapters, x, mixed, config), keys, values
     q, k, v, gate = _project_qkv(layer, adapters, x, angles, config)
     with jax.named_scope("attention"):
@@ -457,8 +459,13 @@ def _decode_layer(layer, adapters, keys, values, x, lengths, angles, *, config):
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _extend_layer(layer, adapters, keys, values, x, positions, angles, *, config):
+def _extend_layer(layer, adapters, keys, values, x, positions, last, angles, *, config):
     """One block over several new tokens per row; returns the output and the extended cache."""
+    if "in_proj" in layer:
+        first, *_ = _recur(layer, adapters, x[:, :1], jnp.ones_like(last), config)
+        others, *cache = _recur(layer, adapters, x[:, 1:], last, config, before=(keys, values))
+        mixed = jnp.concatenate([first, others], axis=1)
+        return _finish_layer(layer, adapters, x, mixed, config), *cache
     q, k, v, gate = _project_qkv(layer, adapters, x, angles, config)
     with jax.named_scope("attention"):
         rows, heads = jnp.ogrid[: keys.shape[0], : keys.shape[1]]
@@ -543,11 +550,13 @@ def _project_in(layer, adapters, x, config, project=_project):
     return mixed, z, recurrent.gates(ba, layer)
 
 
-def _recur(layer, adapters, x, visible, config, project=_project):
+def _recur(layer, adapters, x, visible, config, project=_project, before=(None, None)):
     """Returns [B, T, values] of a recurrent layer over rows or a packed buffer, state and window.
 
-    `visible` are lengths or a layout; of a buffer the state and the window mean nothing.
+    `visible` are lengths or a layout; of a buffer the state and the window mean nothing. `before`
+    are the state and the window that rows go on from, by default zeros.
     """
+    state, window = before
     shapes = config.recurrent
     layout = visible if isinstance(visible, recurrent.Layout) else None
     mixed, z, gates = _project_in(layer, adapters, x, config, project)
@@ -556,20 +565,26 @@ def _recur(layer, adapters, x, visible, config, project=_project):
             # Tokens after a row's end leave its state as it is.
             is_token = (jnp.arange(x.shape[1]) < visible[:, None])[..., None]
             gates = jax.tree.map(lambda gate: jnp.where(is_token, gate, 0.0), gates)
-        inputs = recurrent.split_heads(recurrent.convolve(mixed, layer["conv"], layout), shapes)
-        out, state = recurrent.delta_rule(*inputs, gates, layout)
+        convolved = recurrent.convolve(mixed, layer["conv"], layout, window)
+        inputs = recurrent.split_heads(convolved, shapes)
+        out, state = recurrent.delta_rule(*inputs, gates, layout, state)
         out = checkpoint_name(out.astype(x.dtype), "attention")
         lengths = jnp.full(1, x.shape[1]) if layout is not None else visible
-        window = recurrent.last_window(mixed, lengths, shapes.window).astype(jnp.float32)
+        window = recurrent.last_window(mixed, lengths, shapes.window, window).astype(jnp.float32)
     return _gated_norm(out, z, layer["gated_norm"], config.norm_eps), state, window
 
 
-def _recur_step(layer, adapters, x, state, window, config):
-    """Does what `_recur` does for one new token of each row [B, 1, D]."""
+def _recur_step(layer, adapters, x, state, window, lengths, config):
+    """Does what `_recur` does for one new token of each row [B, 1, D].
+
+    A row of length 0 has ended or waits for an environment: its state and window stay as they are.
+    """
     mixed, z, gates = _project_in(layer, adapters, x, config)
     with jax.named_scope("recurrence"):
-        mixed, window = recurrent.convolve_step(mixed[:, 0], window, layer["conv"])
-        gates = jax.tree.map(lambda gate: gate[:, 0], gates)
+        live = (lengths > 0)[:, None]
+        mixed, moved = recurrent.convolve_step(mixed[:, 0], window, layer["conv"])
+        window = jnp.where(live[..., None], moved, window)
+        gates = jax.tree.map(lambda gate: jnp.where(live, gate[:, 0], 0.0), gates)
         inputs = recurrent.split_heads(mixed, config.recurrent)
         out, state = recurrent.delta_step(*inputs, gates, state)
     out = out.astype(x.dtype)[:, None]

@@ -104,7 +104,7 @@ class Completions:
         self.starts = np.zeros(rows, int)
         first = sampling.max_new_tokens
         if turns is not None:
-            first = min(first, turns.turn_tokens or first, width)
+            first = turns.next_turn(0, 0, first)
         self.limits = np.full(rows, first)
 
     @property

@@ -113,6 +113,17 @@ class TurnConfig:
             context_tokens=(self.context_tokens >= 1, "at least 1"),
         )
 
+    def next_turn(self, length: int, sampled: int, max_new_tokens: int) -> int:
+        """Returns the largest number of tokens of the next turn of a completion.
+
+        Args:
+            length: number of its tokens so far.
+            sampled: number of those that were sampled.
+            max_new_tokens: largest number of its sampled tokens.
+        """
+        left = max_new_tokens - sampled
+        return min(left, self.turn_tokens or left, self.context_tokens - length)
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:

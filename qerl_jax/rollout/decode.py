@@ -20,7 +20,7 @@ from qerl_jax.policy.attention import KVCache
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.sharding import head_sharding
-from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer, TurnConfig
 from qerl_jax.rollout.sampling import row_keys, sample
 
 # Without autotuning of matmuls: the search takes longer than the rest of the compilation, chooses
@@ -39,16 +39,23 @@ class DecodeConfig:
             so that a run may change it.
         eos_ids: token ids that end a row.
         dequantize: 'once' or 'step', see `EngineConfig`.
+        turn_limit: number of tokens at which the first turn of a row is cut off; None where rows
+            do not talk to environments.
     """
 
     model: ModelConfig
     sampling: SamplingConfig
     eos_ids: tuple[int, ...]
     dequantize: str
+    turn_limit: int | None = None
 
 
 def decode_config(
-    model: ModelConfig, sampling: SamplingConfig, engine: EngineConfig, tokenizer: Tokenizer
+    model: ModelConfig,
+    sampling: SamplingConfig,
+    engine: EngineConfig,
+    tokenizer: Tokenizer,
+    turns: TurnConfig | None = None,
 ) -> DecodeConfig:
     """Returns the static arguments of the programs of a rollout."""
     return DecodeConfig(
@@ -58,6 +65,7 @@ def decode_config(
         ),
         eos_ids=tuple(tokenizer.eos_ids),
         dequantize=engine.dequantize,
+        turn_limit=None if turns is None else turns.next_turn(0, 0, sampling.max_new_tokens),
     )
 
 
@@ -80,6 +88,8 @@ class DecodeState:
         counts: int32 [B], number of tokens sampled.
         last: int32 [B], the newest token.
         done: bool [B], whether the row has ended or the slot is empty.
+        limits: int32 [B], number of sampled tokens at which the row's turn is cut off: a state of
+            recurrence cannot go back to it. None where all rows have one turn.
     """
 
     keys: list[jax.Array]
@@ -89,6 +99,7 @@ class DecodeState:
     counts: jax.Array
     last: jax.Array
     done: jax.Array
+    limits: jax.Array | None = None
 
 
 @struct.dataclass
@@ -136,6 +147,7 @@ def empty_state(
     model_config: ModelConfig,
     dtype: jnp.dtype,
     sharding: jax.sharding.Sharding | None = None,
+    has_turns: bool = False,
 ) -> DecodeState:
     """Returns a state in which all slots are empty.
 
@@ -147,6 +159,7 @@ def empty_state(
         sharding: placement of the arrays but for the cache, which is cut by heads where the weights
             are cut. They are committed to it, as the results of the programs are: committed and
             uncommitted arrays would compile to two programs.
+        has_turns: whether rows talk to environments.
     """
     shards = model_config.shards
     shape = (slots, shards * model_config.num_kv_heads, cache_positions, model_config.head_dim)
@@ -170,6 +183,7 @@ def empty_state(
         counts=jnp.zeros(slots, jnp.int32, device=sharding),
         last=jnp.zeros(slots, jnp.int32, device=sharding),
         done=jnp.ones(slots, bool, device=sharding),
+        limits=jnp.zeros(slots, jnp.int32, device=sharding) if has_turns else None,
     )
 
 
@@ -254,7 +268,8 @@ def insert_rows(
         rows=put(state.rows, rows),
         counts=put(state.counts, 1),
         last=put(state.last, samples.tokens),
-        done=put(state.done, _ends(samples.tokens, config)),
+        done=put(state.done, config.turn_limit == 1 or _ends(samples.tokens, config)),
+        limits=None if state.limits is None else put(state.limits, config.turn_limit),
     )
     return state, jax.tree.map(lambda x: x[:, None], samples)
 
@@ -305,6 +320,7 @@ def decode_chunk(
     """
     slots, active = cache_rows
     rows = state.rows[slots]
+    limits = config.sampling.max_new_tokens if state.limits is None else state.limits[slots]
 
     def step(carry, _):
         cache, counts, last, done = carry
@@ -313,7 +329,7 @@ def decode_chunk(
         )
         samples = _sample(key, logits, rows, counts, temperature, config)
         counts = counts + 1
-        done |= _ends(samples.tokens, config) | (counts >= config.sampling.max_new_tokens)
+        done |= _ends(samples.tokens, config) | (counts >= limits)
         return (_without_keys(cache, done), counts, samples.tokens, done), samples
 
     done = state.done[slots] | ~active
@@ -392,6 +408,7 @@ def resume_rows(
     lengths: jax.Array,
     rows: jax.Array,
     counts: jax.Array,
+    limits: jax.Array,
     temperature: jax.Array,
     *,
     config: DecodeConfig,
@@ -406,6 +423,7 @@ def resume_rows(
         lengths: int32 [N], number of filled cache positions.
         rows: int32 [N], identity of each row.
         counts: int32 [N], number of tokens sampled before.
+        limits: int32 [N], number of sampled tokens at which the turn is cut off.
         temperature: float32 scalar that the logits are divided by.
         config: static arguments.
 
@@ -414,7 +432,7 @@ def resume_rows(
     """
     samples = _sample(key, logits, rows, counts, temperature, config)
     counts = counts + 1
-    done = _ends(samples.tokens, config) | (counts >= config.sampling.max_new_tokens)
+    done = _ends(samples.tokens, config) | (counts >= limits)
 
     def put(array, values):
         return array.at[slots].set(values, mode="drop")
@@ -426,26 +444,35 @@ def resume_rows(
         counts=put(state.counts, counts),
         last=put(state.last, samples.tokens),
         done=put(state.done, done),
+        limits=put(state.limits, limits),
     )
     return state, jax.tree.map(lambda x: x[:, None], samples)
 
 
 @jax.jit
-def take_row(keys: list[jax.Array], values: list[jax.Array], place: jax.Array) -> jax.Array:
-    """Returns keys and values [2, L, K, S, H] of a row, out of those [R, K, S, H] of L layers."""
-    return jnp.stack([jnp.stack([x[place] for x in caches]) for caches in (keys, values)])
+def take_row(keys: list[jax.Array], values: list[jax.Array], place: jax.Array) -> list[jax.Array]:
+    """Returns what a cache row holds: one array for each shape of the caches [R, ...] of L layers.
+
+    Where all layers have attention, it is one array [2 L, K, S, H].
+    """
+    kinds: dict[tuple, list[jax.Array]] = {}
+    for cache in (*keys, *values):
+        kinds.setdefault((cache.shape, cache.dtype), []).append(cache[place])
+    return [jnp.stack(rows) for rows in kinds.values()]
 
 
 @functools.partial(jax.jit, donate_argnames=("keys", "values"))
 def put_row(
-    keys: list[jax.Array], values: list[jax.Array], row: jax.Array, place: jax.Array
+    keys: list[jax.Array], values: list[jax.Array], taken: list[jax.Array], place: jax.Array
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Writes what `take_row` returned to a row of keys and values; donates these."""
+    """Writes what `take_row` returned to a cache row of keys and values; donates these."""
+    kinds = dict.fromkeys((cache.shape, cache.dtype) for cache in (*keys, *values))
+    rows = dict(zip(kinds, map(iter, taken), strict=True))
 
-    def put(caches, rows):
-        return [x.at[place].set(new) for x, new in zip(caches, rows, strict=True)]
+    def put(caches):
+        return [x.at[place].set(next(rows[x.shape, x.dtype])) for x in caches]
 
-    return put(keys, row[0]), put(values, row[1])
+    return put(keys), put(values)
 
 
 @jax.jit

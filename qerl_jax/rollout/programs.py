@@ -92,7 +92,7 @@ def operations(
         return on_devices(dense)
 
     def state(rows: int) -> decode.DecodeState:
-        return on_devices(_state_shapes(rows, shapes, model))
+        return on_devices(_state_shapes(rows, shapes, config))
 
     if dense_weights is not None:
         table[DEQUANTIZE] = Operation.of_shapes(DEQUANTIZE, *dense_weights)
@@ -216,7 +216,7 @@ def _add_extensions(
         lambda count: (
             *(key, dataclasses.replace(state(1), keys=[], values=[])),
             on_devices(result(("extend", *widths[0])))[0],
-            *(_int32(count) for _ in range(4)),
+            *(_int32(count) for _ in range(5)),
             np.float32(1),
         ),
         *(rows, str(key.dtype)),
@@ -229,7 +229,7 @@ def _abstract_on_devices(mesh: Mesh | None, sharding: jax.sharding.Sharding, tre
     return abstract(tree, sharding) if mesh is None else abstract_on(tree, mesh)
 
 
-def _state_shapes(rows: int, shapes: RolloutShapes, model: ModelConfig) -> decode.DecodeState:
+def _state_shapes(rows: int, shapes: RolloutShapes, config: DecodeConfig) -> decode.DecodeState:
     """Returns the shapes of a state with some cache rows, in which all slots have their state."""
     full, part = (
         jax.eval_shape(
@@ -237,8 +237,9 @@ def _state_shapes(rows: int, shapes: RolloutShapes, model: ModelConfig) -> decod
                 decode.empty_state,
                 size,
                 shapes.cache_positions,
-                model_config=model,
+                model_config=config.model,
                 dtype=shapes.dtype,
+                has_turns=config.turn_limit is not None,
             )
         )
         for size in (shapes.batch_sizes[0], rows)

@@ -224,7 +224,8 @@ class Sampler:
             engine=self.engine,
             turns=self.turns,
         )
-        return shapes, decode_config(model_config, self.sampling, self.engine, self.tokenizer)
+        arguments = model_config, self.sampling, self.engine, self.tokenizer, self.turns
+        return shapes, decode_config(*arguments)
 
     def _steps_on_group(
         self,

@@ -61,6 +61,7 @@ class Scheduler:
             model_config=config.model,
             dtype=shapes.dtype,
             sharding=self._key.sharding,
+            has_turns=config.turn_limit is not None,
         )
         # The slot of each cache row, and the row in it. Before a compaction slots are cache rows.
         self._slots = np.arange(shapes.batch_sizes[0], dtype=np.int32)

@@ -90,12 +90,14 @@ def plan_shapes(
 
     Raises:
         UserError: a row is longer than the model's positions, or one row does not fit into the
-            memory that is allowed or into the device, or rows of the model cannot be extended.
+            memory that is allowed or into the device, or stop strings end turns of a model with
+            recurrent layers.
     """
-    if turns is not None and model_config.recurrent is not None:
+    if turns is not None and sampling.stop and model_config.recurrent is not None:
         raise UserError(
-            f"environments append to keys and values, and {model_config.model_type} has recurrent "
-            "layers: leave out environment.function, or take a model without recurrent layers"
+            f"rollout.stop={sampling.stop}: the device does not see where a stop string ends a "
+            f"turn, and the recurrent layers of a {model_config.model_type} cannot go back to it: "
+            "leave out rollout.stop or environment.function"
         )
     new_tokens = sampling.max_new_tokens if turns is None else turns.context_tokens
     if longest + new_tokens > model_config.max_position:
@@ -105,8 +107,7 @@ def plan_shapes(
             f"{model_config.max_position} positions: shorten the prompt or lower {limit}"
         )
     num_prompts = max(num_prompts, engine.num_prompts)
-    # A turn may be decoded past its limit until the end of a chunk.
-    width, positions = row_positions(longest, new_tokens + (engine.chunk_steps if turns else 0))
+    width, positions = row_positions(longest, new_tokens)
     compute = params["embed_tokens"].dtype
     rows = num_prompts * group_size
     measures = not engine.max_rows and not engine.kv_cache_bytes

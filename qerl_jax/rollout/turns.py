@@ -48,6 +48,7 @@ class _Extension(NamedTuple):
         first: the first token of the row.
         tokens: the newest token of the turn and those of the environment.
         length: number of all tokens of the row.
+        limit: number of sampled tokens at which its next turn is cut off.
     """
 
     row: int
@@ -55,6 +56,7 @@ class _Extension(NamedTuple):
     first: int
     tokens: list[int]
     length: int
+    limit: int
 
 
 class TurnScheduler(Scheduler):
@@ -88,8 +90,8 @@ class TurnScheduler(Scheduler):
         self._stamps: list[np.ndarray] = []  # the turn of each row of the samples in flight
         self._waits: dict[int, float] = {}  # row -> time at which it began to wait
         self._ready: dict[int, Reply] = {}
-        # Keys and values of rows that wait or are ready without a slot, in memory of the host.
-        self._kept: dict[int, jax.Array] = {}
+        # What rows that wait or are ready without a slot had in the cache, in memory of the host.
+        self._kept: dict[int, list[jax.Array]] = {}
         self._idle = self._extended = 0
         self._seconds = 0.0
 
@@ -196,7 +198,7 @@ class TurnScheduler(Scheduler):
     def _evict(self) -> None:
         """Takes the slots of rows that have waited for long, where others have none.
 
-        Their keys and values are kept on the host, so that a row does not depend on it.
+        What they have in the cache is kept on the host, so that a row does not depend on it.
         """
         wanted = len(self._kept.keys() & self._ready.keys())
         wanted += len(self._identities) - self._next_row
@@ -208,7 +210,8 @@ class TurnScheduler(Scheduler):
             taken = self._programs["take"](
                 self._state.keys, self._state.values, place.astype(np.int32)
             )
-            self._kept[row] = jax.device_put(taken, taken.sharding.with_memory_kind("pinned_host"))
+            on_host = self._key.sharding.with_memory_kind("pinned_host")
+            self._kept[row] = jax.device_put(taken, on_host)
             self._rows[place] = _NO_ROW
 
     def _restore(self, row: int, place: int) -> None:
@@ -231,25 +234,27 @@ class TurnScheduler(Scheduler):
         rollout, reply = completions.rollout, self._ready.pop(row)
         length = int(rollout.lengths[row])
         newest, end = int(rollout.tokens[row, length - 1]), length + len(reply.ids)
-        sampled = min(self._budget - int(self._sampled[row]), turns.turn_tokens or self._budget)
-        completions.go_on(row, reply.ids, limit=min(end + sampled, turns.context_tokens))
+        sampled = int(self._sampled[row])
+        most = turns.next_turn(end, sampled, self._budget)
+        completions.go_on(row, reply.ids, limit=end + most)
         self._scheduled_tokens[row] = end
         self._extended += 1
         prompt = self._prompts[row // (len(self._identities) // len(self._prompts))]
-        return _Extension(row, place, prompt[0], [newest, *reply.ids], len(prompt) + end)
+        tokens = [newest, *reply.ids]
+        return _Extension(row, place, prompt[0], tokens, len(prompt) + end, sampled + most)
 
     def _extend(self, batch: list[_Extension]) -> None:
         """Prefills the tokens of some rows, and samples the first token of their next turns.
 
         A cache row that does not decode has its first position overwritten in every step. So the
-        row's first token, which depends on no other one, is prefilled again. A turn that a limit
-        has cut off may have further tokens in the cache; they are overwritten or not seen.
+        row's first token, which depends on no other one, is prefilled again. A turn that a stop
+        string has ended may have further tokens in the cache; they are overwritten or not seen.
         """
         shapes = self._shapes
         (count,), (width,) = shapes.extend_sizes, shapes.extend_widths
         tokens = np.full((count, width), self.completions.pad_id, np.int32)
         positions = np.full((count, width), shapes.cache_positions, np.int32)
-        last, lengths, numbers, counts = np.zeros((4, count), np.int32)
+        last, lengths, numbers, counts, limits = np.zeros((5, count), np.int32)
         slots, places = np.full((2, count), shapes.batch_sizes[0], np.int32)
         rows = np.full(count, _NO_ROW)
         for i, one in enumerate(batch):
@@ -260,13 +265,14 @@ class TurnScheduler(Scheduler):
             slots[i], places[i], rows[i] = self._slots[one.place], one.place, one.row
             lengths[i] = one.length
             numbers[i], counts[i] = self._identities[one.row], self._sampled[one.row]
+            limits[i] = one.limit
         logits, keys, values = self._programs["extend", count, width](
             *(self._params, self._lora_layers, self._state.keys, self._state.values),
             *(places, tokens, positions, last),
         )
         state, samples = self._programs["resume", count](
             *(self._key, dataclasses.replace(self._state, keys=[], values=[]), logits),
-            *(slots, lengths, numbers, counts, self.completions.temperature),
+            *(slots, lengths, numbers, counts, limits, self.completions.temperature),
         )
         self._state = dataclasses.replace(state, keys=keys, values=values)
         self._enqueue(rows, samples)

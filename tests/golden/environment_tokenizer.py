@@ -1,4 +1,4 @@
-"""A tokenizer of single bytes with the special tokens of four families of chat templates."""
+"""A tokenizer of single bytes with the special tokens of five families of chat templates."""
 
 import pathlib
 
@@ -9,6 +9,8 @@ from tokenizers import decoders, models, pre_tokenizers
 FAMILIES = {
     "qwen2_5": ("", "<|im_end|>", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
     "qwen3": ("", "<|im_end|>", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
+    "qwen3_5_think": ("", "<|im_end|>", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
+    "qwen3_5_nothink": ("", "<|im_end|>", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
     "llama3_1": (
         "<|begin_of_text|>",
         "<|eot_id|>",

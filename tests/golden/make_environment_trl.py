@@ -1,19 +1,19 @@
 """Writes environment_trl.json: token ids and masks that TRL makes of conversations with tools.
 
-For Qwen2.5, Qwen3 and Llama 3.1, TRL's own loop over tool calls runs: `GRPOTrainer._tool_call_loop`
-with the texts of TURNS in place of what a model would generate. Qwen3's template is not
-prefix-preserving, and TRL takes its training template for it. TRL knows no tools of Mistral: its
-ids are those of the whole conversation in the template, where what the policy writes is exactly
-what the template writes; its mask follows from the parts.
+For Qwen2.5, Qwen3, Qwen3.5 and Llama 3.1, TRL's own loop over tool calls runs,
+`GRPOTrainer._tool_call_loop`, with the texts of TURNS in place of what a model would generate. The
+templates of Qwen3 and Qwen3.5 are not prefix-preserving, and TRL takes its training templates for
+them. TRL knows no tools of Mistral: its ids are those of the whole conversation in the template,
+where what the policy writes is exactly what the template writes; its mask follows from the parts.
 
-    {family: {template, source, format, turns: [text], prompt_ids, completion_ids, mask}}
+    {family: {template, source, turns: [text], prompt_ids, completion_ids, mask}}
 
 `completion_ids` and `mask` are of everything after the prompt; the mask is 1 for what was sampled.
-The chat templates of the first three are those of the package trl==1.16.0 (trl/chat_templates);
+The chat templates but Mistral's are those of the package trl==1.16.0 (trl/chat_templates);
 Mistral's is that of Mistral-7B-Instruct-v0.3 as vllm-project/vllm has it
 (examples/tool_chat_template_mistral_official.jinja), whose path is the argument.
 
-Needs Python 3.12, torch==2.15.0 (CPU), trl==1.16.0, transformers==5.24.0, accelerate, datasets:
+Needs Python 3.11 or 3.12, torch (CPU), trl==1.16.0, transformers==5.24.0, accelerate, datasets:
 
     python tests/golden/make_environment_trl.py tool_chat_template_mistral_official.jinja
 """
@@ -57,6 +57,19 @@ def hermes(*calls):
     return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
 
 
+def xml(*calls):
+    """Calls as Qwen3.5's template writes them."""
+
+    def parameters(call):
+        items = call["arguments"].items()
+        return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in items)
+
+    return "\n".join(
+        f"<tool_call>\n<function={call['name']}>\n{parameters(call)}</function>\n</tool_call>"
+        for call in calls
+    )
+
+
 FIRST = {"name": "add", "arguments": {"a": 17, "b": 25}}
 SECOND = {"name": "add", "arguments": {"a": 42, "b": 42}}
 WRONG = {"name": "add", "arguments": {"a": 42, "c": 42}}
@@ -73,6 +86,17 @@ TURNS = {
         f"{THOUGHT}{hermes(FIRST)}",
         f"{THOUGHT}{hermes(SECOND, FIRST)}",
         f"{THOUGHT}It is 42, and twice that is 84.",
+    ],
+    "qwen3_5_think": [
+        f"I add.\n</think>\n\n{xml(FIRST)}",
+        f"I add.\n</think>\n\nOnce more.\n\n{xml(SECOND, FIRST)}",
+        "I have it.\n</think>\n\nIt is 42, and twice that is 84.",
+    ],
+    "qwen3_5_nothink": [
+        f"Let me add.\n\n{xml(FIRST)}",
+        xml(WRONG, UNKNOWN),
+        xml(SECOND),
+        "It is 42, and twice that is 84.",
     ],
     "llama3_1": [
         '{"name": "add", "parameters": {"a": 17, "b": 25}}',
@@ -190,7 +214,7 @@ def with_template(template):
 
 
 def main():
-    cases = {family: with_trl(family) for family in ("qwen2_5", "qwen3", "llama3_1")}
+    cases = {family: with_trl(family) for family in TURNS if family != "mistral"}
     cases["mistral"] = with_template(pathlib.Path(sys.argv[1]).read_text())
     schema = get_json_schema(add)
     content = {"prompt": PROMPT, "tools": [schema], "families": cases}
