@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import time
+import types
 
 import jax
 import numpy as np
@@ -172,6 +174,31 @@ def test_a_row_that_waits_long_gives_up_its_slot(model, instant, monkeypatch):
     for name in ("tokens", "lengths", "roles", "endings"):
         expected = getattr(instant[1].rollout, name)
         np.testing.assert_array_equal(getattr(last.rollout, name), expected, name)
+
+
+def test_rows_that_end_together_leave_their_slots_together(monkeypatch):
+    """No slot waits beside others that decode, though each look at the clock takes a while."""
+    looks = itertools.count()
+    clock = types.SimpleNamespace(
+        monotonic=lambda: next(looks) * turns._TICK / 4, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(turns, "time", clock)
+    due = []
+
+    def submit(turn):
+        reply = Reply(turn.row, [1, 2], OPEN) if turn.space else Reply(turn.row, (), DONE)
+        due.append((clock.monotonic() + 4 * turns._TICK, reply))
+
+    def replies(_):
+        now = clock.monotonic()
+        ready = [x for x in due if x[0] <= now]
+        due[:] = [x for x in due if x[0] > now]
+        return [reply for _, reply in ready]
+
+    dialog = types.SimpleNamespace(submit=submit, replies=replies)
+    last = converse(dialog, max_rows=GROUP, eos_ids=(), chunk_steps=TURNS.turn_tokens)
+    assert last.rollout.lengths.min() > TURNS.turn_tokens + 2
+    assert last.statistics.idle == 0
 
 
 def test_the_context_ends_a_row():

@@ -136,8 +136,12 @@ class TurnScheduler(Scheduler):
             current = (rows != _NO_ROW) & (self._turn[rows] == self._stamps.pop(0))
             self.in_flight[0] = np.where(current, rows, _NO_ROW), samples
             super().drain(1)
+        now = time.monotonic()
         for row in np.flatnonzero(began & self.completions.ended).tolist():
             self._end_turn(row)
+            # Rows that end together wait from the same moment, so that they leave together: the
+            # first of them would let others decode, for which the last ones then wait longer.
+            self._waits[row] = now
 
     def resume_rows(self) -> None:
         """Lets rows go on, on their live caches, whose environment has replied."""
@@ -191,7 +195,6 @@ class TurnScheduler(Scheduler):
         if self._sampled[row] >= self._budget:
             space = 0
         ids = completions.rollout.tokens[row, start:end].tolist()
-        self._waits[row] = time.monotonic()
         complete = bool(completions.rollout.finished[row])
         self._dialog.submit(Turn(row, ids, complete, max(0, space)))
 
