@@ -16,6 +16,7 @@ from tiny_model import random_tokens
 from tiny_rollout import KEY, PAD, PROMPTS, TinyTokenizer, configs, letters
 
 from qerl_jax.errors import UserError
+from qerl_jax.policy import transformer
 from qerl_jax.rollout import decode, shapes
 from qerl_jax.rollout.completions import Completions
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -138,6 +139,21 @@ def test_prompts_are_prefilled_in_full_batches_of_few_widths(monkeypatch):
     assert seen == [((3, 96), 96), ((3, 48), 96)]
     monkeypatch.undo()
     same(result, rollout(prompts))
+
+
+def test_tokens_that_all_prompts_begin_with_are_computed_once(monkeypatch):
+    options = {"group_size": 2, "max_rows": 3}
+    seen, prefill = [], transformer.prefill
+
+    def recording(params, lora, tokens, lengths, **static):
+        seen.append(tokens.shape)
+        return prefill(params, lora, tokens, lengths, **static)
+
+    prompts = [[7, *random_tokens(20, seed=0), *prompt] for prompt in PROMPTS]
+    expected = rollout(prompts, **options)
+    monkeypatch.setattr(transformer, "prefill", recording)
+    same(rollout(prompts, shared_tokens=21, **options), expected)
+    assert seen == [(1, 21)]
 
 
 def test_the_batch_is_compacted_when_no_row_waits(chunks):
@@ -456,6 +472,8 @@ def test_ten_thousand_prompts_in_little_memory():
         ([[1, 2], []], {}, "prompt 1 is empty"),
         ([[1] * 120], {}, "a prompt of 120 tokens and 9 new ones.* 128 positions"),
         ([[1]], {"prompt_width": 120}, "a prompt of 120 tokens"),
+        ([[1, 2, 3], [1, 2, 4]], {"shared_tokens": 3}, "only 2 tokens are the same.* pass 0"),
+        ([[1, 2], [1, 2, 4]], {"shared_tokens": 2}, "shared_tokens=2: only 1 tokens"),
         ([[1]], {"kv_cache_bytes": 100}, "kv_cache_bytes=100: one row of 24 positions"),
         ([[1]], {"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4'.*'float8'"),
     ],

@@ -377,7 +377,8 @@ FIELDS: tuple[Section | Field, ...] = (
         "data.examples",
         (),
         "Solved examples, which come before every question as turns of the chat: a question, its "
-        "answer, the next question and so on, such as ('What is 21 + 4?', '21 + 4 = 25').",
+        "answer, the next question and so on, such as ('What is 21 + 4?', '21 + 4 = 25'). An "
+        "evaluation in a run prefills what all prompts begin with once.",
     ),
     Field(
         "data.chat_template_args",

@@ -141,6 +141,8 @@ class EngineConfig:
             as many rows, are not dequantized in either case.
         prompt_width: number of tokens of the longest prompt of all rollouts, so that rollouts of
             shorter prompts use the same programs; 0 is the longest prompt of each rollout.
+        shared_tokens: number of tokens that all prompts of all rollouts begin with, and that each
+            prefill computes once; 0 computes every prompt as a whole.
         num_prompts: number of prompts of the largest rollout, so that rollouts of fewer prompts use
             the same programs; 0 is the number of prompts of each rollout.
         prefill_prompts: largest number of prompts in one prefill; 0 is as many as the memory holds.
@@ -157,6 +159,7 @@ class EngineConfig:
     kv_cache_dtype: str = ""
     dequantize: str = "once"
     prompt_width: int = 0
+    shared_tokens: int = 0
     num_prompts: int = 0
     prefill_prompts: int = 0
     compact: str = "often"
@@ -169,6 +172,7 @@ class EngineConfig:
             kv_cache_bytes=(self.kv_cache_bytes >= 0, "at least 0"),
             dequantize=(self.dequantize in ("once", "step"), "'once' or 'step'"),
             prompt_width=(self.prompt_width >= 0, "at least 0"),
+            shared_tokens=(self.shared_tokens >= 0, "at least 0"),
             num_prompts=(self.num_prompts >= 0, "at least 0"),
             prefill_prompts=(self.prefill_prompts >= 0, "at least 0"),
             compact=(self.compact in ("often", "once"), "'often' or 'once'"),

@@ -188,7 +188,7 @@ def empty_state(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model_config", "dtype", "width"), compiler_options=UNTUNED
+    jax.jit, static_argnames=("model_config", "dtype", "width", "shared"), compiler_options=UNTUNED
 )
 def prefill(
     params: dict,
@@ -199,6 +199,7 @@ def prefill(
     model_config: ModelConfig,
     dtype: jnp.dtype,
     width: int,
+    shared: int,
 ) -> Prefilled:
     """Computes logits, keys and values of prompts.
 
@@ -211,10 +212,22 @@ def prefill(
         dtype: dtype of the cache.
         width: T >= W, number of positions that keys and values are padded to, so that
             `insert_rows` does not depend on W.
+        shared: number of tokens that all prompts begin with, less than all lengths. They are
+            computed once, and the prompts are extended from them.
     """
+    whole = (tokens, lengths) if not shared else (tokens[:1, :shared], jnp.full(1, shared))
     logits, cache = transformer.prefill(
-        params, lora, tokens, lengths, config=model_config, cache_positions=width
+        params, lora, *whole, config=model_config, cache_positions=width
     )
+    if shared:
+        cache = jax.tree.map(lambda x: jnp.repeat(x, len(tokens), axis=0), cache)
+        places = jnp.arange(shared, tokens.shape[1])
+        places = jnp.where(places < lengths[:, None], places, width)
+        fused = lora_lib.fuse(lora, model_config, params["embed_tokens"].dtype)
+        logits, cache = transformer.extend(
+            *(params, fused, tokens[:, shared:], places, lengths - shared - 1, cache),
+            config=model_config,
+        )
 
     def stored(arrays: list[jax.Array]) -> list[jax.Array]:
         return [

@@ -100,7 +100,7 @@ def operations(
         "prefill",
         [(width,) for width in shapes.prompt_widths],
         functions.prefill,
-        {"model_config": model, "dtype": dtype, "width": widest},
+        {"model_config": model, "dtype": dtype, "width": widest, "shared": shapes.shared_tokens},
         lambda width: (dense(), lora, _int32(num_prompts, width), _int32(num_prompts)),
         *(num_prompts, config.dequantize),
     )

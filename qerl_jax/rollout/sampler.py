@@ -10,6 +10,7 @@ not wait for the host.
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Sequence
 
 import jax
@@ -113,8 +114,8 @@ class Sampler:
             dialog: the environments of the rows; needed if the sampler has `turns`.
 
         Raises:
-            UserError: there is no prompt, a prompt is empty or too long, the memory does not hold a
-                row, or several devices would share environments.
+            UserError: there is no prompt, a prompt is empty or too long or does not begin as the
+                others, the memory does not hold a row, or several devices would share environments.
             MissingProgramError: a program is missing from the executables.
         """
         groups = sharding.groups_of(policy.params)
@@ -236,7 +237,7 @@ class Sampler:
         dialog: Dialog | None,
     ) -> Generator[RolloutProgress, None, Rollout]:
         """Samples as `steps` does, on one group of devices that hold the policy together."""
-        longest = _longest(prompts, self.engine.prompt_width)
+        longest = _longest(prompts, self.engine)
         shapes, config = self._plan(policy, len(prompts), longest)
         key, policy = commit((sharding.replicate_like(key, policy.params), policy))
         table = Programs(programs.operations(key, policy, shapes, config), self.executables)
@@ -286,10 +287,21 @@ class Sampler:
         return completions.rollout
 
 
-def _longest(prompts: Sequence[Sequence[int]], prompt_width: int) -> int:
+def _longest(prompts: Sequence[Sequence[int]], engine: EngineConfig) -> int:
     if not len(prompts):
         raise UserError("there is no prompt to complete: pass at least one")
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise UserError(f"prompt {number} is empty: it needs at least one token")
-    return max(prompt_width, *map(len, prompts))
+    if engine.shared_tokens > (shared := shared_tokens(prompts)):
+        raise UserError(
+            f"shared_tokens={engine.shared_tokens}: only {shared} tokens are the same in all "
+            "prompts, with one more in each; pass 0 to compute each as a whole"
+        )
+    return max(engine.prompt_width, *map(len, prompts))
+
+
+def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """Returns how many tokens all prompts begin with, at least one less than each prompt has."""
+    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))

@@ -47,6 +47,7 @@ class RolloutShapes:
         chunk_steps: decode steps of a chunk.
         prefill_batch: P, number of prompts in one prefill.
         prompt_widths: T, numbers of tokens that prompts are padded to, ascending.
+        shared_tokens: number of tokens that all prompts begin with, less than every T.
         insert_sizes: N, numbers of rows that are inserted together, ascending.
         dtype: dtype of the cache.
         extend_sizes: N, the number of rows that are extended together by what environments wrote;
@@ -61,6 +62,7 @@ class RolloutShapes:
     prompt_widths: tuple[int, ...]
     insert_sizes: tuple[int, ...]
     dtype: jnp.dtype
+    shared_tokens: int = 0
     extend_sizes: tuple[int, ...] = ()
     extend_widths: tuple[int, ...] = ()
 
@@ -107,6 +109,8 @@ def plan_shapes(
             f"{model_config.max_position} positions: shorten the prompt or lower {limit}"
         )
     num_prompts = max(num_prompts, engine.num_prompts)
+    # Rows of recurrent layers are extended by what follows a turn only, see `transformer.extend`.
+    shared = 0 if model_config.recurrent is not None else engine.shared_tokens
     width, positions = row_positions(longest, new_tokens)
     compute = params["embed_tokens"].dtype
     rows = num_prompts * group_size
@@ -140,7 +144,11 @@ def plan_shapes(
         batch_sizes=(max_rows, *smaller),
         chunk_steps=steps,
         prefill_batch=prefill,
-        prompt_widths=width_buckets(width),
+        prompt_widths=width_buckets(width)
+        if not shared
+        # Only the rest of a prompt is padded.
+        else (min(width, shared + bucket(longest - shared)),),
+        shared_tokens=shared,
         # Where environments are waited for, all batches have one size, see `turns`.
         insert_sizes=inserts[-1:] if turns else inserts,
         dtype=cache_dtype(engine.kv_cache_dtype, compute),

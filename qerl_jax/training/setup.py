@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -42,7 +42,7 @@ from qerl_jax.rl.train_step import (
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, turn_config
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.replicas import largest_share
-from qerl_jax.rollout.sampler import Sampler
+from qerl_jax.rollout.sampler import Sampler, shared_tokens
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.system.import_path import names_function
 from qerl_jax.training.base import load_base
@@ -331,7 +331,9 @@ def _samplers(
         steps,
         sampling=dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens),
         engine=dataclasses.replace(
-            engine, num_prompts=largest_share(len(prompts.get(EVAL, [])), config.mesh.data)
+            engine,
+            num_prompts=largest_share(len(prompts.get(EVAL, [])), config.mesh.data),
+            shared_tokens=_shared_tokens(config, prompts.get(EVAL, [])),
         ),
         group_size=1,
         turns=turn_config(config, max_new_tokens=config.eval.max_new_tokens),
@@ -343,6 +345,17 @@ def _longest_prompt(config: ConfigDict, prompts: Mapping[str, list[Prompt]]) -> 
     if config.environment.function:
         return config.data.max_prompt_tokens  # An environment may say something at its reset.
     return max(len(prompt.ids) for split_prompts in prompts.values() for prompt in split_prompts)
+
+
+def _shared_tokens(config: ConfigDict, prompts: Sequence[Prompt]) -> int:
+    """How many tokens an evaluation prefills once for all prompts: those of solved examples.
+
+    What all prompts begin with rounds differently when it is shared. So rollouts compute whole
+    prompts, as updates do, and a system prompt alone, which is short, is not shared.
+    """
+    if not prompts or config.environment.function or not config.data.examples:
+        return 0
+    return shared_tokens([prompt.ids for prompt in prompts])
 
 
 def make_method(config: ConfigDict, schedule_steps: int) -> Method:
