@@ -761,6 +761,20 @@ def test_a_run_evaluates_in_the_rows_of_its_plan(tiny, monkeypatch):
     assert (engine.max_rows, engine.prefill_prompts) == (2, 1)
 
 
+def test_an_evaluation_in_a_run_shares_the_tokens_of_solved_examples(tiny):
+    def prepared(changes):
+        rewards = {"correctness": (tiny_run.even_end, 1.0)}
+        changes |= {"eval.problems": 4, "data.system_prompt": "t1 t2", "data.max_prompt_tokens": 40}
+        return prepare(tiny.config(changes), rewards, schedule_steps=4)
+
+    setup = prepared({"data.examples": ("t3", "t4")})
+    shared = setup.eval_sampler.engine.shared_tokens
+    assert setup.collect.sampler.engine.shared_tokens == 0 < shared  # as updates round
+    ids = [prompt.ids for prompt in setup.eval_prompts]
+    assert len({tokens[:shared] for tokens in ids}) == 1 < len({t[: shared + 1] for t in ids})
+    assert prepared({}).eval_sampler.engine.shared_tokens == 0  # Others round as they did.
+
+
 def test_base_and_adapter_are_compared(run, tmp_path, capsys, monkeypatch):
     loads = []
 

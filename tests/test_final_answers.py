@@ -195,6 +195,23 @@ def test_missing_scores_of_samples_and_formats():
     assert " - " in format_table([("", "task", figures)])
 
 
+def test_a_table_leaves_out_figures_until_it_fits():
+    figures = [task_figures([[row(right, "1", True)] * 2] * 9)[0] for right in (True, False)]
+    figures[1]["difference"] = {"value": -1.0, "low": -1.0, "high": -1.0}
+    rows = [("base", "task", figures[0]), ("adapter", "task", figures[1])]
+    whole = format_table(rows)
+    assert format_table(rows, len(max(whole.splitlines(), key=len))) == whole
+    titles = [format_table(rows, columns).splitlines()[0].split() for columns in (110, 80, 50, 9)]
+    assert titles == [
+        ["problems", "avg@2", "pass@2", "difference"],
+        ["problems", "avg@2", "difference"],
+        ["avg@2"],
+        ["avg@2"],
+    ]
+    for columns in (110, 80, 50):
+        assert max(map(len, format_table(rows, columns).splitlines())) <= columns
+
+
 # --- Equal rewards --------------------------------------------------------------------------------
 
 

@@ -320,6 +320,22 @@ def test_format_of_an_evaluation():
     assert terminal.format_row(after, 9) == "greedy accuracy after step 4: 0.500"
 
 
+@pytest.mark.parametrize("columns", [80, 72, 40])
+def test_the_lines_of_an_evaluation_fit_their_columns(columns):
+    row = {"step": 1007, "eval_accuracy": 0.5, "eval_seconds": 3.0}
+    row |= {"eval_truncated": 0.26, "eval_missing": 12}
+    whole = "greedy accuracy after step 1007: 0.500  cut off 26 %  no score 12: not compared"
+    assert terminal.format_row(row, 2000) == whole
+    line = terminal.format_row(row, 2000, columns)
+    assert len(line) <= columns
+    assert ("cut off" in line, "no score" in line) == (columns == 80, columns > 40)
+    answers = [{"question": 9 * "is it ", "completion": 99 * "a" + "end", "finished": False}]
+    lines = terminal.format_answers(answers, answers, columns)
+    assert {len(line) for line in lines[1:]} == {columns}
+    assert all(line.endswith("aend (no score, cut off)") for line in lines[1:])
+    assert len(lines[0]) == min(53, columns)
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(4.4, "4s"), (192, "3m12s"), (3599.9, "1h00m")])
 def test_time_left(seconds, text):
     assert terminal.format_row({"step": 1, "remaining_seconds": seconds}, 1).endswith(

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import finished_run
 import jax
@@ -16,6 +17,7 @@ import tokenizers
 from tiny_model import random_tokens, tiny_policy
 from tiny_rollout import TinyTokenizer
 
+from qerl_jax.commands import cli
 from qerl_jax.commands import sample as command
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import sample as sample_lib
@@ -237,9 +239,12 @@ def test_the_base_of_the_command_line_may_be_another_one(tiny, run, tmp_path, ca
 
 
 def test_a_question_from_stdin(tiny, monkeypatch, capsys):
+    said = []
+    monkeypatch.setattr(cli, "waiting", lambda text: nullcontext(said.append(text)))
     monkeypatch.setattr(sys, "stdin", io.StringIO("t3\n"))
     command.run(command.make_parser().parse_args([str(tiny.model), "-", "--max-new-tokens=4"]))
     assert capsys.readouterr().out == answer(tiny.model, "t3 t1 t2") + "\n"
+    assert said == ["importing JAX and the package"]
 
 
 def test_a_chat_keeps_the_conversation(run, monkeypatch, capsys):

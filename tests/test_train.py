@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -33,6 +34,7 @@ from qerl_jax.export.scores import open_held_out_set
 from qerl_jax.rewards.calls import Timed
 from qerl_jax.rewards.scores import Scores
 from qerl_jax.run.metrics import read_steps
+from qerl_jax.system import live_line
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training import collect
 from qerl_jax.training.loop import train
@@ -289,6 +291,8 @@ def test_an_evaluation_without_all_scores_chooses_no_adapter(tiny, tmp_path, mon
         return next(scores)
 
     monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
+    quick = functools.partial(live_line.waiting, every=0.001)
+    monkeypatch.setattr(qerl_jax.training.loop, "waiting", quick)
     run = train(tiny.config({"eval.every": 1, "steps": 3}), workdir=tmp_path / "run")
     assert tiny_run.evaluations(run) == {0: 0.25, 2: 0.5}
     assert same_adapters(tiny_run.adapter(run, "best_adapter"), adapters[2])
@@ -296,9 +300,10 @@ def test_an_evaluation_without_all_scores_chooses_no_adapter(tiny, tmp_path, mon
     assert [row.get("eval_missing") for row in rows] == [None, 3, None, 4]
     assert [row.get("eval_accuracy") for row in rows[1:]] == [1.0, 0.5, None]
     assert json.loads((run / "summary.json").read_text())["best_accuracy"] == 0.5
-    said = capsys.readouterr().out
-    assert "after step 1: 1.000 (3 completions have no score" in said
-    assert "after step 3: - (4 completions have no score" in said
+    said, waits = capsys.readouterr()
+    assert "\ncompiling programs, " in waits
+    assert "after step 1: 1.000  no score 3: not compared\n" in said
+    assert "after step 3: -  no score 4: not compared\n" in said
 
 
 def test_a_run_whose_judge_is_away_has_no_best_adapter(tiny, tmp_path):

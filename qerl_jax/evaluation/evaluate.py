@@ -53,6 +53,7 @@ from qerl_jax.rollout.shapes import bucket, dequantize_mode, rows_left
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.ownership import trusts
 from qerl_jax.run.statistics import paired_difference
+from qerl_jax.run.terminal import line_columns
 from qerl_jax.system.atomic import write_atomic
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.system.live_line import LiveLine, waiting
@@ -156,7 +157,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
                 table.append((name, task.name, figures))
             folders.append(folder)
             del policy, job  # The next policy needs the memory.
-    print("\n" + visible(format_table(table)), flush=True)
+    print("\n" + visible(format_table(table, line_columns())), flush=True)
     return folders
 
 

@@ -107,11 +107,15 @@ def bounds(value: float, low: float, high: float) -> dict[str, float]:
     return {"value": value, "low": low, "high": high}
 
 
-def format_table(table: Sequence[tuple[str, str, Mapping[str, Any]]]) -> str:
+def format_table(
+    table: Sequence[tuple[str, str, Mapping[str, Any]]], columns: int | None = None
+) -> str:
     """Formats figures for the terminal, in percent with 95 % intervals.
 
     Args:
         table: rows (policy, task, figures).
+        columns: width of the table, from which figures are left out until it fits; accuracy, and
+            how many completions lack a score, always stay. None is no limit.
     """
     names = list(dict.fromkeys(key for *_, figures in table for key in figures))
     keys = [key for key in names if any(isinstance(f.get(key), Mapping) for *_, f in table)]
@@ -126,11 +130,17 @@ def format_table(table: Sequence[tuple[str, str, Mapping[str, Any]]]) -> str:
         cells += [_cell(figures.get(key)) for key in keys]
         cells += [f"{100 * figures['finished']:.0f} %", f"{figures['mean_tokens']:.0f}"]
         lines.append(cells + ([str(figures["not_judged"])] if missing else []))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    others = [title for title in reversed(titles) if title not in (average, "difference")]
+    unimportant = ["tokens", "finished", *others, "problems", "difference"]
+    while True:
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = (zip(line, widths, strict=True) for line in lines)
+        texts = ["  ".join(cell.ljust(width) for cell, width in row).rstrip() for row in rows]
+        if columns is None or max(map(len, texts)) <= columns or not unimportant:
+            return "\n".join(texts)
+        title = unimportant.pop(0)
+        kept = [number for number, other in enumerate(lines[0]) if other != title]
+        lines = [[line[number] for number in kept] for line in lines]
 
 
 def _cell(value: Mapping[str, Any] | None) -> str:

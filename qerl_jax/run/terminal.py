@@ -28,14 +28,15 @@ def format_row(row: Mapping[str, Any], total_steps: int, columns: int | None = N
     Args:
         row: the row of a step or of an evaluation, as `metrics.MetricsLog` describes them.
         total_steps: number of steps of the whole run.
-        columns: width of the line. In the line of a step, what does not fit is left out, the
-            least important number first. None is no limit.
+        columns: width of the line. What does not fit is left out, the least important number
+            first. None is no limit.
     """
     if "eval_seconds" in row:
-        return _format_evaluation(row)
-    width = len(str(total_steps))
-    parts = [part for part in _step_parts(row) if part[1]]
-    head = f"step {row['step']:{width}d}/{total_steps}"
+        head, parts = _evaluation_parts(row)
+    else:
+        width = len(str(total_steps))
+        head, parts = f"step {row['step']:{width}d}/{total_steps}", _step_parts(row)
+    parts = [part for part in parts if part[1]]
 
     def line() -> str:
         return "  ".join([head, *(text for _, text in parts)])
@@ -74,45 +75,57 @@ def _step_parts(row: Mapping[str, Any]) -> list[tuple[int, str]]:
     ]
 
 
-def _format_evaluation(row: Mapping[str, Any]) -> str:
+def _evaluation_parts(row: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
+    """The head of the line of an evaluation, and its other parts, as in `_step_parts`."""
     moment = f"after step {row['step']}" if row["step"] else "before training"
     accuracy = row.get("eval_accuracy", row.get("eval_accuracy_before"))
     cut = row.get("eval_truncated")
     cut = cut if is_number(cut) else 0.0
-    note = f" ({100 * cut:.0f} % of the completions were cut off)" if cut else ""
-    if missing := row.get("eval_missing"):
-        note += f" ({missing} completions have no score, so it does not choose the best policy)"
-    return f"greedy accuracy {moment}: {_number(accuracy, '.3f')}{note}"
+    missing = row.get("eval_missing")
+    return f"greedy accuracy {moment}: {_number(accuracy, '.3f')}", [
+        (2, f"cut off {100 * cut:.0f} %" if cut else ""),
+        # An evaluation without all scores is compared with no other.
+        (1, f"no score {missing}: not compared" if missing else ""),
+    ]
 
 
-def format_answers(before: Sequence[Any], after: Sequence[Any]) -> list[str]:
+def format_answers(
+    before: Sequence[Any], after: Sequence[Any], columns: int | None = None
+) -> list[str]:
     """Lines with the answers to the same questions before and after training.
 
     Args:
         before: answers as `greedy.GreedyScore` has them.
         after: the same for the trained policy. A question that `before` lacks is left out.
+        columns: width of the lines, as in `format_row`; of a long text the end is kept.
     """
+    width = 2 * _LONGEST if columns is None else columns
     first = {answer.get("question"): answer for answer in before}
     lines = []
     for answer in after:
         question = answer.get("question")
         if question in first:
-            lines += [_line(question), f"  before: {_answer(first[question])}"]
-            lines += [f"  after:  {_answer(answer)}"]
+            lines += [
+                _line(question, width),
+                _answer("  before: ", first[question], width),
+                _answer("  after:  ", answer, width),
+            ]
     return lines
 
 
-def _answer(answer: Mapping[str, Any]) -> str:
+def _answer(label: str, answer: Mapping[str, Any], width: int) -> str:
     correct = answer.get("correct")
     verdict = "no score" if not isinstance(correct, bool) else "right" if correct else "wrong"
     cut = "" if answer.get("finished") else ", cut off"
-    return f"{_line(answer.get('completion'))} ({verdict}{cut})"
+    verdict = f" ({verdict}{cut})"
+    text = _line(answer.get("completion"), width - len(label) - len(verdict))
+    return f"{label}{text}{verdict}"
 
 
-def _line(text: Any) -> str:
+def _line(text: Any, width: int) -> str:
     """A text as one line, with the end of a long one, where its answer stands."""
-    line = visible(" ".join(str(text).split()))
-    return line if len(line) <= _LONGEST else f"...{line[3 - _LONGEST :]}"
+    line, longest = visible(" ".join(str(text).split())), max(4, min(_LONGEST, width))
+    return line if len(line) <= longest else f"...{line[3 - longest :]}"
 
 
 def _number(value: Any, spec: str) -> str:

@@ -21,7 +21,7 @@ from qerl_jax.policy.trainable import Trainable, checksum, current_policy
 from qerl_jax.run.folder import OpenRun, RunFolder
 from qerl_jax.run.metrics import read_answers
 from qerl_jax.run.plots import plot_run
-from qerl_jax.run.terminal import format_answers
+from qerl_jax.run.terminal import format_answers, line_columns
 from qerl_jax.system.atomic import write_atomic, write_json
 from qerl_jax.system.jsonl import read_number
 from qerl_jax.training.run import Run
@@ -114,7 +114,7 @@ def best_so_far(run: Run) -> float:
 def announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
     """Prints answers before and after a run, where its results lie, and how it could go on."""
     answers = read_answers(folder.metrics) if folder.metrics.exists() else {}
-    for line in format_answers(answers.get(0, []), answers.get(steps, [])):
+    for line in format_answers(answers.get(0, []), answers.get(steps, []), line_columns()):
         print(line, flush=True)
     target = policy_folder(folder, config)
     advice = how_to_train_on(
