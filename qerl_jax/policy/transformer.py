@@ -286,8 +286,8 @@ def extend(
         lora_layers: the policy's adapter as `lora.fuse` returns it.
         tokens: int32 [B, T] new tokens.
         positions: int32 [B, T], cache position of each token; S for padding, which is not written.
-            The first token of a row is its first token again, at position 0, which rows that do
-            not decode overwrite; recurrent layers have it in their state.
+            With recurrent layers the first token of a row is its first one again, at position 0,
+            which rows that do not decode overwrite; their state has it already.
         last: int32 [B], index of the last token of each row, after which the logits are wanted.
         cache: keys and values so far, of S positions; its lengths are not read.
         config: the architecture.
