@@ -131,15 +131,12 @@ def test_nothing_to_draw(tmp_path, rows):
     assert not (tmp_path / "curves.png").exists()
 
 
-def test_points_of_evaluations_of_both_forms(tmp_path):
-    row = {"step": 2, "reward": 0.5}
-    in_the_row = [row | {"eval_accuracy_before": 0.1, "eval_accuracy": 0.25}]
+def test_points_of_evaluations(tmp_path):
     before = {"step": 0, "eval_accuracy_before": 0.1, "eval_seconds": 1.0}
-    rows_of_their_own = [before, row, {"step": 2, "eval_accuracy": 0.25, "eval_seconds": 1.0}]
-    for rows in (in_the_row, rows_of_their_own):
-        write(tmp_path, rows)
-        steps, values = _all_series(RunFolder(tmp_path))["eval_accuracy"]
-        assert (steps.tolist(), values.tolist()) == ([0, 2], [0.1, 0.25])
+    after = {"step": 2, "eval_accuracy": 0.25, "eval_seconds": 1.0}
+    write(tmp_path, [before, {"step": 2, "reward": 0.5}, after])
+    steps, values = _all_series(RunFolder(tmp_path))["eval_accuracy"]
+    assert (steps.tolist(), values.tolist()) == ([0, 2], [0.1, 0.25])
 
 
 def test_missing_metrics(tmp_path):
