@@ -79,6 +79,7 @@ def test_a_run_trains_on_conversations(run):
     for row in rows:
         assert 1 < row["environment/turns"] <= 3
         assert row["environment/failures"] == 0
+        assert row["environment/calls"] == row["environment/rows_with_right_call"] == 0
         assert row["logprob_diff_mean"] < 1e-5 or row["sigma"]
         assert row["reward/format"] == row["environment/turns"]
         assert row["length"] <= 10

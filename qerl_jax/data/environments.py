@@ -122,19 +122,18 @@ def conversation_metrics(
     calls = sum(episode.calls for episode in episodes)
     endings = collections.Counter(episode.ending for episode in episodes)
     decoded = sum(one.decoded for one in work)
+    right = sum(episode.calls > episode.failed_calls for episode in episodes)
     metrics = {
         "environment/turns": sum(episode.turns for episode in episodes) / len(episodes),
         "environment/failures": endings[FAILURE],
         "environment/waiting_seconds": sum(one.waiting_seconds for one in work),
         "environment/idle_share": sum(one.idle for one in work) / decoded if decoded else 0.0,
+        "environment/calls": calls / len(episodes),
+        "environment/rows_with_right_call": right / len(episodes),
     }
     if calls:
-        right = sum(episode.calls > episode.failed_calls for episode in episodes)
-        metrics |= {
-            "environment/calls": calls / len(episodes),
-            "environment/failed_calls": sum(episode.failed_calls for episode in episodes) / calls,
-            "environment/rows_with_right_call": right / len(episodes),
-        }
+        failed = sum(episode.failed_calls for episode in episodes)
+        metrics["environment/failed_calls"] = failed / calls
     return metrics | {
         f"environment/ending/{name}": endings[number] / len(episodes)
         for number, name in enumerate(ENDINGS)
