@@ -24,6 +24,7 @@ from benchmarks import (
     result_tables,
     run_summary,
     source_tree,
+    speedrun,
     tables,
 )
 from benchmarks.result_tables import STEPS
@@ -154,10 +155,21 @@ def test_the_pages_are_up_to_date():
         tables.with_generated_parts("CONTRIBUTING.md", text.replace("<!-- folders", "<!-- others"))
 
 
+def test_the_speedrun_names_its_result():
+    result = json.loads((tables._RESULTS / "speedrun.json").read_text())
+    said = " ".join(speedrun.__doc__.split())
+    assert f"from {result['pass1_start']:.1f} to {result['pass1_end']:.1f} %" in said
+    assert f"in {result['seconds']:.0f} s with a warm cache" in said
+    assert f"command took {result['cold']['seconds']:.0f} s" in said
+
+
 def test_a_config_names_its_results():
     learning = json.loads((tables._RESULTS / "learning_sums.json").read_text())["learning"]
     accuracy = learning["eval_accuracy"]
     assert f"{accuracy['before']:.2f} -> {accuracy['after']:.2f}" in grpo_gsm8k.__doc__
+    for path in tables._RESULTS.glob("first_run_*.json"):
+        minutes = json.loads(path.read_text())["total_seconds"] / 60
+        assert f"{learning['steps']} steps, {minutes:.0f} minutes" in grpo_gsm8k.__doc__
     run = json.loads((tables._RESULTS / tables._GPU_RUN).read_text())
     assert f"{run['peak_memory_bytes'] / 1e9:.1f} GB" in grpo_gsm8k.__doc__
     assert f"mean reward {run['reward_mean']:.2f}" in grpo_gsm8k.__doc__
