@@ -258,10 +258,7 @@ def _plan_rollout(
     most = longest.num_prompts * longest.group_size
     rows = min(max_rows or most, most)
     dequantize, dense_copy = _dequantize(config, model, device, rows)
-    extends = bool(config.environment.function)
-    # A turn may be decoded past its limit until the end of a chunk.
-    overshoot = config.rollout.chunk_steps if extends else 0
-    width, positions = row_positions(longest.prompt, longest.new_tokens + overshoot)
+    width, positions = row_positions(longest.prompt, longest.new_tokens)
     num_prompts = largest_share(longest.num_prompts, longest.devices)
     engine = EngineConfig(
         max_rows=max_rows,
@@ -277,7 +274,7 @@ def _plan_rollout(
         positions=positions,
         compute=compute,
         free=None if free is None else max(0, free - policy_copy - dense_copy),
-        extends=extends,
+        extends=bool(config.environment.function),
     )
     prefilled = prefill_bytes(model, num_prompts=prefill, width=width, dtype=dtype, compute=compute)
     state = state_bytes(model)

@@ -112,6 +112,9 @@ def plan_shapes(
     # Rows of recurrent layers are extended by what follows a turn only, see `transformer.extend`.
     shared = 0 if model_config.recurrent is not None else engine.shared_tokens
     width, positions = row_positions(longest, new_tokens)
+    widths = width_buckets(width)
+    if shared:  # Only the rest of a prompt is padded.
+        widths = (min(width, shared + bucket(longest - shared)),)
     compute = params["embed_tokens"].dtype
     rows = num_prompts * group_size
     measures = not engine.max_rows and not engine.kv_cache_bytes
@@ -144,10 +147,7 @@ def plan_shapes(
         batch_sizes=(max_rows, *smaller),
         chunk_steps=steps,
         prefill_batch=prefill,
-        prompt_widths=width_buckets(width)
-        if not shared
-        # Only the rest of a prompt is padded.
-        else (min(width, shared + bucket(longest - shared)),),
+        prompt_widths=widths,
         shared_tokens=shared,
         # Where environments are waited for, all batches have one size, see `turns`.
         insert_sizes=inserts[-1:] if turns else inserts,
