@@ -1,10 +1,13 @@
-"""Tilings and random weights for tests of the kernel on a Hopper GPU."""
+"""Tilings, random weights and comparisons for tests of the kernels on a GPU."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from fp4_oracles import exact, float64
 
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul.tiling import TileConfig
@@ -54,3 +57,33 @@ def random_weight(rng, n, k, form="nvfp4"):
     scales = rng.integers(1, 127, (n, k // 16), np.uint8).view(ml_dtypes.float8_e4m3fn)
     divisors = jnp.asarray(rng.uniform(1000, 3000, n), jnp.float32)
     return fp4.Fp4Weight(packed, jnp.asarray(scales), divisors)
+
+
+def check_product(implementation, config, shape, adapter, form):
+    """Compares a product with the exact one, and with itself."""
+    m, n, k = shape
+    rng = np.random.default_rng()  # other data every time
+    weight = random_weight(rng, n, k, form)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    x, lora, bias = normal(m, k), (0.1 * normal(48, k), normal(n, 48)), normal(n)
+    tiles = fp4.to_tiles(weight)
+    extra = {"lora": lora, "bias": bias} if adapter else {}
+    run = jax.jit(functools.partial(fp4.fp4_matmul, implementation=implementation, config=config))
+    results = [np.asarray(run(x, tiles, **extra)) for _ in range(4)]
+    expected = float64(exact(x, weight, **extra))
+    error = np.linalg.norm(float64(results[0]) - expected) / np.linalg.norm(expected)
+    assert error < ROUNDING
+    for again in results[1:]:  # a difference would be a race
+        np.testing.assert_array_equal(results[0].view(np.uint16), again.view(np.uint16))
+
+
+def check_dequantize(dequantize, n, k, form):
+    """Compares a kernel that dequantizes with the definition."""
+    weight = random_weight(np.random.default_rng(), n, k, form)
+    if form == "nvfp4":  # of exact values, which are rounded once
+        weight = weight._replace(global_scale=jnp.full(n, 2.0**11))
+    actual = dequantize(fp4.to_tiles(weight), inputs=k)
+    np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))

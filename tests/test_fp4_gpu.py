@@ -9,8 +9,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from fp4_oracles import exact, float64
-from hopper_cases import CONFIGS, ROUNDING, random_weight, skip_unless_hopper
+from fp4_oracles import float64
+from hopper_cases import (
+    CONFIGS,
+    ROUNDING,
+    check_dequantize,
+    check_product,
+    random_weight,
+    skip_unless_hopper,
+)
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import fp4_matmul as fp4
@@ -64,12 +71,7 @@ def test_the_dequantization_is_exact(config):
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
 def test_dequantize(form):
-    weight = random_weight(np.random.default_rng(), 4608, 3584, form)
-    if form == "nvfp4":  # of exact values, which are rounded once
-        weight = weight._replace(global_scale=jnp.full(4608, 2.0**11))
-    actual = sm90.dequantize(fp4.to_tiles(weight), inputs=3584, num_sms=132)
-    expected = fp4.dequantize(weight, jnp.bfloat16)
-    np.testing.assert_array_equal(float64(actual), float64(expected))
+    check_dequantize(functools.partial(sm90.dequantize, num_sms=132), 4608, 3584, form)
 
 
 def products():
@@ -90,31 +92,7 @@ def products():
 
 @pytest.mark.parametrize(("config", "shape", "adapter", "form"), list(products()), ids=str)
 def test_product(config, shape, adapter, form):
-    m, n, k = shape
-    rng = np.random.default_rng()  # other data every time
-    weight = random_weight(rng, n, k, form)
-
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-
-    x, lora, bias = normal(m, k), (0.1 * normal(48, k), normal(n, 48)), normal(n)
-    tiles = fp4.to_tiles(weight)
-    run = jax.jit(
-        lambda x, tiles, lora, bias: fp4.fp4_matmul(
-            x,
-            tiles,
-            lora=lora if adapter else None,
-            bias=bias if adapter else None,
-            implementation="mosaic",
-            config=config,
-        )
-    )
-    results = [np.asarray(run(x, tiles, lora, bias)) for _ in range(4)]
-    expected = float64(exact(x, weight, lora, bias) if adapter else exact(x, weight))
-    error = np.linalg.norm(float64(results[0]) - expected) / np.linalg.norm(expected)
-    assert error < ROUNDING
-    for again in results[1:]:  # a difference would be a race
-        np.testing.assert_array_equal(results[0].view(np.uint16), again.view(np.uint16))
+    check_product("mosaic", config, shape, adapter, form)
 
 
 @pytest.mark.parametrize("m", [1, 16, 33, 200])

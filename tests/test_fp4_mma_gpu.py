@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp4_oracles import exact, float64, product_and_derivatives
-from hopper_cases import ROUNDING, random_weight
+from fp4_oracles import float64, product_and_derivatives
+from hopper_cases import ROUNDING, check_dequantize, check_product, random_weight
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
@@ -60,23 +60,7 @@ def products():
 
 @pytest.mark.parametrize(("config", "shape", "adapter", "form"), list(products()), ids=str)
 def test_product(config, shape, adapter, form):
-    m, n, k = shape
-    rng = np.random.default_rng()  # other data every time
-    weight = random_weight(rng, n, k, form)
-
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-
-    x, lora, bias = normal(m, k), (0.1 * normal(48, k), normal(n, 48)), normal(n)
-    tiles = fp4.to_tiles(weight)
-    extra = {"lora": lora, "bias": bias} if adapter else {}
-    run = jax.jit(functools.partial(fp4.fp4_matmul, implementation="mma", config=config))
-    results = [np.asarray(run(x, tiles, **extra)) for _ in range(4)]
-    expected = float64(exact(x, weight, **extra))
-    error = np.linalg.norm(float64(results[0]) - expected) / np.linalg.norm(expected)
-    assert error < ROUNDING
-    for again in results[1:]:  # a difference would be a race
-        np.testing.assert_array_equal(results[0].view(np.uint16), again.view(np.uint16))
+    check_product("mma", config, shape, adapter, form)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 4608, 3584), (8, 37888, 3584), (64, 3584, 18944)])
@@ -97,11 +81,7 @@ def test_other_implementations_agree(m, n, k):
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
 def test_dequantize(form):
-    weight = random_weight(np.random.default_rng(), 4608, 3616, form)
-    if form == "nvfp4":  # of exact values, which are rounded once
-        weight = weight._replace(global_scale=jnp.full(4608, 2.0**11))
-    actual = mma.dequantize(fp4.to_tiles(weight), inputs=3616)
-    np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
+    check_dequantize(mma.dequantize, 4608, 3616, form)
 
 
 def test_layers_in_a_loop():

@@ -304,6 +304,6 @@ def _dequantize(
     mode = config.rollout.dequantize
     if mode == "auto":
         mode = "once" if device.pool is None or 3 * dense <= device.pool else "step"
-    # In a prefill the kernel dequantizes a weight at a time.
-    by_kernel &= device.kernel == "mma" and rows <= fp4_matmul.MMA_ROWS
-    return mode, dense if mode == "once" and not by_kernel else dense // model.num_layers
+    packed = by_kernel and device.kernel == "mma" and rows <= fp4_matmul.MMA_ROWS
+    # Of packed weights a prefill dequantizes one at a time.
+    return mode, dense if mode == "once" and not packed else dense // model.num_layers
