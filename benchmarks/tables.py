@@ -159,7 +159,10 @@ def _first_run_minutes() -> str:
     for path in sorted(_RESULTS.glob("first_run_*.json")):
         run = json.loads(path.read_text(encoding="utf-8"))
         cpu = run["device"]
-        texts.append(f"{run['total_seconds'] / 60:.1f} with {cpu['vectors']}, {cpu['cores']} cores")
+        texts.append(
+            f"{run['total_seconds'] / 60:.1f} on {cpu['cores']} cores of an {cpu['processor']} "
+            f"with {cpu['vectors']}"
+        )
     return f"Minutes from the command to its end, without downloads: {'; '.join(texts)}."
 
 

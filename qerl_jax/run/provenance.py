@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from pallas_kernels.provenance import git_state
-from qerl_jax.system.processor import available_cores, vector_instructions
+from qerl_jax.system.processor import describe_processor
 
 _PACKAGES = ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -27,7 +27,7 @@ def provenance() -> dict[str, Any]:
             "platform": devices[0].platform,
             "kind": devices[0].device_kind,
             "count": len(devices),
-            **({"cores": available_cores(), "vectors": vector_instructions()} if on_cpu else {}),
+            **(describe_processor() if on_cpu else {}),
             **({"processes": jax.process_count()} if jax.process_count() > 1 else {}),
         },
         "command": shlex.join(sys.orig_argv),

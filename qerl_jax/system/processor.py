@@ -23,10 +23,7 @@ _LIMIT = re.compile(r"--xla_cpu_max_isa=([A-Z0-9_]+)")
 @functools.cache
 def processor_digest() -> str:
     """Returns 16 hex digits of the processor's kind and features; '' where they are unknown."""
-    try:
-        return digest_of(_FILE.read_text(encoding="utf-8", errors="replace"), platform.machine())
-    except OSError:
-        return ""
+    return digest_of(_description(), platform.machine())
 
 
 def available_cores() -> int:
@@ -34,13 +31,20 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def vector_instructions() -> str:
-    """The widest vector instructions that programs use, such as 'AVX512'; '' where unknown."""
-    try:
-        text = _FILE.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return vectors_of(text, os.environ.get("XLA_FLAGS", ""))
+def describe_processor() -> dict[str, str | int]:
+    """The processor, as results name it.
+
+    Returns:
+        `processor`, its name, such as 'AMD EPYC'; `cores`, how many this process may use; and
+        `vectors`, the widest vector instructions of programs, such as 'AVX512'. Texts are '' where
+        unknown.
+    """
+    text = _description()
+    return {
+        "processor": _field(text, "model name"),
+        "cores": available_cores(),
+        "vectors": vectors_of(text, os.environ.get("XLA_FLAGS", "")),
+    }
 
 
 def vectors_of(text: str, xla_flags: str) -> str:
@@ -50,7 +54,7 @@ def vectors_of(text: str, xla_flags: str) -> str:
         text: content of /proc/cpuinfo.
         xla_flags: flags of XLA, of which `--xla_cpu_max_isa` sets the limit.
     """
-    flags = set(text.partition("\nflags")[2].partition("\n")[0].split())
+    flags = set(_field(text, "flags").split())
     vectors, limits = list(_VECTORS.items()), _LIMIT.findall(xla_flags)
     if limits:  # An unknown limit limits nothing.
         kept = [i for i, (_, name) in enumerate(vectors) if limits[-1].startswith(name)]
@@ -70,3 +74,17 @@ def digest_of(text: str, machine: str) -> str:
     if not {"flags", "Features"} & {name for name, _ in facts}:
         return ""
     return hashlib.sha256(f"{machine} {sorted(facts)}".encode()).hexdigest()[:16]
+
+
+def _description() -> str:
+    """The content of /proc/cpuinfo; '' where there is none."""
+    try:
+        return _FILE.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _field(text: str, name: str) -> str:
+    """What /proc/cpuinfo says of the first core under a name; '' without it."""
+    lines = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for field, _, value in lines if field.strip() == name), "")
