@@ -155,15 +155,13 @@ def first_run_text() -> str:
 
 def _first_run_minutes() -> str:
     """What the default run takes from its command to its end, by processor."""
+    runs = [json.loads(path.read_text()) for path in sorted(_RESULTS.glob("first_run_*.json"))]
+    cores = max(run["device"]["cores"] for run in runs)
     texts = []
-    for path in sorted(_RESULTS.glob("first_run_*.json")):
-        run = json.loads(path.read_text(encoding="utf-8"))
-        cpu = run["device"]
-        texts.append(
-            f"{run['total_seconds'] / 60:.1f} on {cpu['cores']} cores of an {cpu['processor']} "
-            f"with {cpu['vectors']}"
-        )
-    return f"Minutes from the command to its end, without downloads: {'; '.join(texts)}."
+    for run in runs:
+        processor, vectors = run["device"]["processor"], run["device"]["vectors"]
+        texts.append(f"{run['total_seconds'] / 60:.1f} ({processor}, {vectors})")
+    return f"Minutes to its end on {cores} cores, without downloads: {', '.join(texts)}."
 
 
 def _peer_rows() -> list[dict]:
