@@ -37,6 +37,7 @@ first; a step after the first that compiles anything ends the command. The colum
     samples_per_s         completions of a step by step_s; a row on several devices also has
         samples_per_s_of_one, that of one device at the same commit, if --out holds it
     trained_tokens_per_s  positions that hold a token, times updates, by update_s
+    logprob_diff_mean     mean difference between the log-probs of rollout and trainer, nats a token
     peak_gb, plan_gb      largest memory of process 0 on a device, which includes what was
         measured before, and what the plan of the update says
     pool_gb               memory of a device that JAX has, to which the plan fits a step
@@ -316,6 +317,7 @@ def measure(
         "samples_per_s": batch / seconds,
         "update_tokens_per_s": batch * (arguments.prompt + median("length")) * updates / update,
         "trained_tokens_per_s": median("packed_tokens") * updates / update,
+        "logprob_diff_mean": median("logprob_diff_mean"),
         "update_buffers": median("update_buffers"),
         "buffer_tokens": setup.memory.buffer_tokens,
         "recompute": ",".join(setup.update.recompute) or "none",
