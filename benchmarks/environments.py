@@ -1,8 +1,8 @@
 """Measures conversations with environments: waiting for them, agreement, and learning with a tool.
 
     uv run --extra cuda python -m benchmarks.environments rollout --model=qwen2.5-1.5b
-    uv run --extra cuda python -m benchmarks.environments learning calculator \
-        runs/tool-0 runs/tool-1 --control runs/no-tool-0 runs/no-tool-1
+    uv run python -m benchmarks.environments learning calculator \
+        runs/calculator-* --control runs/no_calculator-*
     uv run python -m benchmarks.environments learning guessing_game \
         runs/guessing_game-* --control runs/constant_game-*
 
@@ -180,7 +180,9 @@ def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
     metrics = [RunFolder(user_path(folder)).metrics for folder in folders]
     runs = [read_steps(path) for path in metrics]
     fifth = max(1, min(map(len, runs)) // 5)
-    names = ("reward", "accuracy", "environment/rows_with_right_call", "environment/calls")
+    # A text environment has no tool calls; its example has a reward of weight 0 that counts them.
+    calls = ("environment/rows_with_right_call", "environment/calls", "reward/calls")
+    names = ("reward", "accuracy", *calls)
 
     def mean(name: str, part: slice) -> float | None:
         values = [row.get(name) for rows in runs for row in rows[part]]

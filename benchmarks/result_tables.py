@@ -54,20 +54,26 @@ def learning_table(result: dict) -> str:
     return markdown(header, lines)
 
 
-def game_table(result: dict) -> str:
-    """Accuracy and time of the guessing game and of its control, a line for each run."""
+def environment_table(result: dict, label: str, accuracy: str) -> str:
+    """Accuracy and time of the runs with an environment and of its control, a line for each run.
+
+    Args:
+        result: a comparison of environments.json.
+        label: what the runs that are no control are called.
+        accuracy: what the share of right answers is called.
+    """
     lines = [
         [
-            label,
+            name,
             f"{part['steps']}",
-            f"{accuracy['before']:.2f}",
-            f"{accuracy['after']:.2f}",
+            f"{values['before']:.2f}",
+            f"{values['after']:.2f}",
             f"{seconds / 60:.0f}",
         ]
-        for label, part in (("replies", result["runs"]), ("control", result["control"]))
-        for accuracy, seconds in zip(part["eval_accuracy"], part["seconds"], strict=True)
+        for name, part in ((label, result["runs"]), ("control", result["control"]))
+        for values, seconds in zip(part["eval_accuracy"], part["seconds"], strict=True)
     ]
-    return markdown(("run", "steps", "won before", "won after", "minutes"), lines)
+    return markdown(("run", "steps", f"{accuracy} before", f"{accuracy} after", "minutes"), lines)
 
 
 def _range(values: Sequence[float]) -> str:

@@ -26,7 +26,7 @@ from benchmarks.result_tables import (
     STEPS,
     accuracy_table,
     agreement_table,
-    game_table,
+    environment_table,
     kernel_part,
     learning_table,
     loading_table,
@@ -281,7 +281,38 @@ def game_text() -> str:
     """What docs/environments.md says of the guessing game."""
     result = _read("environments.json")["learning"]["guessing_game"]
     origin = provenance(result["runs"]["run"])
-    return f"Games that are won greedily, of 27 held out ({origin}):\n\n{game_table(result)}"
+    table = environment_table(result, "replies", "won")
+    return f"Games that are won greedily, of 27 held out ({origin}):\n\n{table}"
+
+
+def calculator_text() -> str:
+    """What docs/environments.md says of the calculator."""
+    result = _read("environments.json")["learning"]["calculator"]
+    part = result["runs"]
+    first, last = (100 * part[name]["reward/calls"] for name in ("first", "last"))
+    problems = part["run"]["config"]["eval"]["problems"]
+    table = environment_table(result, "calculator", "right")
+    return (
+        f"Right answers, greedy, of {problems} held-out problems ({provenance(part['run'])}; two runs "
+        f"shared a card). The share of rows that calculate grew from {first:.0f} to {last:.0f} %:"
+        f"\n\n{table}"
+    )
+
+
+def waiting_text() -> str:
+    """What docs/environments.md says of the time that slow replies cost."""
+    result = _read("environments.json")["rollout"]
+    seconds = max(result["by_reply_seconds"], key=float)
+    agreement = result["agreement"]
+    return textwrap.fill(
+        f"Measured on an {result['device']} with `{result['model']}` in NVFP4: {result['episodes']} "
+        f"conversations on {result['slots']} slots, {result['turns']} turns of "
+        f"{result['turn_tokens']} tokens each. With replies after {seconds} s the rollout takes "
+        f"{result['slowdown']:.2f} times as long as with instant ones, and "
+        f"{100 * agreement['equal_tokens']:.0f} % of the tokens are the same.",
+        112,
+        break_on_hyphens=False,
+    )
 
 
 def _learning_section() -> str:
@@ -529,7 +560,11 @@ def with_generated_parts(page: str, text: str) -> str:
             "first run": first_run_text,
             "memory": lambda: memory_table(_preset_steps().values()),
         },
-        "docs/environments.md": {"guessing game": game_text},
+        "docs/environments.md": {
+            "calculator": calculator_text,
+            "guessing game": game_text,
+            "waiting": waiting_text,
+        },
         "docs/examples.md": {
             "gsm8k": lambda: textwrap.fill(speedrun_sentence(_read("speedrun.json")), 110)
         },

@@ -11,7 +11,7 @@ import tiny_run
 from finished_run import write_run
 
 from benchmarks import environments
-from benchmarks.result_tables import game_table
+from benchmarks.result_tables import environment_table
 from qerl_jax.environments.roles import SAMPLED
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
@@ -95,7 +95,7 @@ def test_runs_are_summarized_for_the_page(run):
     steps = [row.get("step_seconds", 0) for row in read_jsonl(run / "metrics.jsonl")]
     assert part["seconds"][0] > sum(steps)
     assert part["last"]["reward"] == tiny_run.results(run)[-1]["reward"]
-    lines = game_table({"runs": part, "control": part}).splitlines()
+    lines = environment_table({"runs": part, "control": part}, "replies", "won").splitlines()
     won = [f"{accuracies[step]:.2f}" for step in (0, 4)]
     assert [line.split(" | ")[2:4] for line in lines[2:]] == 4 * [won]
 
