@@ -107,7 +107,7 @@ def test_what_a_caller_gets(monkeypatch):
     tiles = fp4.to_tiles(weight)
     dense = float64(fp4.dequantize(weight, jnp.float32))
     assert dispatch.implementation_of(tiles, x) == "mma"
-    y = fp4.fp4_matmul_float32(x, tiles)
+    y = fp4.fp4_matmul(x, tiles, dtype=jnp.float32)
     assert (y.shape, y.dtype) == ((2, 3, n), jnp.float32)
     assert relative_error(y, float64(x) @ dense.T) < 1e-5
 
@@ -115,7 +115,7 @@ def test_what_a_caller_gets(monkeypatch):
     b = jnp.pad(normal(n, rank, seed=1), ((0, 0), (0, 64 - rank)))
     xa_partials = np.random.default_rng(2).standard_normal((5, 6, 32)).astype(np.float32)
     xa_partials[:, :, rank:] = 0
-    y = fp4.fp4_matmul_with_xa_partials(x, tiles, jnp.asarray(xa_partials), b)
+    y = fp4.fp4_matmul(x, tiles, lora=(normal(rank, k), b), xa_partials=jnp.asarray(xa_partials))
     expected = float64(x) @ dense.T + float64(xa_partials).sum(axis=0) @ float64(b)[:, :32].T
     assert relative_error(y, expected) < 4e-3  # x A^T is rounded
 
@@ -152,7 +152,6 @@ def test_the_kernel_of_each_gpu(monkeypatch):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The kernel for Hopper is off.
             assert fp4.device_kernel() == expected
-        assert fp4.supports_tiles() == (expected != "xla")
         assert fp4.reads_tiles(mma_schedule.MAX_ROWS)
         assert fp4.reads_tiles(mma_schedule.MAX_ROWS + 1) == (expected != "mma")
     monkeypatch.setenv(dispatch.KERNEL_VARIABLE, "cuda")
