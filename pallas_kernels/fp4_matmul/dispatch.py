@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,18 +114,17 @@ def self_check() -> float:
     return self_test.relative_error(kernel().matmul)
 
 
-def supports_weight(
+def implementation_of(
     weight: jax.Array | Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct
-) -> TypeGuard[Fp4Tiles]:
-    """Whether "mosaic" multiplies x by the weight; warns where only x's dtype prevents it."""
-    return isinstance(weight, Fp4Tiles) and supports_device() and _supports_dtype(x.dtype)
+) -> str:
+    """What multiplies x by the weight on the default device: "mosaic", "mma" or "xla".
 
-
-def implementation_of(weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct) -> str:
-    """What multiplies x by the weight on the default device: "mosaic", "mma" or "xla"."""
-    if supports_weight(weight, x):
-        return "mosaic"
-    return "mma" if supports_mma(weight, x) else "xla"
+    Warns where only x's dtype prevents a kernel.
+    """
+    kernel = device_kernel()
+    if kernel == "xla" or not isinstance(weight, Fp4Tiles) or not _supports_dtype(x.dtype):
+        return "xla"
+    return kernel
 
 
 def _supports_dtype(dtype: jnp.dtype) -> bool:
@@ -185,7 +184,7 @@ def schedule_of(
 
 def supports(
     x: jax.Array | jax.ShapeDtypeStruct,
-    weight: jax.Array | Fp4Weight | Fp4Tiles,
+    weight: Any,
     *,
     lora: tuple[jax.Array, jax.Array] | None,
     xa_partials: jax.Array | None = None,
@@ -203,7 +202,7 @@ def supports(
         xa_partials: argument of `fp4_matmul`.
         epilogue: argument of `fp4_matmul`.
     """
-    if lora is None or not supports_weight(weight, x):
+    if lora is None or implementation_of(weight, x) != "mosaic":
         return False
     if misfits(x, weight, lora, xa_partials, epilogue):
         return False
@@ -319,13 +318,6 @@ def _shrinks_to_partials(config, columns):
     if not tiling.supports_xa_partials(config):
         return False
     return columns > (tiling.MIN_PARTIALS - 1) * _lora_shrink().COLUMNS
-
-
-def supports_mma(
-    weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct
-) -> TypeGuard[Fp4Tiles]:
-    """Whether "mma" multiplies x by the weight; warns where only x's dtype prevents it."""
-    return isinstance(weight, Fp4Tiles) and supports_mma_device() and _supports_dtype(x.dtype)
 
 
 def run_mma(
