@@ -144,10 +144,10 @@ def test_where_the_kernel_supports_swiglu(monkeypatch):
     x, weight, square_partials, _ = swiglu_inputs(16, 256, 512)
     tiles = fp4.to_tiles(weight)
 
-    def serves(m=16, weight=tiles, squares=square_partials, rank=64, count=4):
-        lora = normal(rank, 512), jnp.zeros((256, rank), jnp.bfloat16)
+    def serves(m=16, k=512, weight=tiles, squares=square_partials, rank=64, count=4):
+        lora = normal(rank, k), jnp.zeros((256, rank), jnp.bfloat16)
         xa_partials = jnp.zeros((count, m, rank)) if count else None
-        x = jnp.zeros((m, 512), jnp.bfloat16)
+        x = jnp.zeros((m, k), jnp.bfloat16)
         epilogue = Swiglu(squares, 0.5)
         return fp4.supports(x, weight, lora=lora, xa_partials=xa_partials, epilogue=epilogue)
 
@@ -162,7 +162,9 @@ def test_where_the_kernel_supports_swiglu(monkeypatch):
     assert serves(squares=None)
     assert not serves(count=3)
     assert serves(count=0)
-    assert not serves(count=0, rank=1024)  # more than first stages hold
+    short = fp4.to_tiles(random_weight(256, 256))
+    assert serves(k=256, weight=short)
+    assert not serves(k=256, weight=short, count=0)  # too few columns to make partials of
     assert not serves(m=136)
     assert serves(rank=512)
     assert not serves(rank=576)  # more than a stage holds
@@ -193,10 +195,10 @@ def test_tilings_without_swiglu(config, message):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"lora": None, "xa_partials": None}, "an epilogue wants an adapter"),
-        ({"bias": normal(256)}, "is for implementation 'mosaic' without bias and dtype"),
-        ({"dtype": jnp.float32}, "is for implementation 'mosaic' without bias and dtype"),
-        ({"implementation": "xla"}, "is for implementation 'mosaic' without bias and dtype"),
+        ({"lora": None, "xa_partials": None}, "is for 'mosaic' with lora and without bias"),
+        ({"bias": normal(256)}, "is for 'mosaic' with lora and without bias"),
+        ({"dtype": jnp.float32}, "is for 'mosaic' with lora and without bias"),
+        ({"implementation": "xla"}, "is for 'mosaic' with lora and without bias"),
         ({"dtype": jnp.float16}, "dtype is float16, expected float32 or None"),
         (
             {"x": normal(12, 512), "xa_partials": jnp.zeros((4, 12, 64))},

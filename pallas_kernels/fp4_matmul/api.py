@@ -68,8 +68,7 @@ def fp4_matmul(
     rows, outside = x.reshape(-1, x.shape[-1]), None
     if lora is not None and not dispatch.adapter_inside(implementation, rows, lora, config):
         lora, outside = None, lora
-    partials = None if lora is None else xa_partials
-    extra = {"xa_partials": partials, "epilogue": epilogue, "dtype": dtype}
+    extra = {"xa_partials": xa_partials, "epilogue": epilogue, "dtype": dtype}
     extra = {name: value for name, value in extra.items() if value is not None}
     if implementation == "xla":
         weight = _in_checkpoint_order(weight, x)
@@ -233,8 +232,8 @@ def _check(x, weight, lora, xa_partials, bias, epilogue, dtype, implementation, 
     elif config is not None and (problem := config.problem()):
         problems.append(problem)
     if epilogue is not None and not problems:
-        if implementation != "mosaic" or bias is not None or dtype is not None:
-            problems.append("an epilogue is for implementation 'mosaic' without bias and dtype")
+        if implementation != "mosaic" or lora is None or bias is not None or dtype is not None:
+            problems.append("an epilogue is for 'mosaic' with lora and without bias and dtype")
         else:
             rows = x.reshape(-1, k)
             problems += dispatch.misfits(rows, weight, lora, xa_partials, epilogue, config)

@@ -216,14 +216,12 @@ def supports(
 def misfits(
     x: jax.Array | jax.ShapeDtypeStruct,
     weight: Fp4Tiles,
-    lora: tuple[jax.Array, jax.Array] | None,
+    lora: tuple[jax.Array, jax.Array],
     xa_partials: jax.Array | None,
     epilogue: Epilogue,
     config: TileConfig | None = None,
 ) -> list[str]:
     """Why the Hopper kernel cannot end `fp4_matmul` of x [M, K] with an epilogue."""
-    if lora is None:
-        return ["an epilogue wants an adapter"]
     (m, k), n, rank = x.shape, weight.shape[0], tiling.padded_rank(len(lora[0]))
     if not fits_adapter(m, n, k, rank, config):
         return [f"an epilogue wants an adapter that a stage holds, got rank {len(lora[0])}"]
