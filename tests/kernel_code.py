@@ -25,7 +25,7 @@ import h200
 import jax.numpy as jnp
 from h200 import array, tiles
 
-from pallas_kernels.fp4_matmul import cases, sm90, tiling
+from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, cases, sm90, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 SMS = 132
@@ -88,20 +88,20 @@ def variants(
         adapters["A"] = {"a": array(rank, k), "b": array(n, padded)}
     for name, adapter in adapters.items():
         if paired:
-            squares = array(count, m, dtype=jnp.float32)
-            yield f"{name}, SwiGLU", adapter | {"square_partials": squares, "eps": 1e-6}
+            swiglu = Swiglu(array(count, m, dtype=jnp.float32), 1e-6)
+            yield f"{name}, SwiGLU", adapter | {"epilogue": swiglu}
         else:
             yield name, adapter
     if layer == "o" and schedule.supports_add_residual(m):
-        norm = {"residual": array(m, n), "scale": array(n, dtype=jnp.float32)}
+        norm = {"epilogue": AddRmsNorm(array(m, n), array(n, dtype=jnp.float32))}
         for name, adapter in ({"xa": xa} | adapters).items():
             yield f"{name}, add and RMSNorm", adapter | norm
 
 
 def product(config: TileConfig, m: int, n: int, k: int, options: dict) -> tuple[Callable, tuple]:
     """A product in a tiling, and its abstract arguments."""
-    static = {name: option for name, option in options.items() if name in ("eps", "dtype")}
-    arrays = {name: option for name, option in options.items() if name not in static}
+    arrays = dict(options)
+    static = {"dtype": arrays.pop("dtype")} if "dtype" in arrays else {}
 
     def run(x, weight, arrays):
         return sm90.matmul(x, weight, config=config, num_sms=SMS, **static, **arrays)

@@ -302,7 +302,7 @@ def test_which_caches_sm90_attention_supports():
 @pytest.fixture
 def hopper(monkeypatch):
     """Makes the default device seem to be a Hopper GPU on which the FP4 kernel runs."""
-    monkeypatch.setattr(layer.fp4_matmul, "supports_device", lambda: True)
+    monkeypatch.setattr(layer.fp4_matmul, "device_kernel", lambda: "mosaic")
     layer._sm90_attention_agrees.cache_clear()
     yield monkeypatch
     layer._sm90_attention_agrees.cache_clear()

@@ -10,9 +10,9 @@ import pytest
 import tiny_model
 from warpgroup_kernel import BACKENDS, assert_close, normal, use_decode_kernels, wide
 
-from pallas_kernels import decode, fp4_matmul
+from pallas_kernels import decode, device, fp4_matmul
 from pallas_kernels.decode import attention, attention_sm90, layer, norms
-from pallas_kernels.fp4_matmul import cases, dispatch, layout, lora_shrink, mma
+from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, cases, dispatch, layout, lora_shrink, mma
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import PROJECTIONS
@@ -114,39 +114,33 @@ def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
     called = []
     config, arguments, expected = packed_policy(down, form)
 
-    def product(x, weight, b, *, xa_partials=None, a=None):
-        if a is not None:
-            return fp4_matmul.fp4_matmul(x, weight, lora=(a, b))
-        return fp4_matmul.fp4_matmul_with_xa_partials(x, weight, xa_partials, b)
+    product, supports = fp4_matmul.fp4_matmul, fp4_matmul.supports
 
-    def matmul_add_rmsnorm(x, weight, residual, scale, b, **adapter):
-        called.append(weight.shape)
-        if not interpret:
-            return kernels["fp4_matmul_add_rmsnorm"](x, weight, residual, scale, b, **adapter)
-        y = residual + product(x, weight, b, **adapter)
-        wide = y.astype(jnp.float32)
-        square_partials = jnp.stack([jnp.mean(wide * wide, axis=1) / 4] * 4)
-        return y, (wide * scale).astype(x.dtype), square_partials
-
-    def swiglu(x, weight, b, square_partials, *, eps, **adapter):
-        called.append(weight.shape)
-        assert (adapter["xa_partials"] is None) == with_norm
-        if not interpret:
-            return kernels["fp4_swiglu"](x, weight, b, square_partials, eps=eps, **adapter)
-        y = product(x, weight, b, **adapter)
-        factor = jax.lax.rsqrt(square_partials.sum(axis=0) + eps)
+    def stand_in(x, weight, *, epilogue, **adapter):
+        if epilogue is not None:
+            called.append(weight.shape)
+        if isinstance(epilogue, Swiglu):
+            assert (adapter["xa_partials"] is None) == with_norm
+        if epilogue is None or not interpret:
+            return product(x, weight, epilogue=epilogue, **adapter)
+        y = product(x, weight, **adapter)
+        if isinstance(epilogue, AddRmsNorm):
+            y += epilogue.residual
+            wide = y.astype(jnp.float32)
+            square_partials = jnp.stack([jnp.mean(wide * wide, axis=1) / 4] * 4)
+            return y, (wide * epilogue.scale).astype(x.dtype), square_partials
+        factor = jax.lax.rsqrt(epilogue.square_partials.sum(axis=0) + epilogue.eps)
         gate, up = jnp.split(y * factor[:, None], 2, axis=1)
         return (jax.nn.silu(gate) * up).astype(x.dtype)
 
+    def chosen(*args, epilogue, **adapter):
+        if isinstance(epilogue, AddRmsNorm) and not with_norm:
+            return False
+        return interpret or supports(*args, epilogue=epilogue, **adapter)
+
     use_decode_kernels(monkeypatch, interpret)
-    stand_ins = {"fp4_matmul_add_rmsnorm": matmul_add_rmsnorm, "fp4_swiglu": swiglu}
-    kernels = {name: getattr(fp4_matmul, name) for name in stand_ins}
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(fp4_matmul, name, stand_in)
-    if interpret:
-        monkeypatch.setattr(fp4_matmul, "supports_swiglu", lambda *_, **__: True)
-    if interpret or not with_norm:
-        monkeypatch.setattr(fp4_matmul, "supports_add_rmsnorm", lambda *_: with_norm)
+    monkeypatch.setattr(fp4_matmul, "fp4_matmul", stand_in)
+    monkeypatch.setattr(fp4_matmul, "supports", chosen)
     actual = traced_step(config, *arguments)[0]
     o_proj = config.embed_dim, config.num_heads * config.head_dim
     gate_up_proj = 2 * config.mlp_dim, config.embed_dim
@@ -161,8 +155,7 @@ def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
 def test_a_step_by_the_kernel_for_every_gpu(form, interpret, monkeypatch):
     config, arguments, expected = packed_policy("packed", form)
     use_decode_kernels(monkeypatch, interpret)
-    for module in (fp4_matmul, dispatch):
-        monkeypatch.setattr(module, "supports_device", lambda: False)
+    monkeypatch.setattr(dispatch, "supports_device", lambda: False)
     monkeypatch.setattr(dispatch, "supports_mma_device", lambda: True)
     products = []
 
@@ -188,33 +181,35 @@ class StopTraceError(Exception):
         ({"dense": "gate_up"}, False),
         ({"without": "o"}, False),
         ({"without": "gate_up"}, False),
-        ({"supports_add_rmsnorm": False}, False),
-        ({"supports_swiglu": False}, False),
+        ({"refused": AddRmsNorm}, False),
+        ({"refused": Swiglu}, False),
     ],
 )
 def test_when_the_output_projection_computes_the_norm(change, expected, monkeypatch):
     """It does if both products are FP4 and adapted, and the next one can compute x A^T itself."""
+    supported = fp4_matmul.supports
 
-    def supports_swiglu(x, weight, b, square_partials=None, *, xa_partials=None, a=None):
-        assert x.shape == (8, 512)
-        assert xa_partials is None
-        assert a is not None
-        return change.get("supports_swiglu", True)
+    def supports(x, weight, *, epilogue, **adapter):
+        assert adapter["xa_partials"] is None
+        if isinstance(epilogue, Swiglu):
+            assert x.shape == (8, 512)
+            assert epilogue.square_partials is None
+        return type(epilogue) is not change.get("refused") and supported(
+            x, weight, epilogue=epilogue, **adapter
+        )
 
-    def supports_add_rmsnorm(x, weight, b):
-        return change.get("supports_add_rmsnorm", True)
+    def project(activations, projection, epilogue=None):
+        if epilogue is not None:
+            raise StopTraceError("with norm")
 
-    def chosen(choice):
-        def stand_in(*_, **__):
-            raise StopTraceError(choice)
+    def add_rmsnorm(*_):
+        raise StopTraceError("without norm")
 
-        return stand_in
-
-    monkeypatch.setattr(fp4_matmul, "supports_swiglu", supports_swiglu)
-    monkeypatch.setattr(fp4_matmul, "supports_add_rmsnorm", supports_add_rmsnorm)
-    monkeypatch.setattr(fp4_matmul, "fp4_matmul_add_rmsnorm", chosen("with norm"))
-    monkeypatch.setattr(norms, "add_rmsnorm", chosen("without norm"))
-    monkeypatch.setattr(layer, "_project", lambda *_: None)
+    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
+    monkeypatch.setattr(device, "num_sms", lambda: 132)
+    monkeypatch.setattr(fp4_matmul, "supports", supports)
+    monkeypatch.setattr(norms, "add_rmsnorm", add_rmsnorm)
+    monkeypatch.setattr(layer, "_project", project)
     o, gate_up = (
         layer.Projection(
             normal(1, *shape) if change.get("dense") == name else packed(*shape),
@@ -224,7 +219,7 @@ def test_when_the_output_projection_computes_the_norm(change, expected, monkeypa
     )
     attended, scale = layer.Activations(normal(4, 8, 128)), jnp.ones(512)
     with pytest.raises(StopTraceError, match="^with norm" if expected else "^without norm"):
-        layer._output(attended, o, normal(5, 8, 512), scale, gate_up)
+        layer._output(attended, o, normal(5, 8, 512), scale, gate_up, 1e-6)
 
 
 def packed(n, k):
@@ -260,20 +255,21 @@ def test_the_kernels_of_a_layer(rows, kernel, expected, monkeypatch):
     """The kernels for Qwen2.5-7B in NVFP4 with an adapter of rank 32, on 132 SMs."""
     called = []
 
+    endings = {AddRmsNorm: "+RMSNorm", Swiglu: "+SwiGLU"}
+
     def record(module, name, label):
         function = getattr(module, name)
 
         def recorded(*args, **options):
             result = function(*args, **options)
-            called.append(label)
+            called.append(label + endings.get(type(options.get("epilogue")), ""))
             return result
 
         monkeypatch.setattr(module, name, recorded)
 
     monkeypatch.setattr(layer, "_sm90_attention_agrees", lambda: True)
     monkeypatch.setattr(dispatch, "supports_mma_device", lambda: kernel == "mma")
-    for module in (fp4_matmul, dispatch):
-        monkeypatch.setattr(module, "supports_device", lambda: kernel == "mosaic")
+    monkeypatch.setattr(dispatch, "supports_device", lambda: kernel == "mosaic")
     for module, name, label in (
         (norms, "add_rmsnorm", "add_rmsnorm"),
         (norms, "swiglu", "swiglu"),
@@ -283,9 +279,6 @@ def test_the_kernels_of_a_layer(rows, kernel, expected, monkeypatch):
         (attention_sm90, "attend", "attention_sm90"),
         (lora_shrink, "shrink", "lora_shrink"),
         (fp4_matmul, "fp4_matmul", "fp4"),
-        (fp4_matmul, "fp4_matmul_with_xa_partials", "fp4"),
-        (fp4_matmul, "fp4_matmul_add_rmsnorm", "fp4+RMSNorm"),
-        (fp4_matmul, "fp4_swiglu", "fp4+SwiGLU"),
     ):
         record(module, name, label)
 

@@ -114,7 +114,7 @@ def test_swiglu(inside, n, k, m, build):
     config = tiling.choose(m, n, k, rank=64)
     # As many partial mean squares as the product with a residual leaves, or a kernel.
     count = k // (16 if inside else tiling.TILE_COLUMNS)
-    extra = {"b": array(n, 64), "square_partials": array(count, m, dtype=jnp.float32)}
+    extra = {"b": array(n, 64), "epilogue": fp4.Swiglu(array(count, m, dtype=jnp.float32), 0.0)}
     if inside:
         schedule = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132, paired=True)
         if not schedule.supports_lora_shrink(64, k):
@@ -137,7 +137,8 @@ def test_add_rmsnorm(adapter, n, k, m, build):
     schedule = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132)
     if not schedule.supports_add_residual(m):
         pytest.skip("another kernel begins the norm")
-    extra = {"residual": array(m, n), "scale": array(n, dtype=jnp.float32), "b": array(n, 64)}
+    epilogue = fp4.AddRmsNorm(array(m, n), array(n, dtype=jnp.float32))
+    extra = {"b": array(n, 64), "epilogue": epilogue}
     if adapter == "product":
         extra["xa"] = array(m, 64)
     elif adapter == "xa_partials":

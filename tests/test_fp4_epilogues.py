@@ -15,7 +15,7 @@ from simulated_kernel import (
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import dispatch, layout, sm90
+from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, dispatch, layout, sm90
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 
@@ -90,8 +90,7 @@ def test_the_swiglu_epilogue(variant, simulated):
         num_sms=blocks,
         xa=xa,
         b=b,
-        square_partials=square_partials,
-        eps=1e-6,
+        epilogue=Swiglu(square_partials, 1e-6),
         interpret=simulated,
     )
     assert y.shape == (m, n // 2)
@@ -109,7 +108,13 @@ def test_swiglu_with_its_own_adapter():
     a = 0.1 * normal(rank, k, seed=1)
     b = b.at[:, rank:].set(0)
     config = TileConfig(8, warpgroups_n=1, block_k=256, stages=2)
-    y = fp4.fp4_swiglu(x, fp4.to_tiles(weight), b, square_partials, a=a, eps=0.5, config=config)
+    y = fp4.fp4_matmul(
+        x,
+        fp4.to_tiles(weight),
+        lora=(a, b),
+        epilogue=Swiglu(square_partials, 0.5),
+        config=config,
+    )
     xa = float64(x) @ float64(a).T
     expected = swiglu_of(x, weight, xa, b[:, :rank], square_partials, 0.5)
     assert relative_error(y, expected) < 3 * ROUNDING  # x A^T is rounded, too
@@ -121,13 +126,12 @@ def test_swiglu():
     x, weight, square_partials, b = swiglu_inputs(m, n, k)
     b = b.at[:, rank:].set(0)
     xa_partials = jnp.asarray(np.random.default_rng(4).standard_normal((5, m, 64)), jnp.float32)
-    y = fp4.fp4_swiglu(
+    y = fp4.fp4_matmul(
         x,
         fp4.to_tiles(weight),
-        b,
-        square_partials,
+        lora=(normal(rank, k), b),
         xa_partials=xa_partials.at[:, :, rank:].set(0),
-        eps=0.5,
+        epilogue=Swiglu(square_partials, 0.5),
     )
     xa = float64(xa_partials.sum(axis=0))[:, :rank]
     expected = swiglu_of(x, weight, xa, b[:, :rank], square_partials, 0.5)
@@ -137,15 +141,15 @@ def test_swiglu():
 def test_where_the_kernel_supports_swiglu(monkeypatch):
     """Not where it does not run, nor for arguments that it does not take."""
     monkeypatch.setattr(device, "num_sms", lambda: 132)
-    x, weight, square_partials, b = swiglu_inputs(16, 256, 512)
-    xa_partials = jnp.zeros((4, 16, 64))
-
+    x, weight, square_partials, _ = swiglu_inputs(16, 256, 512)
     tiles = fp4.to_tiles(weight)
 
-    def serves(m=16, weight=tiles, square_partials=square_partials, b=b, count=4):
-        return fp4.supports_swiglu(
-            x[:m], weight, b, square_partials, xa_partials=xa_partials[:count, :m]
-        )
+    def serves(m=16, k=512, weight=tiles, squares=square_partials, rank=64, count=4):
+        lora = normal(rank, k), jnp.zeros((256, rank), jnp.bfloat16)
+        xa_partials = jnp.zeros((count, m, rank)) if count else None
+        x = jnp.zeros((m, k), jnp.bfloat16)
+        epilogue = Swiglu(squares, 0.5)
+        return fp4.supports(x, weight, lora=lora, xa_partials=xa_partials, epilogue=epilogue)
 
     assert not serves()
     monkeypatch.setattr(dispatch, "supports_device", lambda: True)
@@ -154,18 +158,17 @@ def test_where_the_kernel_supports_swiglu(monkeypatch):
     assert not serves(m=12)
     assert not serves(weight=fp4.to_tiles(random_weight(192, 512)))
     assert not serves(weight=weight)
-    assert not serves(square_partials=square_partials[:3])
-    assert not serves(b=b[:, :40])
+    assert not serves(squares=square_partials[:3])
+    assert serves(squares=None)
     assert not serves(count=3)
-    assert fp4.supports_swiglu(x, tiles, b, a=normal(64, 512))
-    assert not fp4.supports_swiglu(x, tiles, b, a=normal(1024, 512))  # more than first stages hold
-    assert not fp4.supports_swiglu(x, tiles, b)
-    large = jnp.zeros((136, 512), jnp.bfloat16)
-    assert not fp4.supports_swiglu(
-        large, tiles, b, square_partials, xa_partials=jnp.zeros((4, 136, 64))
-    )
-    assert serves(b=jnp.zeros((256, 512), jnp.bfloat16))
-    assert not serves(b=jnp.zeros((256, 576), jnp.bfloat16))  # more than a stage holds
+    assert serves(count=0)
+    short = fp4.to_tiles(random_weight(256, 256))
+    assert serves(k=256, weight=short)
+    assert not serves(k=256, weight=short, count=0)  # too few columns to make partials of
+    assert not serves(m=136)
+    assert serves(rank=512)
+    assert not serves(rank=576)  # more than a stage holds
+    assert not fp4.supports(x, tiles, lora=None, epilogue=Swiglu(square_partials, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -178,15 +181,13 @@ def test_where_the_kernel_supports_swiglu(monkeypatch):
 )
 def test_tilings_without_swiglu(config, message):
     x, weight, square_partials, b = swiglu_inputs(16, 256, 512)
-    xa_partials = jnp.zeros((4, 16, 64))
     with pytest.raises(ValueError, match=message):
-        fp4.fp4_swiglu(
+        fp4.fp4_matmul(
             x,
             fp4.to_tiles(weight),
-            b,
-            square_partials,
-            xa_partials=xa_partials,
-            eps=1.0,
+            lora=(normal(64, 512), b),
+            xa_partials=jnp.zeros((4, 16, 64)),
+            epilogue=Swiglu(square_partials, 1.0),
             config=config,
         )
 
@@ -194,13 +195,25 @@ def test_tilings_without_swiglu(config, message):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"xa_partials": None}, "wants xa_partials or A, one of both"),
-        ({"a": normal(32, 512)}, "wants xa_partials or A, one of both"),
-        ({"x": normal(12, 512)}, "a multiple of 8 tokens and of 128 outputs, got 12 and 256"),
-        ({"b": normal(256, 40)}, r"B is \(256, 40\), expected 256 rows and a multiple of 64"),
-        ({"b": normal(256, 576)}, "that a stage holds"),
+        ({"lora": None, "xa_partials": None}, "is for 'mosaic' with lora and without bias"),
+        ({"bias": normal(256)}, "is for 'mosaic' with lora and without bias"),
+        ({"dtype": jnp.float32}, "is for 'mosaic' with lora and without bias"),
+        ({"implementation": "xla"}, "is for 'mosaic' with lora and without bias"),
+        ({"dtype": jnp.float16}, "dtype is float16, expected float32 or None"),
+        (
+            {"x": normal(12, 512), "xa_partials": jnp.zeros((4, 12, 64))},
+            "a multiple of 8 tokens and of 128 outputs, got 12 and 256",
+        ),
+        (
+            {"lora": (normal(576, 512), normal(256, 576)), "xa_partials": None},
+            "an adapter that a stage holds, got rank 576",
+        ),
         ({"xa_partials": jnp.zeros((3, 16, 64))}, "xa_partials are 3, expected at least 4"),
-        ({"square_partials": jnp.ones((2, 16))}, "square_partials are 2, expected at least 4"),
+        ({"xa_partials": jnp.zeros((4, 8, 64))}, r"are \(4, 8, 64\), expected \(S, 16, 64\)"),
+        (
+            {"epilogue": Swiglu(jnp.ones((2, 16)), 1.0)},
+            "square_partials are 2, expected at least 4",
+        ),
         ({"x": jnp.zeros((16, 512))}, "wants bfloat16 and Fp4Tiles, got float32"),
     ],
 )
@@ -209,13 +222,12 @@ def test_arguments_without_swiglu(changed, message, monkeypatch):
     x, weight, square_partials, b = swiglu_inputs(16, 256, 512)
     given = {
         "x": x,
-        "b": b,
-        "square_partials": square_partials,
+        "lora": (normal(64, 512), b),
         "xa_partials": jnp.zeros((4, 16, 64)),
-        "eps": 1.0,
+        "epilogue": Swiglu(square_partials, 1.0),
     }
     with pytest.raises(ValueError, match=message):
-        fp4.fp4_swiglu(weight=fp4.to_tiles(weight), **(given | changed))
+        fp4.fp4_matmul(weight=fp4.to_tiles(weight), **(given | changed))
 
 
 def norm_inputs(m, n, k):
@@ -232,10 +244,15 @@ def test_add_rmsnorm(made):
     x, weight, residual, scale, a, b = norm_inputs(16, 192, 512)
     b = b.at[:, 32:].set(0)
     xa = float64(x) @ float64(a).T
-    extra = {"a": a} if made else {"xa_partials": jnp.asarray([xa / 4] * 4, jnp.float32)}
+    xa_partials = None if made else jnp.asarray([xa / 4] * 4, jnp.float32)
     config = TileConfig(16, warpgroups_n=1, block_k=256, stages=2)
-    total, scaled, square_partials = fp4.fp4_matmul_add_rmsnorm(
-        x, fp4.to_tiles(weight), residual, scale, b, config=config, **extra
+    total, scaled, square_partials = fp4.fp4_matmul(
+        x,
+        fp4.to_tiles(weight),
+        lora=(a, b),
+        xa_partials=xa_partials,
+        epilogue=AddRmsNorm(residual, scale),
+        config=config,
     )
     expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
     expected += xa @ float64(b)[:, :32].T + float64(residual)
@@ -248,11 +265,13 @@ def test_add_rmsnorm(made):
 def test_where_the_kernel_adds_to_the_residual(monkeypatch):
     """Not where it does not run, nor for arguments that it does not take."""
     monkeypatch.setattr(device, "num_sms", lambda: 132)
-    x, weight, *_, b = norm_inputs(72, 3584, 512)
+    x, weight, residual, scale, *_ = norm_inputs(72, 3584, 512)
     tiles = fp4.to_tiles(weight)
 
-    def serves(m=32, weight=tiles, b=b):
-        return fp4.supports_add_rmsnorm(x[:m], weight, b)
+    def serves(m=32, weight=tiles, n=3584, rank=32):
+        lora = normal(rank, 512), jnp.zeros((n, rank), jnp.bfloat16)
+        epilogue = AddRmsNorm(residual[:m, :n], scale[:n])
+        return fp4.supports(x[:m], weight, lora=lora, epilogue=epilogue)
 
     assert not serves()
     monkeypatch.setattr(dispatch, "supports_device", lambda: True)
@@ -262,9 +281,9 @@ def test_where_the_kernel_adds_to_the_residual(monkeypatch):
     assert serves(m=64)
     assert not serves(m=72)
     assert not serves(weight=weight)
-    assert not serves(weight=fp4.to_tiles(random_weight(200, 512)))
-    assert not serves(b=b[:, :40])
-    assert not serves(b=jnp.zeros((3584, 576), jnp.bfloat16))  # more than a stage holds
+    assert serves(weight=fp4.to_tiles(random_weight(192, 512)), n=192)
+    assert not serves(weight=fp4.to_tiles(random_weight(200, 512)), n=200)
+    assert not serves(rank=576)  # more than a stage holds
 
 
 @pytest.mark.parametrize(
@@ -281,13 +300,18 @@ def test_where_the_kernel_adds_to_the_residual(monkeypatch):
 def test_tilings_without_add_rmsnorm(config, message):
     x, weight, residual, scale, a, b = norm_inputs(16, 256, 512)
     with pytest.raises(ValueError, match=message):
-        fp4.fp4_matmul_add_rmsnorm(x, fp4.to_tiles(weight), residual, scale, b, a=a, config=config)
+        fp4.fp4_matmul(
+            x,
+            fp4.to_tiles(weight),
+            lora=(a, b),
+            epilogue=AddRmsNorm(residual, scale),
+            config=config,
+        )
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"a": None}, "wants xa_partials or A, one of both"),
         ({"residual": normal(16, 128)}, r"residual is bfloat16 \(16, 128\)"),
         ({"residual": jnp.zeros((16, 256))}, r"residual is float32 \(16, 256\)"),
         ({"scale": jnp.ones(128)}, r"scale \(128,\), expected bfloat16 \(16, 256\) and \(256,\)"),
@@ -297,6 +321,7 @@ def test_tilings_without_add_rmsnorm(config, message):
 def test_arguments_without_add_rmsnorm(changed, message, monkeypatch):
     monkeypatch.setattr(device, "num_sms", lambda: 132)
     x, weight, residual, scale, a, b = norm_inputs(16, 256, 512)
-    given = {"x": x, "residual": residual, "scale": scale, "a": a, "b": b}
+    given = {"x": x, "residual": residual, "scale": scale} | changed
+    epilogue = AddRmsNorm(given["residual"], given["scale"])
     with pytest.raises(ValueError, match=message):
-        fp4.fp4_matmul_add_rmsnorm(weight=fp4.to_tiles(weight), **(given | changed))
+        fp4.fp4_matmul(given["x"], fp4.to_tiles(weight), lora=(a, b), epilogue=epilogue)

@@ -12,7 +12,7 @@ from fp4_oracles import float64
 from hopper_cases import CONFIGS, ROUNDING, random_weight, skip_unless_hopper
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import cases, dispatch, tiling
+from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 pytestmark = pytest.mark.gpu
@@ -56,20 +56,24 @@ def test_swiglu(config, m, n, k):
         gate, up = np.split(product / np.sqrt(parts.sum(axis=0) + 0.1)[:, None], 2, axis=1)
         expected.append(gate / (1 + np.exp(-gate)) * up)
     tiles = fp4.to_tiles(weight)
-    assert fp4.supports_swiglu(x, tiles, b, xa_partials=xa_partials)
-    swiglu = functools.partial(fp4.fp4_swiglu, xa_partials=xa_partials, eps=0.1, config=config)
+    # A is not read, as its product is given.
+    given = {"lora": (jnp.zeros((64, k), jnp.bfloat16), b), "xa_partials": xa_partials}
+    assert fp4.supports(x, tiles, **given, epilogue=Swiglu(square_partials[0], 0.1))
 
     @jax.jit
-    def run(x, tiles, b, square_partials):
-        first = jnp.stack([swiglu(x, tiles, b, parts) for parts in square_partials])
+    def run(x, tiles, given, square_partials):
+        def swiglu(parts):
+            return fp4.fp4_matmul(x, tiles, **given, epilogue=Swiglu(parts, 0.1), config=config)
+
+        first = jnp.stack([swiglu(parts) for parts in square_partials])
 
         def again(i, differs):
-            y = swiglu(x, tiles, b, square_partials[i % 2])
+            y = swiglu(square_partials[i % 2])
             return differs | jnp.any(y != first[i % 2])
 
         return first, jax.lax.fori_loop(0, 20, again, False)
 
-    first, differs = run(x, tiles, b, square_partials)
+    first, differs = run(x, tiles, given, square_partials)
     assert first.shape == (2, m, n // 2)
     for y, exact_y in zip(first, expected, strict=True):
         # Gate, what it multiplies, its activation and the result are rounded. Where there are few,
@@ -112,27 +116,30 @@ def test_add_rmsnorm(config, m, n, k):
     tiles = fp4.to_tiles(weight)
     schedule = adapter_cases.schedule_of(config, m, n, k, 64)
     assert schedule.supports_add_residual(m)
+    epilogue = AddRmsNorm(residual, scale)
     if config is None:
-        assert fp4.supports_add_rmsnorm(x, tiles, b) == (m <= tiling.MAX_ROWS_OF_NORM)
+        served = fp4.supports(x, tiles, lora=(a, b), epilogue=epilogue)
+        assert served == (m <= tiling.MAX_ROWS_OF_NORM)
 
     @jax.jit
-    def run(x, tiles, residual, scale, extra, b):
-        begin = functools.partial(fp4.fp4_matmul_add_rmsnorm, config=config)
-        first = begin(x, tiles, residual, scale, b, **extra)
+    def run(x, tiles, epilogue, lora, xa_partials):
+        product = functools.partial(
+            fp4.fp4_matmul, x, tiles, lora=lora, xa_partials=xa_partials, config=config
+        )
+        first = product(epilogue=epilogue)
 
         def again(_, differs):
-            same = begin(x, tiles, residual, scale, b, **extra)
+            same = product(epilogue=epilogue)
             return differs | jnp.any(
                 jnp.stack([jnp.any(y != z) for y, z in zip(first, same, strict=True)])
             )
 
-        y = dispatch.run(x, tiles, config, b=b, **extra)
-        return y, first, jax.lax.fori_loop(0, 20, again, False)
+        return product(implementation="mosaic"), first, jax.lax.fori_loop(0, 20, again, False)
 
-    for extra in ({"xa_partials": xa_partials}, {"a": a}):
-        if "a" in extra and not schedule.supports_lora_shrink(*a.shape):
+    for partials in (xa_partials, None):
+        if partials is None and not schedule.supports_lora_shrink(*a.shape):
             continue
-        y, (total, scaled, square_partials), differs = run(x, tiles, residual, scale, extra, b)
+        y, (total, scaled, square_partials), differs = run(x, tiles, epilogue, (a, b), partials)
         expected = (y.astype(jnp.float32) + residual.astype(jnp.float32)).astype(jnp.bfloat16)
         np.testing.assert_array_equal(float64(total), float64(expected))
         np.testing.assert_array_equal(

@@ -101,7 +101,7 @@ def test_float32(m):
     weight = random_weight(rng, 32000, 1024)
     x = jnp.asarray(rng.standard_normal((m, 1024)), jnp.bfloat16)
     tiles = fp4.to_tiles(weight)
-    run = jax.jit(fp4.fp4_matmul_float32)
+    run = jax.jit(functools.partial(fp4.fp4_matmul, dtype=jnp.float32))
     y = np.asarray(run(x, tiles))
     expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
     assert np.linalg.norm(y - expected) / np.linalg.norm(expected) < 1e-5
@@ -135,12 +135,11 @@ def test_xa_partials(m, n, k, rank, count):
 
     @jax.jit
     def run(x, tiles, xa_partials, b):
-        both = [fp4.fp4_matmul_with_xa_partials(x, tiles, one, b) for one in xa_partials]
+        # A is not read, as its product is given.
+        matmul = functools.partial(fp4.fp4_matmul, weight=tiles, lora=(jnp.zeros((rank, k)), b))
+        both = [matmul(x, xa_partials=one) for one in xa_partials]
         again = jax.lax.fori_loop(
-            0,
-            20,
-            lambda _, y: fp4.fp4_matmul_with_xa_partials(x + 0 * y[0, 0], tiles, xa_partials[0], b),
-            both[0],
+            0, 20, lambda _, y: matmul(x + 0 * y[0, 0], xa_partials=xa_partials[0]), both[0]
         )
         return *both, again
 
@@ -235,8 +234,8 @@ def test_derivatives():
 
 def test_the_kernel_is_what_a_caller_gets():
     assert dispatch.self_check() < ROUNDING
-    fp4.supports_device.cache_clear()
-    assert fp4.supports_device()
+    dispatch.supports_device.cache_clear()
+    assert dispatch.supports_device()
     weight = random_weight(np.random.default_rng(), 512, 1024)
     x = jnp.ones((8, 1024), jnp.bfloat16)
     text = jax.jit(fp4.fp4_matmul).lower(x, fp4.to_tiles(weight)).as_text()

@@ -256,20 +256,22 @@ def test_an_adapter_that_no_stage_holds():
 def test_float32(monkeypatch):
     monkeypatch.setattr(dispatch, "supports_device", lambda: True)
     weight, x = random_weight(136, 128), normal(2, 3, 128)
-    y = fp4.fp4_matmul_float32(x, fp4.to_tiles(weight))
+    y = fp4.fp4_matmul(x, fp4.to_tiles(weight), dtype=jnp.float32)
     assert y.shape == (2, 3, 136)
     assert y.dtype == jnp.float32
     assert relative_error(y, float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T) < 1e-5
 
 
 def product_with_partials(m, count=5):
-    """`fp4_matmul_with_xa_partials` of M rows, and the expected result."""
+    """The product of M rows with partials of x A^T, and the expected result."""
     n, k, rank = 64, 128, 24
     weight, x = random_weight(n, k), normal(m, k)
     b = jnp.pad(normal(n, rank, seed=1), ((0, 0), (0, 64 - rank)))
     xa_partials = np.random.default_rng(2).standard_normal((count, m, 32)).astype(np.float32)
     xa_partials[:, :, rank:] = 0
-    y = fp4.fp4_matmul_with_xa_partials(x, fp4.to_tiles(weight), jnp.asarray(xa_partials), b)
+    y = fp4.fp4_matmul(
+        x, fp4.to_tiles(weight), lora=(normal(rank, k), b), xa_partials=jnp.asarray(xa_partials)
+    )
     expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
     return y, expected + float64(xa_partials).sum(axis=0) @ float64(b)[:, :32].T
 
@@ -296,7 +298,8 @@ def test_self_check_while_tracing(monkeypatch):
     kernel, schedules = dispatch.kernel(), {}
 
     def matmul(x, tiles, *, config, num_sms, **extra):
-        shrinks, paired, adds = (name in extra for name in ("a", "square_partials", "residual"))
+        shrinks, epilogue = "a" in extra, extra.get("epilogue")
+        paired, adds = (isinstance(epilogue, kind) for kind in (fp4.Swiglu, fp4.AddRmsNorm))
         schedule = sm90.make_schedule(
             config, len(x), len(tiles.codes), x.shape[1], num_sms, paired=paired
         )
@@ -360,7 +363,7 @@ def test_what_is_written_of_x_a_fits_how_b_is_read():
 def test_tiles_on_a_cpu_go_through_the_definition():
     weight, x = random_weight(70, 160), normal(3, 160)
     tiles = fp4.to_tiles(weight)
-    assert not fp4.supports_device()
+    assert fp4.device_kernel() == "xla"
     for function in (fp4.fp4_matmul, jax.jit(fp4.fp4_matmul)):
         np.testing.assert_array_equal(float64(function(x, tiles)), float64(function(x, weight)))
     grad = jax.grad(lambda x, w: fp4.fp4_matmul(x, w).astype(jnp.float32).sum())

@@ -143,12 +143,12 @@ def test_product_alone(format):
 def test_float32_of_bfloat16(order):
     weight = random_weight()
     x, _, _ = random_arguments("bfloat16", rows=(2, 3))
-    y = fp4.fp4_matmul_float32(x, order(weight))
+    y = fp4.fp4_matmul(x, order(weight), dtype=jnp.float32)
     assert y.dtype == jnp.float32
     expected = float64(x) @ float64(defined(weight).astype("bfloat16")).T
     np.testing.assert_allclose(y, expected, atol=1e-5)
     with pytest.raises(ValueError, match="x has 8 inputs"):
-        fp4.fp4_matmul_float32(x[..., :8], weight)
+        fp4.fp4_matmul(x[..., :8], weight, dtype=jnp.float32)
 
 
 def loss(x, lora, bias, weight, dy):

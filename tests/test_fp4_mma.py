@@ -102,22 +102,24 @@ def test_product_and_derivatives(m):
 def test_what_a_caller_gets(monkeypatch):
     """On a GPU with this kernel: also the product in float32, and that with partials of x A^T."""
     monkeypatch.setattr(dispatch, "supports_mma_device", lambda: True)
-    n, k, rank = 136, 128, 24
+    n, k = 136, 128
     weight, x = random_weight(n, k), normal(2, 3, k)
     tiles = fp4.to_tiles(weight)
     dense = float64(fp4.dequantize(weight, jnp.float32))
     assert dispatch.implementation_of(tiles, x) == "mma"
-    y = fp4.fp4_matmul_float32(x, tiles)
+    y = fp4.fp4_matmul(x, tiles, dtype=jnp.float32)
     assert (y.shape, y.dtype) == ((2, 3, n), jnp.float32)
     assert relative_error(y, float64(x) @ dense.T) < 1e-5
 
-    x = x.reshape(6, k)
-    b = jnp.pad(normal(n, rank, seed=1), ((0, 0), (0, 64 - rank)))
-    xa_partials = np.random.default_rng(2).standard_normal((5, 6, 32)).astype(np.float32)
-    xa_partials[:, :, rank:] = 0
-    y = fp4.fp4_matmul_with_xa_partials(x, tiles, jnp.asarray(xa_partials), b)
-    expected = float64(x) @ dense.T + float64(xa_partials).sum(axis=0) @ float64(b)[:, :32].T
-    assert relative_error(y, expected) < 4e-3  # x A^T is rounded
+    for rank in (24, 544):  # The adapter of the larger rank is added to the kernel's product.
+        a, b = normal(rank, k), normal(n, rank, seed=1)
+        xa_partials = np.random.default_rng(2).standard_normal((5, 6, -(-rank // 32) * 32))
+        xa_partials[:, :, rank:] = 0
+        xa = xa_partials.astype(np.float32)
+        y = fp4.fp4_matmul(x, tiles, lora=(a, b), xa_partials=jnp.asarray(xa))
+        expected = float64(x) @ dense.T
+        expected += (xa_partials.sum(axis=0)[:, :rank] @ float64(b).T).reshape(2, 3, n)
+        assert relative_error(y, expected) < 5e-3  # x A^T is rounded
 
 
 @pytest.mark.slow  # 5 s
@@ -152,7 +154,6 @@ def test_the_kernel_of_each_gpu(monkeypatch):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The kernel for Hopper is off.
             assert fp4.device_kernel() == expected
-        assert fp4.supports_tiles() == (expected != "xla")
         assert fp4.reads_tiles(mma_schedule.MAX_ROWS)
         assert fp4.reads_tiles(mma_schedule.MAX_ROWS + 1) == (expected != "mma")
     monkeypatch.setenv(dispatch.KERNEL_VARIABLE, "cuda")

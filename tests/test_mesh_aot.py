@@ -17,7 +17,7 @@ import pytest
 from h200 import array, tiles
 from jax.sharding import NamedSharding
 
-from pallas_kernels import attention, fp4_matmul
+from pallas_kernels import attention
 from pallas_kernels import decode as decode_kernels
 from pallas_kernels.decode import layer as decode_layer
 from pallas_kernels.fp4_matmul import dispatch
@@ -55,8 +55,7 @@ def compile_for_mesh(request):
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    for module in (fp4_matmul, dispatch):
-        monkeypatch.setattr(module, "supports_device", lambda: True)
+    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
     monkeypatch.setattr(attention, "supports_device", lambda *_: True)
     monkeypatch.setattr(decode_kernels, "supports_device", lambda _: True)
     monkeypatch.setattr(decode_layer, "_sm90_attention_agrees", lambda: True)

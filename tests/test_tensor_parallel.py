@@ -67,7 +67,7 @@ def expected(name, whole, config, number):
 @pytest.mark.parametrize("format", ["nvfp4", SLOW_MXFP4, "nf4", "bf16"])
 def test_a_shard_is_a_slice_of_each_projection(format, tiles, monkeypatch):
     config, layer = policy(format)
-    monkeypatch.setattr(fp4_matmul, "supports_tiles", lambda: tiles)
+    monkeypatch.setattr(fp4_matmul, "device_kernel", lambda: "mosaic" if tiles else "xla")
     for name in (*FUSED, "qkv_bias"):
         shards = cut(name, layer[name], config, SHARDS)
         for number, shard in enumerate(shards):
@@ -81,7 +81,7 @@ def test_a_shard_is_a_slice_of_each_projection(format, tiles, monkeypatch):
 def test_codes_and_scales_are_not_quantized_again(monkeypatch):
     config, layer = policy("nvfp4")
     down, packed = layer["down_proj"], []
-    monkeypatch.setattr(fp4_matmul, "supports_tiles", lambda: True)
+    monkeypatch.setattr(fp4_matmul, "device_kernel", lambda: "mosaic")
     for shard in cut("down_proj", down, config, SHARDS):
         assert shard.shape == (config.embed_dim, config.mlp_dim // SHARDS)
         packed.append(checkpoint_order(shard))
@@ -94,7 +94,7 @@ def test_codes_and_scales_are_not_quantized_again(monkeypatch):
 @pytest.mark.parametrize("format", ["nvfp4", SLOW_MXFP4, "bf16"])
 def test_a_shard_is_padded_to_whole_tiles(format, tiles, monkeypatch):
     config, layer = policy(format, mlp_dim=192)
-    monkeypatch.setattr(fp4_matmul, "supports_tiles", lambda: tiles)
+    monkeypatch.setattr(fp4_matmul, "device_kernel", lambda: "mosaic" if tiles else "xla")
     for name, axis in (("gate_up_proj", 0), ("down_proj", 1)):
         for number, shard in enumerate(cut(name, layer[name], config, SHARDS)):
             parts = np.split(values(shard), 2 if axis == 0 else 1, axis)
@@ -129,7 +129,7 @@ def test_norms_are_whole_on_every_device():
 def test_weights_without_an_order_for_the_kernel_are_all_in_that_of_checkpoints(monkeypatch):
     """One shard of MXFP4 scales may be too far apart, and all devices run one program."""
     config, layer = policy("nvfp4")
-    monkeypatch.setattr(fp4_matmul, "supports_tiles", lambda: True)
+    monkeypatch.setattr(fp4_matmul, "device_kernel", lambda: "mosaic")
     calls = iter([quant.tile_order, lambda weight: weight])
     monkeypatch.setattr(
         "qerl_jax.policy.tensor_parallel.tile_order", lambda weight: next(calls)(weight)

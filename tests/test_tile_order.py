@@ -73,7 +73,7 @@ def test_adapters_for_the_kernel_have_whole_parts(monkeypatch):
     config, _ = tiny_policy()
     lora = random_lora(config)
     plain = lora_lib.fuse(lora, config, jnp.float32)[0]
-    monkeypatch.setattr(fp4_matmul, "supports_tiles", lambda: True)
+    monkeypatch.setattr(fp4_matmul, "device_kernel", lambda: "mosaic")
     for name, (a, b) in lora_lib.fuse(lora, config, jnp.float32)[0].items():
         assert b.shape[1] == 64
         rank = plain[name][0].shape[0]

@@ -16,9 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import tiles_sm90 as tiles
 from pallas_kernels.attention.segments import BLOCK, STEP, Segments
-from pallas_kernels.attention.tiles_sm90 import CONSUMERS, ROWS
-
-_STAGES = 2
+from pallas_kernels.attention.tiles_sm90 import CONSUMERS, ROWS, STAGES
 
 
 def gradients(
@@ -49,41 +47,32 @@ def gradients(
     partial = jax.ShapeDtypeStruct((count, kv_heads, BLOCK, head_dim), jnp.float32)
     gradient = jax.ShapeDtypeStruct(k.shape, k.dtype)
 
-    def body(q, k, v, d_out, lse, delta, query_runs, ends, dk, dv, dk_parts, dv_parts, **shared):
-        unit, group = lax.axis_index("unit"), q.shape[1] // kv_heads
-        cta = _KeyTile(
-            q=q, k=k, v=v, d_out=d_out, lse=lse, delta=delta, ends=ends, dk=dk, dv=dv,
-            dk_parts=dk_parts, dv_parts=dv_parts, **shared,
-            head=lax.axis_index("head"),
-            blocks=_QueryBlocks(*(query_runs[unit, i] for i in range(6)), group=group),
-            simulated=interpret is not None,
-        )  # fmt: skip
-        pl.when(cta.blocks.parts > 0)(lambda: tiles.run(cta))
+    group = q.shape[1] // kv_heads
 
-    kernel = plgpu.kernel(
-        body,
-        out_type=(gradient, gradient, partial, partial),
-        scratch_types={
-            "k_sm": tiles.operand(CONSUMERS, ROWS, head_dim),
+    def blocks(runs, unit):
+        return _QueryBlocks(*(runs[unit, i] for i in range(6)), group=group)
+
+    operands = {"q": q, "k": k, "v": v, "d_out": d_out, "lse": lse, "delta": delta}
+    dk, dv, dk_parts, dv_parts = tiles.launch(
+        _KeyTile,
+        "packed_attention_dkv_sm90",
+        blocks=blocks,
+        operands=operands | {"runs": segments.query_runs, "ends": segments.ends},
+        # Of tiles that are not divided, and the sums of the parts of the others.
+        results={"dk": gradient, "dv": gradient, "dk_parts": partial, "dv_parts": partial},
+        shared={
+            "k_sm": tiles.operand(CONSUMERS, ROWS, head_dim),  # keys, and in the end their gradient
             "v_sm": tiles.operand(CONSUMERS, ROWS, head_dim),
-            "q_sm": tiles.operand(_STAGES, STEP, head_dim),
-            "d_out_sm": tiles.operand(_STAGES, STEP, head_dim),
-            "lse_sm": plgpu.SMEM((_STAGES, STEP), jnp.float32),
-            "delta_sm": plgpu.SMEM((_STAGES, STEP), jnp.float32),
+            "q_sm": tiles.operand(STAGES, STEP, head_dim),
+            "d_out_sm": tiles.operand(STAGES, STEP, head_dim),
+            "lse_sm": plgpu.SMEM((STAGES, STEP), jnp.float32),
+            "delta_sm": plgpu.SMEM((STAGES, STEP), jnp.float32),
             "tile_full": plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=2),
-            "full": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=4),
-            "empty": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=CONSUMERS),
+            "full": plgpu.Barrier(num_barriers=STAGES, num_arrivals=4),
+            "empty": plgpu.Barrier(num_barriers=STAGES, num_arrivals=CONSUMERS),
         },
         grid=(2 * count, kv_heads),
-        grid_names=("unit", "head"),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name="packed_attention_dkv_sm90",
-        compiler_params=tiles.PARAMETERS,
         interpret=interpret,
-    )
-    dk, dv, dk_parts, dv_parts = kernel(
-        q, k, v, d_out, lse, delta, segments.query_runs, segments.ends
     )
     return _add_parts(dk, dv, dk_parts, dv_parts, segments.sums, interpret)
 
@@ -149,59 +138,12 @@ class _QueryBlocks:
         return lax.cond(full, lambda: scores, hide)
 
 
-@dataclasses.dataclass(frozen=True)
-class _KeyTile:
-    """A CTA of the gradients by keys and values: a part of a tile of 128 keys of one head.
+class _KeyTile(tiles.Cta):
+    """A CTA of the gradients by keys and values: a part of a tile of 128 keys of one head."""
 
-    Attributes:
-        q: [T, N, H] queries.
-        k: [T, K, H] keys.
-        v: [T, K, H] values.
-        d_out: [T, N, H] gradient by the attention.
-        lse: float32 [N, T] log-sum-exp.
-        delta: float32 [N, T] sums of attention times its gradient.
-        ends: int32 [T], `Segments.ends`.
-        dk: [T, K, H] result of tiles that are not divided.
-        dv: [T, K, H] result of tiles that are not divided.
-        dk_parts: float32 [slots, K, 128, H] sums of the parts of other tiles.
-        dv_parts: float32 [slots, K, 128, H] sums of the parts of other tiles.
-        k_sm: [2, 64, H] keys of each consumer, and its result in the end.
-        v_sm: [2, 64, H] values of each consumer, and its result in the end.
-        q_sm: [stages, 64, H] queries.
-        d_out_sm: [stages, 64, H] gradient by the attention.
-        lse_sm: float32 [stages, 64] log-sum-exp.
-        delta_sm: float32 [stages, 64] delta.
-        tile_full: a barrier per consumer that tells when its tiles have arrived.
-        full: a barrier per stage that tells when its queries have arrived.
-        empty: a barrier per stage that tells when its queries have been read.
-        head: index of the key head.
-        blocks: blocks of queries to visit.
-        simulated: the interpreter runs the kernel.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    d_out: Any
-    lse: Any
-    delta: Any
-    ends: Any
-    dk: Any
-    dv: Any
-    dk_parts: Any
-    dv_parts: Any
-    k_sm: Any
-    v_sm: Any
-    q_sm: Any
-    d_out_sm: Any
-    lse_sm: Any
-    delta_sm: Any
-    tile_full: Any
-    full: Any
-    empty: Any
-    head: Any
-    blocks: _QueryBlocks
-    simulated: bool
+    def run(self) -> None:
+        """Runs the producer and the consumers, unless there is no such part."""
+        pl.when(self.blocks.parts > 0)(super().run)
 
     def produce(self) -> None:
         """Copies the blocks of queries and of the gradient by the attention."""
@@ -216,7 +158,7 @@ class _KeyTile:
             plgpu.copy_gmem_to_smem(self.lse.at[head, rows], self.lse_sm.at[stage], full)
             plgpu.copy_gmem_to_smem(self.delta.at[head, rows], self.delta_sm.at[stage], full)
 
-        tiles.produce([(self.empty, copy)], self.blocks.count, _STAGES)
+        tiles.produce([(self.empty, copy)], self.blocks.count)
 
     def consume(self, warpgroup: Any) -> None:
         """Computes the gradients by 64 keys and values."""
@@ -234,7 +176,7 @@ class _KeyTile:
 
         def visit(i, carry):
             dk, dv = carry
-            stage = lax.rem(i, _STAGES)
+            stage = lax.rem(i, STAGES)
             q_sm, d_out_sm = self.q_sm.at[stage], self.d_out_sm.at[stage]
             plgpu.barrier_wait(self.full.at[stage])
             scores = tiles.product(k_sm, q_sm.T)

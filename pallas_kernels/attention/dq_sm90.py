@@ -4,7 +4,6 @@ A CTA has a tile of 128 queries of one head, and visits blocks of keys as the fo
 computes the softmax weights again, of the scores and the saved log-sum-exp.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -15,9 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import tiles_sm90 as tiles
 from pallas_kernels.attention.segments import BLOCK, Segments
-from pallas_kernels.attention.tiles_sm90 import CONSUMERS, ROWS, KeyBlocks
-
-_STAGES = 2
+from pallas_kernels.attention.tiles_sm90 import CONSUMERS, ROWS, STAGES, KeyBlocks
 
 
 def gradient(
@@ -44,95 +41,37 @@ def gradient(
         interpret: simulate the kernel with these parameters.
     """
     length, heads, head_dim = q.shape
-
-    def body(q, k, v, d_out, lse, delta, key_runs, ends, dq, **shared):
-        cta = _QueryTile(
-            q=q, k=k, v=v, d_out=d_out, lse=lse, delta=delta, ends=ends, dq=dq, **shared,
-            head=lax.axis_index("head"),
-            blocks=KeyBlocks.load(key_runs, lax.axis_index("rank")),
-            simulated=interpret is not None,
-        )  # fmt: skip
-        tiles.run(cta)
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        scratch_types={
-            "q_sm": tiles.operand(CONSUMERS, ROWS, head_dim),
+    operands = {"q": q, "k": k, "v": v, "d_out": d_out, "lse": lse, "delta": delta}
+    (dq,) = tiles.launch(
+        _QueryTile,
+        "packed_attention_dq_sm90",
+        blocks=KeyBlocks.load,
+        operands=operands | {"runs": segments.key_runs, "ends": segments.ends},
+        results={"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)},
+        shared={
+            "q_sm": tiles.operand(CONSUMERS, ROWS, head_dim),  # queries, and in the end the result
             "d_out_sm": tiles.operand(CONSUMERS, ROWS, head_dim),
-            "k_sm": tiles.operand(_STAGES, BLOCK, head_dim),
-            "v_sm": tiles.operand(_STAGES, BLOCK, head_dim),
-            "ends_sm": plgpu.SMEM((_STAGES, BLOCK), jnp.int32),
+            "k_sm": tiles.operand(STAGES, BLOCK, head_dim),
+            "v_sm": tiles.operand(STAGES, BLOCK, head_dim),
+            "ends_sm": plgpu.SMEM((STAGES, BLOCK), jnp.int32),
             "tile_full": plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=2),
-            "k_full": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=2),
-            "v_full": plgpu.Barrier(num_barriers=_STAGES),
-            "k_empty": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=CONSUMERS),
-            "v_empty": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=CONSUMERS),
+            "k_full": plgpu.Barrier(num_barriers=STAGES, num_arrivals=2),
+            "v_full": plgpu.Barrier(num_barriers=STAGES),
+            "k_empty": plgpu.Barrier(num_barriers=STAGES, num_arrivals=CONSUMERS),
+            "v_empty": plgpu.Barrier(num_barriers=STAGES, num_arrivals=CONSUMERS),
         },
         grid=(length // BLOCK, heads),
-        grid_names=("rank", "head"),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name="packed_attention_dq_sm90",
-        compiler_params=tiles.PARAMETERS,
         interpret=interpret,
     )
-    return kernel(q, k, v, d_out, lse, delta, segments.key_runs, segments.ends)
+    return dq
 
 
-@dataclasses.dataclass(frozen=True)
-class _QueryTile:
-    """A CTA of the gradient by the queries: a tile of 128 queries of one head.
-
-    Attributes:
-        q: [T, N, H] queries.
-        k: [T, K, H] keys.
-        v: [T, K, H] values.
-        d_out: [T, N, H] gradient by the attention.
-        lse: float32 [N, T] log-sum-exp.
-        delta: float32 [N, T] sums of attention times its gradient.
-        ends: int32 [T], `Segments.ends`.
-        dq: [T, N, H] result.
-        q_sm: [2, 64, H] queries of each consumer, and its result in the end.
-        d_out_sm: [2, 64, H] gradient by the attention of each consumer's queries.
-        k_sm: [stages, 128, H] keys.
-        v_sm: [stages, 128, H] values.
-        ends_sm: int32 [stages, 128] ends of the keys.
-        tile_full: a barrier per consumer that tells when its tiles have arrived.
-        k_full: a barrier per stage that tells when its keys have arrived.
-        v_full: a barrier per stage that tells when its values have arrived.
-        k_empty: a barrier per stage that tells when its keys have been read.
-        v_empty: a barrier per stage that tells when its values have been read.
-        head: index of the query head.
-        blocks: blocks of keys to visit.
-        simulated: the interpreter runs the kernel.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    d_out: Any
-    lse: Any
-    delta: Any
-    ends: Any
-    dq: Any
-    q_sm: Any
-    d_out_sm: Any
-    k_sm: Any
-    v_sm: Any
-    ends_sm: Any
-    tile_full: Any
-    k_full: Any
-    v_full: Any
-    k_empty: Any
-    v_empty: Any
-    head: Any
-    blocks: KeyBlocks
-    simulated: bool
+class _QueryTile(tiles.Cta):
+    """A CTA of the gradient by the queries: a tile of 128 queries of one head."""
 
     def produce(self) -> None:
         """Copies the blocks of keys and values."""
-        tiles.produce_keys_and_values(self, _STAGES)
+        tiles.produce_keys_and_values(self)
 
     def consume(self, warpgroup: Any) -> None:
         """Computes the gradient by 64 queries."""
@@ -152,7 +91,7 @@ class _QueryTile:
         scale = head_dim**-0.5
 
         def visit(i, dq):
-            stage = lax.rem(i, _STAGES)
+            stage = lax.rem(i, STAGES)
             k_sm, v_sm = self.k_sm.at[stage], self.v_sm.at[stage]
             plgpu.barrier_wait(self.k_full.at[stage])
             scores = tiles.product(q_sm, k_sm.T)

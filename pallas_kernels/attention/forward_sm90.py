@@ -16,9 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import tiles_sm90 as tiles
 from pallas_kernels.attention.segments import BLOCK, Segments
-from pallas_kernels.attention.tiles_sm90 import CONSUMERS, ROWS, KeyBlocks
+from pallas_kernels.attention.tiles_sm90 import CONSUMERS, ROWS, STAGES, KeyBlocks
 
-_STAGES = 2
 _LOWEST = -1e30  # the largest score of a row before its first key
 
 
@@ -44,29 +43,22 @@ def attend(
         scores, float32 [N, T].
     """
     length, heads, head_dim = q.shape
-
-    def body(q, k, v, key_runs, ends, out, lse, **shared):
-        cta = _Cta(
-            q=q, k=k, v=v, ends=ends, out=out, lse=lse, **shared,
-            head=lax.axis_index("head"),
-            blocks=KeyBlocks.load(key_runs, lax.axis_index("rank")),
-            simulated=interpret is not None,
-        )  # fmt: skip
-        tiles.run(cta)
-
-    full = plgpu.Barrier(num_barriers=_STAGES)
-    empty = plgpu.Barrier(num_barriers=_STAGES, num_arrivals=CONSUMERS)
-    kernel = plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((heads, length), jnp.float32),
-        ),
-        scratch_types={
-            "q_sm": tiles.operand(CONSUMERS, ROWS, head_dim),
-            "k_sm": tiles.operand(_STAGES, BLOCK, head_dim),
-            "v_sm": tiles.operand(_STAGES, BLOCK, head_dim),
-            "ends_sm": plgpu.SMEM((_STAGES, BLOCK), jnp.int32),
+    full = plgpu.Barrier(num_barriers=STAGES)
+    empty = plgpu.Barrier(num_barriers=STAGES, num_arrivals=CONSUMERS)
+    out, lse = tiles.launch(
+        _QueryTile,
+        "packed_attention_sm90",
+        blocks=KeyBlocks.load,
+        operands={"q": q, "k": k, "v": v, "runs": segments.key_runs, "ends": segments.ends},
+        results={
+            "out": jax.ShapeDtypeStruct(q.shape, q.dtype),
+            "lse": jax.ShapeDtypeStruct((heads, length), jnp.float32),
+        },
+        shared={
+            "q_sm": tiles.operand(CONSUMERS, ROWS, head_dim),  # queries, and in the end the result
+            "k_sm": tiles.operand(STAGES, BLOCK, head_dim),
+            "v_sm": tiles.operand(STAGES, BLOCK, head_dim),
+            "ends_sm": plgpu.SMEM((STAGES, BLOCK), jnp.int32),
             "lse_sm": plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
             "q_full": plgpu.Barrier(num_barriers=CONSUMERS),
             "k_full": dataclasses.replace(full, num_arrivals=2),
@@ -75,65 +67,17 @@ def attend(
             "v_empty": empty,
         },
         grid=(length // BLOCK, heads),
-        grid_names=("rank", "head"),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name="packed_attention_sm90",
-        compiler_params=tiles.PARAMETERS,
         interpret=interpret,
     )
-    return kernel(q, k, v, segments.key_runs, segments.ends)
+    return out, lse
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cta:
-    """A CTA: its operands and results in global memory, and its shared memory.
-
-    Attributes:
-        q: [T, N, H] queries.
-        k: [T, K, H] keys.
-        v: [T, K, H] values.
-        ends: int32 [T], `Segments.ends`.
-        out: [T, N, H] result.
-        lse: float32 [N, T] result.
-        q_sm: [2, 64, H] queries of each consumer, and its result in the end.
-        k_sm: [stages, 128, H] keys.
-        v_sm: [stages, 128, H] values.
-        ends_sm: int32 [stages, 128] ends of the keys.
-        lse_sm: float32 [2, 64] second result of each consumer.
-        q_full: a barrier per consumer that tells when its queries have arrived.
-        k_full: a barrier per stage that tells when its keys have arrived.
-        v_full: a barrier per stage that tells when its values have arrived.
-        k_empty: a barrier per stage that tells when its keys have been read.
-        v_empty: a barrier per stage that tells when its values have been read.
-        head: index of the query head.
-        blocks: blocks of keys to visit.
-        simulated: the interpreter runs the kernel.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    ends: Any
-    out: Any
-    lse: Any
-    q_sm: Any
-    k_sm: Any
-    v_sm: Any
-    ends_sm: Any
-    lse_sm: Any
-    q_full: Any
-    k_full: Any
-    v_full: Any
-    k_empty: Any
-    v_empty: Any
-    head: Any
-    blocks: KeyBlocks
-    simulated: bool
+class _QueryTile(tiles.Cta):
+    """A CTA of the forward pass: a tile of 128 queries of one head."""
 
     def produce(self) -> None:
         """Copies the blocks of keys and values."""
-        tiles.produce_keys_and_values(self, _STAGES)
+        tiles.produce_keys_and_values(self)
 
     def consume(self, warpgroup: Any) -> None:
         """Computes the attention of 64 queries."""
@@ -148,7 +92,7 @@ class _Cta:
 
         def visit(i, carry):
             total, weight, largest = carry
-            stage = lax.rem(i, _STAGES)
+            stage = lax.rem(i, STAGES)
             plgpu.barrier_wait(self.k_full.at[stage])
             scores = tiles.product(q_sm, self.k_sm.at[stage].T)
             scores = self.blocks.masked(scores, i, queries, self.ends_sm.at[stage])

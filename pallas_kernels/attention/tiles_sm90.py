@@ -1,6 +1,8 @@
 """What the attention kernels share: products of tiles, the pipeline of keys, and its order."""
 
 import dataclasses
+import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ from pallas_kernels.attention.segments import ALIGNMENT, BLOCK
 
 ROWS = 64  # rows of a consumer warpgroup's tile
 CONSUMERS = 2  # consumer warpgroups of a CTA
+STAGES = 2  # of the pipeline
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
 LOG2_E = 1.4426950408889634
@@ -152,28 +155,87 @@ class KeyBlocks:
         return lax.cond(self.is_full(i), lambda: scores, hide)
 
 
-def run(cta: Any) -> None:
-    """Runs the producer and the consumers of a CTA."""
-    warpgroup = lax.axis_index("warpgroup")
+class Cta(types.SimpleNamespace):
+    """A CTA of a kernel: references by the names that `launch` gets, and what it computes.
 
-    @pl.when(warpgroup == CONSUMERS)
-    def produce():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        cta.produce()
+    A barrier `..._full` tells when something has arrived in shared memory, `..._empty` when it has
+    been read. `head` is the index along the second axis of the grid, `blocks` what the CTA visits,
+    `simulated` whether the interpreter runs the kernel.
+    """
 
-    @pl.when(warpgroup < CONSUMERS)
-    def consume():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        cta.consume(warpgroup)
+    def produce(self) -> None:
+        """What the producer warpgroup does."""
+        raise NotImplementedError
+
+    def consume(self, warpgroup: Any) -> None:
+        """What a consumer warpgroup does."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Runs the producer and the consumers."""
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == CONSUMERS)
+        def produce():
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            self.produce()
+
+        @pl.when(warpgroup < CONSUMERS)
+        def consume():
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            self.consume(warpgroup)
 
 
-def produce_keys_and_values(cta: Any, stages: int) -> None:
-    """Copies the blocks of keys and values that a tile of queries visits.
+def launch(
+    cta: type[Cta],
+    name: str,
+    *,
+    blocks: Callable[[Any, Any], Any],
+    operands: dict[str, jax.Array],
+    results: dict[str, jax.ShapeDtypeStruct],
+    shared: dict[str, Any],
+    grid: tuple[int, int],
+    interpret: plgpu.InterpretGPUParams | None,
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel.
 
     Args:
-        cta: a CTA of the forward pass or of the gradient by the queries.
-        stages: number of stages.
+        cta: class of its CTAs.
+        name: name of the kernel.
+        blocks: function of the operand "runs" and the CTA's index along the first axis of the grid,
+            which returns the blocks to visit.
+        operands: operands by name.
+        results: shapes of the results by name.
+        shared: shared memory and barriers by name.
+        grid: number of CTAs along each axis; the second one is that of heads.
+        interpret: simulate the kernel with these parameters.
+
+    Returns:
+        The results.
     """
+
+    def body(*refs, **shared_refs):
+        refs = dict(zip((*operands, *results), refs, strict=True)) | shared_refs
+        place = {"head": lax.axis_index("head")}
+        place["blocks"] = blocks(refs["runs"], lax.axis_index("index"))
+        cta(**refs, **place, simulated=interpret is not None).run()
+
+    return plgpu.kernel(
+        body,
+        out_type=tuple(results.values()),
+        scratch_types=shared,
+        grid=grid,
+        grid_names=("index", "head"),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=PARAMETERS,
+        interpret=interpret,
+    )(*operands.values())
+
+
+def produce_keys_and_values(cta: Cta) -> None:
+    """Copies the blocks of keys and values that a tile of queries visits."""
     kv_head = lax.div(cta.head, cta.q.shape[1] // cta.k.shape[1])
 
     def copy_keys(i, stage):
@@ -186,25 +248,24 @@ def produce_keys_and_values(cta: Any, stages: int) -> None:
         plgpu.copy_gmem_to_smem(cta.v.at[keys, kv_head], cta.v_sm.at[stage], full)
 
     channels = [(cta.k_empty, copy_keys), (cta.v_empty, copy_values)]
-    produce(channels, cta.blocks.count, stages)
+    produce(channels, cta.blocks.count)
 
 
-def produce(channels: list[tuple[Any, Any]], count: Any, stages: int) -> None:
+def produce(channels: list[tuple[Any, Any]], count: Any) -> None:
     """Has the TMA fill the stages of a pipeline, and waits until all are free again.
 
     Args:
         channels: list with, for each part of a stage, the barriers that tell when it is free and a
             function of a step and its stage that starts the copies.
         count: number of steps.
-        stages: number of stages.
     """
 
     @pl.loop(0, count)
     def fill(i):
-        stage = lax.rem(i, stages)
+        stage = lax.rem(i, STAGES)
         for empty, copy in channels:
 
-            @pl.when(i >= stages)
+            @pl.when(i >= STAGES)
             def await_consumers(empty=empty):
                 plgpu.barrier_wait(empty.at[stage])
                 plgpu.commit_smem()
@@ -212,7 +273,7 @@ def produce(channels: list[tuple[Any, Any]], count: Any, stages: int) -> None:
             copy(i, stage)
 
     # A kernel must not end before all arrivals at its barriers.
-    @pl.loop(jnp.maximum(count - stages, 0), count)
+    @pl.loop(jnp.maximum(count - STAGES, 0), count)
     def observe_last_phases(i):
         for empty, _ in channels:
-            plgpu.barrier_wait(empty.at[lax.rem(i, stages)])
+            plgpu.barrier_wait(empty.at[lax.rem(i, STAGES)])

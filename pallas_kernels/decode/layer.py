@@ -55,7 +55,7 @@ from pallas_kernels.decode import attention, norms
 from pallas_kernels.decode.attention import AttentionInputs
 from pallas_kernels.decode.norms import DeferredNorm
 from pallas_kernels.device import num_sms
-from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight
+from pallas_kernels.fp4_matmul import AddRmsNorm, Epilogue, Fp4Tiles, Fp4Weight, Swiglu
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
 
 Adapter = tuple[jax.Array, jax.Array]
@@ -146,7 +146,7 @@ def decode_layer(
     attended, keys, values = _attention(inputs, o, eps)
     scale = layer["post_attention_layernorm"]
     if axis is None:
-        norm = _output(attended, o, norm.residual, scale, gate_up)
+        norm = _output(attended, o, norm.residual, scale, gate_up, eps)
     else:
         # The sum lies between the product and the norm, which one kernel would compute.
         norm = _norm(norm.residual, _sum(_project(attended, o), axis), scale, gate_up)
@@ -165,25 +165,29 @@ def _norm(x: jax.Array, y: jax.Array, scale: jax.Array, reader: Projection) -> D
         return norms.add_rmsnorm(x, y, scale, reader.a)
 
 
-def _project(activations: Activations, projection: Projection) -> jax.Array:
-    """A product, with its adapter if it has one."""
+def _project(
+    activations: Activations, projection: Projection, epilogue: Epilogue | None = None
+) -> Any:
+    """A product, with its adapter if it has one, and what an epilogue makes of it."""
     x, xa_partials = activations
     weight, adapter = projection
-    if isinstance(weight, Fp4Weight | Fp4Tiles):
-        with jax.named_scope("linears"):
-            if adapter is None or xa_partials is None:
-                return fp4_matmul.fp4_matmul(x, weight, lora=adapter)
-            return fp4_matmul.fp4_matmul_with_xa_partials(x, weight, xa_partials, adapter[1])
     with jax.named_scope("linears"):
+        if isinstance(weight, Fp4Weight | Fp4Tiles):
+            return fp4_matmul.fp4_matmul(
+                x, weight, lora=adapter, xa_partials=xa_partials, epilogue=epilogue
+            )
         y = matvec.matmul(x, weight)
     if adapter is None:
         return y
-    a, b = adapter
     with jax.named_scope("lora"):
-        if xa_partials is None:
-            b = b[:, : a.shape[0]]
-            return y + fp4_matmul.dot(fp4_matmul.dot(x, a), b)
-        return y + fp4_matmul.dot(fp4_matmul.sum_xa_partials(xa_partials, x, b), b)
+        return y + fp4_matmul.lora_product(x, adapter, xa_partials)
+
+
+def _supports(activations: Activations, projection: Projection, epilogue: Epilogue) -> bool:
+    """Whether a product ends with an epilogue."""
+    x, xa_partials = activations
+    weight, adapter = projection
+    return fp4_matmul.supports(x, weight, lora=adapter, xa_partials=xa_partials, epilogue=epilogue)
 
 
 def _attention(
@@ -194,7 +198,7 @@ def _attention(
     # The Hopper kernel makes x A^T too: after attention in one part nothing is left to do.
     unsplit = (
         isinstance(o.weight, Fp4Tiles)
-        and fp4_matmul.supports_device()
+        and fp4_matmul.device_kernel() == "mosaic"
         and len(inputs.qkv) <= MAX_ROWS_OF_PARTIALS
         and attention.num_parts(inputs.keys, num_sms()) == 1
     )
@@ -218,57 +222,33 @@ def _output(
     residual: jax.Array,
     scale: jax.Array,
     gate_up: Projection,
+    eps: float,
 ) -> DeferredNorm:
-    """The output projection added to the residual, and the norm of the sum."""
-    x, xa_partials = attended
-    weight, adapter = o
-    fused = (
-        isinstance(weight, Fp4Tiles)
-        and adapter is not None
-        and fp4_matmul.supports_add_rmsnorm(x, weight, adapter[1])
-        and _supports_mlp_without_xa_partials(x, gate_up)
+    """The output projection added to the residual, and the norm of the sum.
+
+    The projection begins the norm only before a product of gate and up that computes x A^T itself
+    and ends with SwiGLU: with a kernel for x A^T nothing would be saved.
+    """
+    epilogue = AddRmsNorm(residual, scale)
+    fused = _supports(attended, o, epilogue) and _supports(
+        # The scaled sum has the size of the residual.
+        Activations(residual),
+        gate_up,
+        Swiglu(None, eps),
     )
     if not fused:
         return _norm(residual, _project(attended, o), scale, gate_up)
-    a, b = adapter
-    with jax.named_scope("linears"):
-        residual, scaled, square_partials = fp4_matmul.fp4_matmul_add_rmsnorm(
-            x,
-            weight,
-            residual,
-            scale,
-            b,
-            xa_partials=xa_partials,
-            a=a if xa_partials is None else None,
-        )
+    residual, scaled, square_partials = _project(attended, o, epilogue)
     return DeferredNorm(residual, scaled, None, square_partials)
-
-
-def _supports_mlp_without_xa_partials(attended: jax.Array, gate_up: Projection) -> bool:
-    """Whether the product of gate and up computes x A^T itself and ends with SwiGLU.
-
-    The output projection computes the norm only before such a product: with a kernel for x A^T
-    nothing would be saved.
-    """
-    weight, adapter = gate_up
-    if not isinstance(weight, Fp4Tiles) or adapter is None:
-        return False
-    a, b = adapter
-    scaled = jax.ShapeDtypeStruct((len(attended), a.shape[1]), attended.dtype)
-    return fp4_matmul.supports_swiglu(scaled, weight, b, a=a)
 
 
 def _mlp(norm: DeferredNorm, gate_up: Projection, down: Projection, eps: float) -> Activations:
     """SwiGLU of the product of gate and up, which the down projection reads."""
-    weight, adapter = gate_up
-    if isinstance(weight, Fp4Tiles) and adapter is not None:
-        a, b = adapter
-        args = norm.scaled, weight, b, norm.square_partials
-        xa = {"xa_partials": norm.xa_partials, "a": a if norm.xa_partials is None else None}
-        if fp4_matmul.supports_swiglu(*args, **xa):
-            with jax.named_scope("linears"):
-                return Activations(fp4_matmul.fp4_swiglu(*args, **xa, eps=eps))
-    y = _project(Activations(norm.scaled, norm.xa_partials), gate_up)
+    activations = Activations(norm.scaled, norm.xa_partials)
+    epilogue = Swiglu(norm.square_partials, eps)
+    if _supports(activations, gate_up, epilogue):
+        return Activations(_project(activations, gate_up, epilogue))
+    y = _project(activations, gate_up)
     with jax.named_scope("mlp"):
         return Activations(*norms.swiglu(y, norm.square_partials, down.a, eps=eps))
 
@@ -280,7 +260,7 @@ def supports_sm90_attention(keys: jax.Array | jax.ShapeDtypeStruct, num_heads: i
         keys: [M, K, S, H] cached keys.
         num_heads: number of query heads.
     """
-    if not fp4_matmul.supports_device() or not _sm90_attention_agrees():
+    if fp4_matmul.device_kernel() != "mosaic" or not _sm90_attention_agrees():
         return False
     from pallas_kernels.decode import attention_sm90
 

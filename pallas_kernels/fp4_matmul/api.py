@@ -3,16 +3,20 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import device
 from pallas_kernels.fp4_matmul import dispatch, layout, reference, tiling
+from pallas_kernels.fp4_matmul.epilogues import AddRmsNorm, Epilogue
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 from pallas_kernels.fp4_matmul.reference import Fp4Weight
-from pallas_kernels.fp4_matmul.tiling import TileConfig
+from pallas_kernels.fp4_matmul.tiling import PARTIAL_COLUMNS, TileConfig
 
 
 def fp4_matmul(
@@ -20,21 +24,30 @@ def fp4_matmul(
     weight: Fp4Weight | Fp4Tiles,
     *,
     lora: tuple[jax.Array, jax.Array] | None = None,
+    xa_partials: jax.Array | None = None,
     bias: jax.Array | None = None,
+    epilogue: Epilogue | None = None,
+    dtype: DTypeLike | None = None,
     implementation: str | None = None,
     config: TileConfig | MmaConfig | None = None,
-) -> jax.Array:
+) -> Any:
     """Returns x W^T + (x A^T) B^T + bias for a frozen weight W in 4 bits.
 
     The gradient with respect to x dequantizes the packed weight again, so that no dequantized copy
-    outlives the call. W itself has no gradient.
+    outlives the call. W itself has no gradient. With partials, an epilogue or a dtype there are no
+    derivatives.
 
     Args:
-        x: [..., K], float32, bfloat16 or float16.
+        x: [..., K], float32, bfloat16 or float16; the rows are M in what follows.
         weight: packed weight [N, K], in checkpoint order or in tile order.
         lora: A [R, K], which includes LoRA's scale, and B [N, R]. The kernel reads 64 columns of B
             at a time and pads B in every call, unless zeros fill it up to a multiple of 64 already.
-        bias: bias [N].
+        xa_partials: float32 [S, M, R'], whose sum over S is x A^T, where it is known; R' is R
+            rounded up to a multiple of 32, and the columns from R on are 0.
+        bias: bias [N]; not with an epilogue.
+        epilogue: `Swiglu` or `AddRmsNorm` of the product, in the Hopper kernel and with `lora`;
+            `supports` says where. None for the product itself.
+        dtype: float32 for the product as it was accumulated; None for x's dtype.
         implementation: "mosaic" is the Hopper kernel, "mma" the kernel for up to 64 rows on every
             GPU since Ampere, which dequantizes for more rows; both are for a weight in tile order
             and bfloat16 x. "xla" dequantizes and multiplies. None takes "mosaic" on a Hopper GPU
@@ -42,104 +55,45 @@ def fp4_matmul(
         config: tiling of "mosaic" or schedule of "mma"; None looks it up.
 
     Returns:
-        [..., N] in x's dtype.
+        [..., N] in x's dtype or in `dtype`, or the results of the epilogue.
 
     Raises:
         ValueError: shapes or dtypes do not fit together, or do not fit the implementation.
     """
-    _check(x, weight, lora, bias, implementation, config)
+    if epilogue is not None and implementation is None:
+        implementation = "mosaic"
+    _check(x, weight, lora, xa_partials, bias, epilogue, dtype, implementation, config)
     if implementation is None:
         implementation = dispatch.implementation_of(weight, x)
-    if implementation != "xla":
-        rows, outside = x.reshape(-1, x.shape[-1]), None
-        if lora is not None and not dispatch.adapter_inside(implementation, rows, lora, config):
-            lora, outside = None, lora
+    rows, outside = x.reshape(-1, x.shape[-1]), None
+    if lora is not None and not dispatch.adapter_inside(implementation, rows, lora, config):
+        lora, outside = None, lora
+    extra = {"xa_partials": xa_partials, "epilogue": epilogue, "dtype": dtype}
+    extra = {name: value for name, value in extra.items() if value is not None}
+    if implementation == "xla":
+        weight = _in_checkpoint_order(weight, x)
+        y = _frozen_matmul(x, weight) if dtype is None else reference.matmul(x, weight, dtype)
+    elif extra:  # without derivatives
+        y = _RUNS[implementation](rows, weight, config, bias=bias, **_factors(x, lora), **extra)
+    else:
         y = _kernel_matmul(rows, weight, lora, bias, config, implementation)
-        y = y.reshape(*x.shape[:-1], -1)
-        return y if outside is None else y + _adapter(x, outside)
-    y = _frozen_matmul(x, _in_checkpoint_order(weight, x))
-    if lora is not None:
-        y = y + _adapter(x, lora)
-    if bias is not None:
-        y = y + bias.astype(x.dtype)
+    if isinstance(epilogue, AddRmsNorm):
+        return y
+    y = y.reshape(*x.shape[:-1], -1)
+    if outside is not None:
+        tokens = x if xa_partials is None else rows
+        y += reference.lora_product(tokens, outside, xa_partials).reshape(y.shape)
+    if implementation == "xla" and bias is not None:
+        y += bias.astype(y.dtype)
     return y
 
 
-def _adapter(x: jax.Array, lora: tuple[jax.Array, jax.Array]) -> jax.Array:
-    a, b = lora
-    b = b[:, : a.shape[0]]
-    return reference.dot(reference.dot(x, a.astype(x.dtype)), b.astype(x.dtype))
-
-
-def fp4_matmul_with_xa_partials(
-    x: jax.Array,
-    weight: Fp4Weight | Fp4Tiles,
-    xa_partials: jax.Array,
-    b: jax.Array,
-    *,
-    config: TileConfig | None = None,
-) -> jax.Array:
-    """Returns x W^T + (x A^T) B^T, given partials of x A^T; without derivatives.
-
-    The kernel adds up the partials beside its main loop, if there are few rows.
-
-    Args:
-        x: [M, K], float32, bfloat16 or float16.
-        weight: packed weight [N, K], in checkpoint order or in tile order.
-        xa_partials: float32 [S, M, R'], whose sum over S is x A^T; R' is a multiple of 32, and the
-            columns from R on are 0.
-        b: [N, R'']; R'' >= R.
-        config: tiling of the kernel; None looks it up.
-
-    Returns:
-        [M, N] in x's dtype.
-
-    Raises:
-        ValueError: the partials have another shape, or the tiling cannot be built.
-    """
-    rank = b.shape[1]
-    if config is not None and (problem := config.problem()):
-        raise ValueError(f"fp4_matmul_with_xa_partials: {problem}")
-    if (
-        xa_partials.ndim != 3
-        or xa_partials.shape[1] != len(x)
-        or xa_partials.shape[2] % tiling.PARTIAL_COLUMNS
-    ):
-        raise ValueError(
-            f"fp4_matmul_with_xa_partials: xa_partials are {xa_partials.shape} for {len(x)} rows, "
-            f"expected (S, {len(x)}, a multiple of {tiling.PARTIAL_COLUMNS})"
-        )
-    inside = (
-        dispatch.supports_weight(weight, x)
-        and xa_partials.shape[2] <= rank == tiling.padded_rank(rank)
-        and dispatch.fits_adapter(len(x), len(b), x.shape[1], rank, config)
-    )
-    if not inside and dispatch.supports_mma(weight, x):
-        return dispatch.run_mma(x, weight, xa_partials=xa_partials, b=b)
-    if not inside:
-        return fp4_matmul(x, weight, config=config) + reference.dot(
-            dispatch.sum_xa_partials(xa_partials, x, b), b
-        )
-    return dispatch.run(x, weight, config, xa_partials=xa_partials, b=b)
-
-
-def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
-    """Returns x W^T as it was accumulated, not rounded to x's dtype; without derivatives.
-
-    Args:
-        x: [..., K], float32, bfloat16 or float16.
-        weight: packed weight [N, K], in checkpoint order or in tile order.
-
-    Returns:
-        float32 [..., N].
-    """
-    _check(x, weight, None, None, None, None)
-    if dispatch.supports_weight(weight, x):
-        return dispatch.run(x, weight, dtype=jnp.float32)
-    if dispatch.supports_mma(weight, x):
-        y = dispatch.run_mma(x.reshape(-1, x.shape[-1]), weight, dtype=jnp.float32)
-        return y.reshape(*x.shape[:-1], -1)
-    return reference.matmul(x, _in_checkpoint_order(weight, x), dtype=jnp.float32)
+def _factors(x, lora):
+    """A and B in x's dtype, with the columns of B that a kernel reads."""
+    if lora is None:
+        return {}
+    a, b = (matrix.astype(x.dtype) for matrix in lora)
+    return {"a": a, "b": dispatch.padded(b, len(a))}
 
 
 def _in_checkpoint_order(weight: Fp4Weight | Fp4Tiles, x: jax.Array) -> Fp4Weight:
@@ -165,7 +119,7 @@ def _frozen_matmul_bwd(weight, dy):
 _frozen_matmul.defvjp(_frozen_matmul_fwd, _frozen_matmul_bwd)
 
 
-_RUNS = {"mosaic": dispatch.run, "mma": dispatch.run_mma}  # by implementation
+_RUNS: dict[str, Callable] = {"mosaic": dispatch.run, "mma": dispatch.run_mma}  # by implementation
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -173,8 +127,7 @@ def _kernel_matmul(x, weight, lora, bias, config, implementation):
     """The product for x [M, K] with the adapter and the bias, by a kernel."""
     if lora is None or len(x) > tiling.MAX_ROWS_OF_PARTIALS:
         return _kernel_matmul_fwd(x, weight, lora, bias, config, implementation)[0]
-    a, b = (matrix.astype(x.dtype) for matrix in lora)
-    return _RUNS[implementation](x, weight, config, bias=bias, a=a, b=dispatch.padded(b, len(a)))
+    return _RUNS[implementation](x, weight, config, bias=bias, **_factors(x, lora))
 
 
 def _kernel_matmul_fwd(x, weight, lora, bias, config, implementation):
@@ -235,7 +188,7 @@ def kernel_transposed(
 _kernel_matmul.defvjp(_kernel_matmul_fwd, _kernel_matmul_bwd)
 
 
-def _check(x, weight, lora, bias, implementation, config):
+def _check(x, weight, lora, xa_partials, bias, epilogue, dtype, implementation, config):
     problems = []
     if isinstance(weight, Fp4Tiles):
         n, k = weight.divisor.shape[0], x.shape[-1]
@@ -254,6 +207,13 @@ def _check(x, weight, lora, bias, implementation, config):
         columns = len(a), tiling.padded_rank(len(a))
         if a.ndim != 2 or a.shape[1] != k or b.shape not in [(n, count) for count in columns]:
             problems.append(f"lora is {a.shape}, {b.shape}, expected (R, {k}), ({n}, R)")
+    if xa_partials is not None:
+        columns = 0 if lora is None else -(-len(lora[0]) // PARTIAL_COLUMNS) * PARTIAL_COLUMNS
+        m = math.prod(x.shape[:-1])
+        if xa_partials.ndim != 3 or xa_partials.shape[1:] != (m, columns):
+            problems.append(f"xa_partials are {xa_partials.shape}, expected (S, {m}, {columns})")
+    if dtype not in (None, jnp.float32):
+        problems.append(f"dtype is {jnp.dtype(dtype)}, expected float32 or None")
     if bias is not None and bias.shape != (n,):
         problems.append(f"bias is {bias.shape}, expected {(n,)}")
     if implementation not in (None, "mosaic", "mma", "xla"):
@@ -271,6 +231,12 @@ def _check(x, weight, lora, bias, implementation, config):
             problems.append(problem)
     elif config is not None and (problem := config.problem()):
         problems.append(problem)
+    if epilogue is not None and not problems:
+        if implementation != "mosaic" or lora is None or bias is not None or dtype is not None:
+            problems.append("an epilogue is for 'mosaic' with lora and without bias and dtype")
+        else:
+            rows = x.reshape(-1, k)
+            problems += dispatch.misfits(rows, weight, lora, xa_partials, epilogue, config)
     if problems:
         raise ValueError("fp4_matmul: " + "; ".join(problems))
 

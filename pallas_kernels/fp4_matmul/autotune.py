@@ -138,53 +138,42 @@ def decode_product(
         The product of tokens, a weight and other arguments, which takes a `config`; the same
         product by XLA; lists of the other arguments, with one element for each weight.
     """
-    by_xla = functools.partial(fp4.fp4_matmul, implementation="xla")
     if not rank or m > tiling.MAX_ROWS_OF_PARTIALS:
-        return functools.partial(fp4.fp4_matmul, implementation="mosaic"), by_xla, []
+        kernel, by_xla = (
+            functools.partial(fp4.fp4_matmul, implementation=name) for name in ("mosaic", "xla")
+        )
+        return kernel, by_xla, []
     part = layer.rpartition(".")[2]
-    xa_partials, b = benchmark.random_xa_partials(m, n, k, rank)
-    square_partials = jax.random.uniform(
-        jax.random.key(4), xa_partials.shape[:2], minval=0.5, maxval=1.5
-    )
-    adapters = benchmark.random_adapters(count, rank, n, k)
+    ends = part == "gate_up" and m % 8 == 0
+    if ends:
+        inside = m <= tiling.MAX_ROWS_OF_NORM
+    else:
+        inside = (part == "o" and m > 8) or (part == "down" and (m > 8 or m % 8 == 0))
+    xa_partials = None if inside else benchmark.random_xa_partials(m, k, rank)
+    squares = jax.random.uniform(jax.random.key(4), (-(-k // 128), m), minval=0.5, maxval=1.5)
+    swiglu = fp4.Swiglu(squares, _EPS) if ends else None
 
-    def with_adapter(x, weight, lora, config):
-        return fp4.fp4_matmul(x, weight, lora=lora, implementation="mosaic", config=config)
+    def product(x, weight, lora, xa_partials, epilogue, config):
+        return fp4.fp4_matmul(
+            x,
+            weight,
+            lora=lora,
+            xa_partials=xa_partials,
+            epilogue=epilogue,
+            implementation="mosaic",
+            config=config,
+        )
 
-    def with_adapter_by_xla(x, weight, lora):
-        return by_xla(x, weight, lora=lora)
-
-    def with_partials(x, weight, xa_partials, b):
-        return by_xla(x, weight) + fp4.dot(fp4.sum_xa_partials(xa_partials, x, b), b)
-
-    def swiglu(y, square_partials):
-        y = y.astype(jnp.float32) * lax.rsqrt(square_partials.sum(axis=0) + _EPS)[:, None]
-        gate, up = jnp.split(y, 2, axis=1)
+    def product_by_xla(x, weight, lora, xa_partials, epilogue):
+        y = fp4.fp4_matmul(x, weight, lora=lora, xa_partials=xa_partials, implementation="xla")
+        if epilogue is None:
+            return y
+        factor = lax.rsqrt(epilogue.square_partials.sum(axis=0) + epilogue.eps)
+        gate, up = jnp.split(y.astype(jnp.float32) * factor[:, None], 2, axis=1)
         return jax.nn.silu(gate) * up
 
-    if (part == "o" and m > 8) or (part == "down" and (m > 8 or m % 8 == 0)):
-        return with_adapter, with_adapter_by_xla, [adapters]
-    if part != "gate_up" or m % 8:
-        return fp4.fp4_matmul_with_xa_partials, with_partials, [[xa_partials] * count, [b] * count]
-    if m <= tiling.MAX_ROWS_OF_NORM:
-        return (
-            lambda x, weight, lora, square_partials, config: fp4.fp4_swiglu(
-                x, weight, lora[1], square_partials, a=lora[0], eps=_EPS, config=config
-            ),
-            lambda x, weight, lora, square_partials: swiglu(
-                with_adapter_by_xla(x, weight, lora), square_partials
-            ),
-            [adapters, [square_partials] * count],
-        )
-    return (
-        lambda x, weight, xa_partials, b, square_partials, config: fp4.fp4_swiglu(
-            x, weight, b, square_partials, xa_partials=xa_partials, eps=_EPS, config=config
-        ),
-        lambda x, weight, xa_partials, b, square_partials: swiglu(
-            with_partials(x, weight, xa_partials, b), square_partials
-        ),
-        [[xa_partials] * count, [b] * count, [square_partials] * count],
-    )
+    adapters = benchmark.random_adapters(count, rank, n, k)
+    return product, product_by_xla, [adapters, [xa_partials] * count, [swiglu] * count]
 
 
 def tune(

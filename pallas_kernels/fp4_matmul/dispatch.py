@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import device
 from pallas_kernels.fp4_matmul import mma_schedule, reference, self_test, tiling
+from pallas_kernels.fp4_matmul.epilogues import AddRmsNorm, Epilogue, Swiglu
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 from pallas_kernels.fp4_matmul.reference import Fp4Weight
@@ -75,11 +76,6 @@ def device_kernel() -> str:
     return "mma" if supports_mma_device() else "xla"
 
 
-def supports_tiles() -> bool:
-    """Whether a kernel for the default device reads weights in tile order."""
-    return device_kernel() != "xla"
-
-
 def reads_tiles(rows: int) -> bool:
     """Whether products of this many rows read weights in tile order packed.
 
@@ -118,18 +114,17 @@ def self_check() -> float:
     return self_test.relative_error(kernel().matmul)
 
 
-def supports_weight(
-    weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct
-) -> TypeGuard[Fp4Tiles]:
-    """Whether "mosaic" multiplies x by the weight; warns where only x's dtype prevents it."""
-    return isinstance(weight, Fp4Tiles) and supports_device() and _supports_dtype(x.dtype)
+def implementation_of(
+    weight: jax.Array | Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct
+) -> str:
+    """What multiplies x by the weight on the default device: "mosaic", "mma" or "xla".
 
-
-def implementation_of(weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct) -> str:
-    """What multiplies x by the weight on the default device: "mosaic", "mma" or "xla"."""
-    if supports_weight(weight, x):
-        return "mosaic"
-    return "mma" if supports_mma(weight, x) else "xla"
+    Warns where only x's dtype prevents a kernel.
+    """
+    kernel = device_kernel()
+    if kernel == "xla" or not isinstance(weight, Fp4Tiles) or not _supports_dtype(x.dtype):
+        return "xla"
+    return kernel
 
 
 def _supports_dtype(dtype: jnp.dtype) -> bool:
@@ -156,6 +151,8 @@ def adapter_inside(
     config: TileConfig | MmaConfig | None,
 ) -> bool:
     """Whether a kernel's product of x [M, K] takes the adapter A [R, K], B [N, R'']."""
+    if implementation == "xla":
+        return False
     (m, k), (a, b) = x.shape, lora
     if implementation == "mma" or isinstance(config, MmaConfig):
         return len(a) <= _MAX_RANK
@@ -185,21 +182,83 @@ def schedule_of(
     return kernel().make_schedule(config, m, len(weight.codes), k, num_sms, paired=paired)
 
 
-def supports_lora_shrink(
+def supports(
     x: jax.Array | jax.ShapeDtypeStruct,
-    weight: Fp4Weight | Fp4Tiles,
-    lora: tuple[jax.Array, jax.Array],
+    weight: Any,
+    *,
+    lora: tuple[jax.Array, jax.Array] | None,
+    xa_partials: jax.Array | None = None,
+    epilogue: Epilogue,
 ) -> bool:
-    """Whether the kernel itself computes x A^T, for x [M, K] and A and B of `fp4_matmul`.
+    """Whether `fp4_matmul` with an epilogue runs on the default device and saves time.
 
-    Otherwise another kernel computes it before.
+    RMSNorm does for numbers of rows with which it was measured, SwiGLU where no other kernel has to
+    compute x A^T first.
+
+    Args:
+        x: [M, K].
+        weight: weight [N, K], packed or dense.
+        lora: argument of `fp4_matmul`.
+        xa_partials: argument of `fp4_matmul`.
+        epilogue: argument of `fp4_matmul`.
     """
-    a, b = lora
-    if not supports_weight(weight, x):
+    if lora is None or implementation_of(weight, x) != "mosaic":
         return False
-    if not fits_adapter(len(x), len(b), x.shape[1], b.shape[1]):
+    if misfits(x, weight, lora, xa_partials, epilogue):
         return False
-    return schedule_of(x, weight, tiling.padded_rank(b.shape[1])).supports_lora_shrink(*a.shape)
+    if isinstance(epilogue, AddRmsNorm):
+        return len(x) <= tiling.MAX_ROWS_OF_NORM
+    a, _ = lora
+    schedule = schedule_of(x, weight, tiling.padded_rank(len(a)), paired=True)
+    return xa_partials is not None or schedule.supports_lora_shrink(*a.shape)
+
+
+def misfits(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    weight: Fp4Tiles,
+    lora: tuple[jax.Array, jax.Array],
+    xa_partials: jax.Array | None,
+    epilogue: Epilogue,
+    config: TileConfig | None = None,
+) -> list[str]:
+    """Why the Hopper kernel cannot end `fp4_matmul` of x [M, K] with an epilogue."""
+    (m, k), n, rank = x.shape, weight.shape[0], tiling.padded_rank(len(lora[0]))
+    if not fits_adapter(m, n, k, rank, config):
+        return [f"an epilogue wants an adapter that a stage holds, got rank {len(lora[0])}"]
+    schedule = schedule_of(x, weight, rank, config, paired=isinstance(epilogue, Swiglu))
+    if isinstance(epilogue, Swiglu):
+        return _misfits_of_swiglu(m, n, epilogue, xa_partials, schedule.config)
+    return _misfits_of_add_rmsnorm(m, n, epilogue, schedule)
+
+
+def _misfits_of_swiglu(m, n, epilogue, xa_partials, config):
+    problems, few = [], tiling.MIN_PARTIALS
+    if not (m <= config.tile_m and tiling.supports_xa_partials(config)):
+        problems.append(f"SwiGLU wants {m} tokens in one tile and a reducer, got {config}")
+    if m % 8 or n % (2 * tiling.TILE_ROWS):
+        wanted = f"a multiple of 8 tokens and of {2 * tiling.TILE_ROWS} outputs"
+        problems.append(f"SwiGLU wants {wanted}, got {m} and {n}")
+    squares = epilogue.square_partials
+    for name, partials in (("square_partials", squares), ("xa_partials", xa_partials)):
+        if partials is not None and len(partials) < few:
+            problems.append(f"{name} are {len(partials)}, expected at least {few}")
+    return problems
+
+
+def _misfits_of_add_rmsnorm(m, n, epilogue, schedule):
+    problems, residual, scale = [], epilogue.residual, epilogue.scale
+    if residual.shape != (m, n) or residual.dtype != jnp.bfloat16 or scale.shape != (n,):
+        problems.append(
+            f"residual is {residual.dtype} {residual.shape} and scale {scale.shape}, expected "
+            f"bfloat16 {(m, n)} and {(n,)}"
+        )
+    if schedule.config.tile_m != m:
+        problems.append(f"RMSNorm wants tiles of {m} tokens, got {schedule.config}")
+    elif not schedule.supports_add_residual(m):
+        problems.append(f"shared memory does not hold sum and scaled sum: {schedule.config}")
+    if n % tiling.TILE_ROWS:
+        problems.append(f"RMSNorm wants a multiple of {tiling.TILE_ROWS} outputs, got {n}")
+    return problems
 
 
 def run(
@@ -210,6 +269,7 @@ def run(
     a: jax.Array | None = None,
     b: jax.Array | None = None,
     xa_partials: jax.Array | None = None,
+    epilogue: Epilogue | None = None,
     **options: Any,
 ) -> Any:
     """The kernel's product.
@@ -218,38 +278,37 @@ def run(
     supports that; otherwise another kernel does so before.
 
     Args:
-        x: bfloat16 [..., K].
+        x: bfloat16 [M, K].
         weight: packed weight [N, K].
         config: tiling; None looks it up.
-        a: A [R, K] of an adapter, or None.
+        a: A [R, K] of an adapter; None without one, or with `xa`.
         b: B [N, R''] of an adapter, or None.
-        xa_partials: float32 [S, M, R'], whose sum over S is x A^T, or None.
+        xa_partials: float32 [S, M, R'], whose sum over S is x A^T, in place of `a`.
+        epilogue: epilogue, or None.
         **options: further arguments of `sm90.matmul`.
 
     Returns:
-        [..., N], or the tuple that `sm90.matmul` returns with a residual.
+        What `sm90.matmul` returns.
     """
-    rows = x.reshape(-1, x.shape[-1])
     rank = 0 if b is None else b.shape[1]
-    schedule = schedule_of(rows, weight, rank, config, paired="square_partials" in options)
+    schedule = schedule_of(x, weight, rank, config, paired=isinstance(epilogue, Swiglu))
     tiles = schedule.config
-    if a is not None:
+    if a is not None and xa_partials is None:
         if schedule.supports_lora_shrink(*a.shape):
             options["a"] = a
-        elif _shrinks_to_partials(tiles, rows.shape[1]):
-            xa_partials = _lora_shrink().shrink(rows, a)
+        elif _shrinks_to_partials(tiles, x.shape[1]):
+            xa_partials = _lora_shrink().shrink(x, a)
         else:
-            options["xa"] = padded(reference.dot(rows, a), len(a))
+            options["xa"] = padded(reference.dot(x, a), len(a))
     if xa_partials is not None and b is not None:
-        few = len(rows) <= tiling.MAX_ROWS_OF_PARTIALS and len(xa_partials) >= tiling.MIN_PARTIALS
+        few = len(x) <= tiling.MAX_ROWS_OF_PARTIALS and len(xa_partials) >= tiling.MIN_PARTIALS
         if few and tiling.supports_xa_partials(tiles):
             options["xa_partials"] = xa_partials
         else:
-            options["xa"] = sum_xa_partials(xa_partials, rows, b)
-    y = kernel().matmul(rows, weight, config=tiles, num_sms=device.num_sms(), b=b, **options)
-    if isinstance(y, tuple):
-        return y
-    return y.reshape(*x.shape[:-1], -1)
+            options["xa"] = reference.sum_xa_partials(xa_partials, x, b)
+    return kernel().matmul(
+        x, weight, config=tiles, num_sms=device.num_sms(), b=b, epilogue=epilogue, **options
+    )
 
 
 def _shrinks_to_partials(config, columns):
@@ -257,19 +316,6 @@ def _shrinks_to_partials(config, columns):
     if not tiling.supports_xa_partials(config):
         return False
     return columns > (tiling.MIN_PARTIALS - 1) * _lora_shrink().COLUMNS
-
-
-def sum_xa_partials(xa_partials: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns x A^T [M, R''] in x's dtype, for arguments of `fp4_matmul_with_xa_partials`."""
-    product = xa_partials.sum(axis=0)[:, : b.shape[1]].astype(x.dtype)
-    return jnp.pad(product, ((0, 0), (0, b.shape[1] - product.shape[1])))
-
-
-def supports_mma(
-    weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct
-) -> TypeGuard[Fp4Tiles]:
-    """Whether "mma" multiplies x by the weight; warns where only x's dtype prevents it."""
-    return isinstance(weight, Fp4Tiles) and supports_mma_device() and _supports_dtype(x.dtype)
 
 
 def run_mma(
@@ -301,10 +347,10 @@ def run_mma(
         [M, N].
     """
     (m, k), n = x.shape, weight.shape[0]
-    if a is not None:
-        xa = reference.dot(x, a)
-    elif xa_partials is not None:
+    if xa_partials is not None:
         xa = xa_partials.sum(axis=0).astype(x.dtype)
+    elif a is not None:
+        xa = reference.dot(x, a)
     if m <= mma_schedule.MAX_ROWS:
         config = config or mma_schedule.choose(m, n, k, device.num_sms())
         return mma_kernel().matmul(x, weight, config=config, xa=xa, b=b, bias=bias, dtype=dtype)

@@ -155,6 +155,34 @@ def matmul_transposed(dy: jax.Array, weight: Fp4Weight) -> jax.Array:
     ).astype(dy.dtype)
 
 
+def sum_xa_partials(xa_partials: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns x A^T [M, R''] in x's dtype, of partials float32 [S, M, R'] and B [N, R'']."""
+    product = xa_partials.sum(axis=0)[:, : b.shape[1]].astype(x.dtype)
+    return jnp.pad(product, ((0, 0), (0, b.shape[1] - product.shape[1])))
+
+
+def lora_product(
+    x: jax.Array, lora: tuple[jax.Array, jax.Array], xa_partials: jax.Array | None = None
+) -> jax.Array:
+    """Returns (x A^T) B^T of an adapter A [R, K] and B [N, R''], as `dot` does, in x's dtype.
+
+    Args:
+        x: [..., K]; [M, K] with partials.
+        lora: A with LoRA's scale, and B, whose columns from R on are not used.
+        xa_partials: float32 [S, M, R'], whose sum over S is x A^T, if it is known.
+
+    Returns:
+        [..., N].
+    """
+    a, b = lora
+    if xa_partials is not None:
+        xa = sum_xa_partials(xa_partials, x, b)
+    else:
+        b = b[:, : len(a)]
+        xa = dot(x, a.astype(x.dtype))
+    return dot(xa, b.astype(x.dtype))
+
+
 def _bind(x: jax.Array, weight: Fp4Weight) -> tuple[jax.Array, Fp4Weight]:
     """Makes the packed bytes depend on x.
 

@@ -4,13 +4,14 @@ import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.fp4_matmul import layout, reference, tiling
+from pallas_kernels.fp4_matmul.epilogues import AddRmsNorm, Swiglu
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 from pallas_kernels.fp4_matmul.tiling import TileConfig
@@ -29,14 +30,14 @@ class _Case(NamedTuple):
         weight: packed weight.
         config: tiling.
         num_sms: number of SMs, for which the tiling covers what the case is for.
-        arrays: further arguments of the kernel.
+        operands: further operands of the kernel.
         expected: float64 results.
     """
 
     weight: Fp4Tiles
     config: TileConfig
     num_sms: int
-    arrays: dict[str, np.ndarray]
+    operands: dict[str, Any]
     expected: tuple[np.ndarray, ...]
 
 
@@ -70,10 +71,10 @@ def relative_error(matmul: Callable) -> float:
     inputs = _inputs(rng)
 
     def lower(case):
-        def run(x, weight, arrays):
-            return matmul(x, weight, config=case.config, num_sms=case.num_sms, **arrays)
+        def run(x, weight, operands):
+            return matmul(x, weight, config=case.config, num_sms=case.num_sms, **operands)
 
-        return jax.jit(run).lower(inputs.x, case.weight, case.arrays)
+        return jax.jit(run).lower(inputs.x, case.weight, case.operands)
 
     # The caller may be tracing a program, of which other threads know nothing. One thread lowers,
     # as Python runs in one at a time; other threads compile what is lowered meanwhile.
@@ -88,7 +89,7 @@ def relative_error(matmul: Callable) -> float:
         errors = []
         for name, case in cases.items():
             program = programs[name].result()
-            actual = threads.submit(program, inputs.x, case.weight, case.arrays).result()
+            actual = threads.submit(program, inputs.x, case.weight, case.operands).result()
             pairs = zip(jax.tree.leaves(actual), case.expected, strict=True)
             errors += [_error(np.asarray(y, np.float64), z) for y, z in pairs]
     return float(np.max(errors))
@@ -143,14 +144,14 @@ def _cases(inputs: _Inputs, dense: np.ndarray, rng: np.random.Generator) -> dict
             inputs.even,
             _STREAM_K,
             5,
-            given | {"square_partials": squares},
+            given | {"epilogue": Swiglu(squares, eps=0.0)},
             (_rounded(gate / (1 + np.exp(-gate))) * up,),
         ),
         "split tiles, given partials, residual and RMSNorm": _Case(
             inputs.even,
             _STREAM_K,
             5,
-            given | {"residual": residual, "scale": scale},
+            given | {"epilogue": AddRmsNorm(residual, scale)},
             (total, total * scale, np.mean(total**2, axis=1)),
         ),
         "clusters with a tile for each CTA and an odd one, LoRA shrink, bias": _Case(

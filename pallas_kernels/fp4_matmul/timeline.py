@@ -126,12 +126,14 @@ def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
     weight = fp4.to_tiles(benchmark.random_weight(keys[0], n, k))
     x = jax.random.normal(keys[1], (m, k), jnp.bfloat16)
     config = traceable(tiling.choose(m, n, k, rank=tiling.padded_rank(rank), num_sms=num_sms()))
-    adapter = {}
+    adapter: dict[str, jax.Array] = {}
     schedule = sm90.make_schedule(config, m, len(weight.codes), k, num_sms())
-    if rank and schedule.supports_lora_shrink(rank, k):
-        ((adapter["a"], adapter["b"]),) = benchmark.random_adapters(1, rank, n, k)
-    elif rank:
-        adapter["xa_partials"], adapter["b"] = benchmark.random_xa_partials(m, n, k, rank)
+    if rank:
+        ((a, adapter["b"]),) = benchmark.random_adapters(1, rank, n, k)
+        if schedule.supports_lora_shrink(rank, k):
+            adapter["a"] = a
+        else:
+            adapter["xa_partials"] = benchmark.random_xa_partials(m, k, rank)
     flush = jax.jit(lambda z: z + 1)
     with tempfile.TemporaryDirectory() as folder:
 

@@ -30,10 +30,8 @@ def linear(
     with jax.named_scope("linears"):
         y = fp4_matmul.dot(x, weight)
     if adapter is not None:
-        a, b = adapter
         with jax.named_scope("lora"):
-            b = b[:, : a.shape[0]]
-            y = y + fp4_matmul.dot(fp4_matmul.dot(x, a.astype(x.dtype)), b.astype(x.dtype))
+            y = y + fp4_matmul.lora_product(x, adapter)
     if bias is not None:
         y = y + bias.astype(x.dtype)
     return y

@@ -239,7 +239,8 @@ def fuse(
 
 def _stack(adapters, outputs, inputs, *, scale, dtype):
     ranks = [0 if adapter is None else adapter["a"].shape[0] for adapter in adapters]
-    columns = fp4_matmul.padded_rank(sum(ranks)) if fp4_matmul.supports_tiles() else sum(ranks)
+    packed = fp4_matmul.device_kernel() != "xla"
+    columns = fp4_matmul.padded_rank(sum(ranks)) if packed else sum(ranks)
     a = jnp.concatenate([adapter["a"] for adapter in adapters if adapter is not None])
     blocks = []
     for i, adapter in enumerate(adapters):

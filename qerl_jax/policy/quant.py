@@ -208,7 +208,7 @@ def in_machine_order(layer: dict) -> dict:
 
     The order is that of the kernels where one of them runs, otherwise that of checkpoints.
     """
-    if not fp4_matmul.supports_tiles():
+    if fp4_matmul.device_kernel() == "xla":
         return layer
     return {
         name: tile_order(leaf) if isinstance(leaf, QuantTensor) else leaf

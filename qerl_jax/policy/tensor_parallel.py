@@ -205,7 +205,7 @@ def cut(name: str, leaf: Any, config: ModelConfig, shards: int) -> list[Any]:
         shards=shards,
         padding=padding,
     )
-    if not isinstance(leaf, QuantTensor) or not fp4_matmul.supports_tiles():
+    if not isinstance(leaf, QuantTensor) or fp4_matmul.device_kernel() == "xla":
         return parts
     tiled = [tile_order(part) for part in parts]
     # All devices run one program: they have one order.

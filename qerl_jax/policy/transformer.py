@@ -162,7 +162,7 @@ def logits(params: dict, hidden: jax.Array) -> jax.Array:
     """
     head = params.get("lm_head", params["embed_tokens"])
     if isinstance(head, QuantTensor):
-        return fp4_matmul.fp4_matmul_float32(hidden, kernel_weight(head))
+        return fp4_matmul.fp4_matmul(hidden, kernel_weight(head), dtype=jnp.float32)
     return _float32_product(hidden, head)
 
 

@@ -231,7 +231,7 @@ def read_params(
             return jax.block_until_ready(arrays), is_finite
 
     if format != "bf16":
-        fp4_matmul.supports_tiles()  # Threads that asked first at the same time would all test it.
+        fp4_matmul.device_kernel()  # Threads that asked first at the same time would all test it.
     params: dict = {"layers": layers}
     finite: list[dict] = [{} for _ in range(len(layers) + 1)]
     with meter.running():

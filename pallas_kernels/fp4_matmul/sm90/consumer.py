@@ -28,10 +28,7 @@ def consume(kernel: Kernel, *, warpgroup: Any, registers: int) -> None:
     block = schedule.this_block()
     row, k_slice = lax.rem(warpgroup, rows), lax.div(warpgroup, rows)
     consumer = Consumer(
-        schedule=schedule,
-        gmem=kernel.gmem,
-        smem=kernel.smem,
-        xa_partials=kernel.xa_partials,
+        **vars(kernel),
         warpgroup=warpgroup,
         registers=registers,
         block=block,

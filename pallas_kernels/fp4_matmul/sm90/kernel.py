@@ -47,6 +47,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels.fp4_matmul.epilogues import AddRmsNorm, Epilogue, Swiglu
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.sm90 import mean_squares, simulation
 from pallas_kernels.fp4_matmul.sm90.add_rmsnorm import PARTIALS_OF_ROW_TILE
@@ -73,21 +74,32 @@ TRACED_EVENTS = 96  # events of a warpgroup that a trace records; later ones are
 
 
 @dataclasses.dataclass(frozen=True)
-class _Product:
-    """The arguments of `matmul` that make up the product."""
+class Product:
+    """The operands of `matmul`; B comes with one of `xa`, `xa_partials` and `a`.
+
+    Attributes:
+        x: bfloat16 [M, K].
+        weight: packed weight [N, K].
+        b: bfloat16 [N, R]; R a multiple of 64 up to config.block_k.
+        xa: bfloat16 [M, R], x A^T.
+        xa_partials: float32 [S, M, R'], whose sum over S is x A^T; S >= MIN_PARTIALS, R' <= R a
+            multiple of PARTIAL_COLUMNS.
+        a: bfloat16 [R'', K], R'' <= R, where the schedule `supports_lora_shrink`.
+        bias: bias [N]; not with an epilogue.
+        epilogue: `Swiglu` of at least MIN_PARTIALS partials, with `xa_partials` or `a`;
+            `AddRmsNorm` where the schedule `supports_add_residual`; or None.
+        dtype: dtype of the result, bfloat16 or float32.
+    """
 
     x: jax.Array
     weight: Fp4Tiles
-    xa: jax.Array | None
-    xa_partials: jax.Array | None
-    a: jax.Array | None
-    b: jax.Array | None
-    bias: jax.Array | None
-    square_partials: jax.Array | None
-    eps: float
-    residual: jax.Array | None
-    scale: jax.Array | None
-    dtype: DTypeLike
+    b: jax.Array | None = None
+    xa: jax.Array | None = None
+    xa_partials: jax.Array | None = None
+    a: jax.Array | None = None
+    bias: jax.Array | None = None
+    epilogue: Epilogue | None = None
+    dtype: DTypeLike = jnp.bfloat16
 
     @property
     def in_partials(self) -> bool:
@@ -120,20 +132,11 @@ def matmul(
     *,
     config: TileConfig,
     num_sms: int,
-    xa: jax.Array | None = None,
-    xa_partials: jax.Array | None = None,
-    a: jax.Array | None = None,
-    b: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    square_partials: jax.Array | None = None,
-    eps: float = 0.0,
-    residual: jax.Array | None = None,
-    scale: jax.Array | None = None,
-    dtype: DTypeLike = jnp.bfloat16,
     trace: str = "",
     interpret: plgpu.InterpretGPUParams | None = None,
+    **operands: Any,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Returns x W^T + xa B^T + bias, or SwiGLU of it, or its sum with a residual.
+    """Returns x W^T + xa B^T + bias, or what an epilogue makes of it.
 
     Args:
         x: bfloat16 [M, K].
@@ -141,51 +144,40 @@ def matmul(
         config: tiling.
         num_sms: number of CTAs that run at a time, no more than the device has SMs: they wait for
             one another.
-        xa: bfloat16 [M, R], x A^T; R a multiple of 64 up to config.block_k.
-        xa_partials: float32 [S, M, R'], whose sum over S is x A^T, in place of xa; S >=
-            MIN_PARTIALS, R' <= R a multiple of PARTIAL_COLUMNS.
-        a: bfloat16 [R'', K], R'' <= R, in place of xa, where the schedule `supports_lora_shrink`.
-        b: bfloat16 [N, R].
-        bias: bias [N].
-        square_partials: float32 [S, M], partial mean squares of the deferred norm before the
-            product; S >= MIN_PARTIALS. The weight is then that of gate and up, and the result is
-            SwiGLU of the product. With xa_partials or a, and without bias.
-        eps: epsilon of that norm.
-        residual: bfloat16 [M, N] to add to the product, where the schedule
-            `supports_add_residual`; without bias.
-        scale: float32 [N], scale of the norm after the residual; given if the residual is.
-        dtype: dtype of the result, bfloat16 or float32.
         trace: folder for a file of what the warpgroups do and wait for, see `timeline`.
         interpret: parameters of a simulation on a CPU. It dequantizes in jnp, and computes x A^T
             and the partial sums of a split tile outside of the kernel.
+        **operands: further attributes of `Product`.
 
     Returns:
-        [M, N], or [M, N / 2] with SwiGLU. With a residual: the sum, the sum times the norm's scale,
-        and float32 partials [S, M] of the sum's mean squares.
+        [M, N], or the results of the epilogue.
     """
-    paired, simulated = square_partials is not None, interpret is not None
-    product = _Product(
-        x, weight, xa, xa_partials, a, b, bias, square_partials, eps, residual, scale, dtype
-    )
+    product, simulated = Product(x, weight, **operands), interpret is not None
     row_tiles, k = len(weight.codes), x.shape[1]
     schedule = make_schedule(
-        config, product.padded_tokens, row_tiles, k, num_sms, simulated=simulated, paired=paired
+        config,
+        product.padded_tokens,
+        row_tiles,
+        k,
+        num_sms,
+        simulated=simulated,
+        paired=isinstance(product.epilogue, Swiglu),
     )
     _check(product, schedule)
     if simulated:
         product = dataclasses.replace(
-            product, xa=simulation.shrink(x, xa, xa_partials, a, b), xa_partials=None, a=None
+            product, xa=simulation.shrink(product), xa_partials=None, a=None
         )
-    operands, results = _operands(product, schedule), _results(product, schedule)
-    outs = _run(product, schedule, operands, results, trace=trace, interpret=interpret)
-    return _finish(product, schedule, operands, outs)
+    inputs, results = _inputs(product, schedule), _results(product, schedule)
+    outs = _run(product, schedule, inputs, results, trace=trace, interpret=interpret)
+    return _finish(product, schedule, inputs, outs)
 
 
-def _check(product: _Product, schedule: TileSchedule) -> None:
+def _check(product: Product, schedule: TileSchedule) -> None:
     """Asserts what the callers of `matmul` have checked."""
     (tokens, k), config = product.x.shape, schedule.config
     n, whole = product.weight.shape[0], product.weight.shape[0] % TILE_ROWS == 0
-    a, b, xa_partials, squares = product.a, product.b, product.xa_partials, product.square_partials
+    a, b, xa_partials, epilogue = product.a, product.b, product.xa_partials, product.epilogue
     given = [source for source in (product.xa, xa_partials, a) if source is not None]
     assert len(given) == (0 if b is None else 1)
     if b is not None:
@@ -200,28 +192,26 @@ def _check(product: _Product, schedule: TileSchedule) -> None:
         assert xa_partials.shape[2] % PARTIAL_COLUMNS == 0
         assert b is not None
         assert xa_partials.shape[2] <= b.shape[1]
-    if squares is not None:
+    if epilogue is not None:
         assert whole
+        assert product.dtype == jnp.bfloat16
+        assert product.bias is None
+    if isinstance(epilogue, Swiglu):
         assert n % (2 * TILE_ROWS) == 0
         assert tokens % 8 == 0
         assert schedule.m_tiles == 1
-        assert squares.shape[1] == tokens
-        assert len(squares) >= MIN_PARTIALS
+        assert epilogue.square_partials.shape[1] == tokens
+        assert len(epilogue.square_partials) >= MIN_PARTIALS
         # The reducer warpgroup, which adds up x A^T, adds up the squares, too.
         assert schedule.simulated or product.in_partials
-    assert (product.residual is None) == (product.scale is None)
-    if product.residual is not None:
+    if isinstance(epilogue, AddRmsNorm):
         assert schedule.supports_add_residual(tokens)
-        assert whole
-    if squares is not None or product.residual is not None:
-        assert product.dtype == jnp.bfloat16
-        assert product.bias is None
 
 
-def _operands(product: _Product, schedule: TileSchedule) -> dict[str, jax.Array]:
-    """The kernel's operands by their names in `GlobalMemory`."""
+def _inputs(product: Product, schedule: TileSchedule) -> dict[str, jax.Array]:
+    """The arrays that the kernel reads by their names in `GlobalMemory`."""
     (tokens, k), weight, config = product.x.shape, product.weight, schedule.config
-    m, padded = product.padded_tokens, schedule.row_tiles * TILE_ROWS
+    m, padded, epilogue = product.padded_tokens, schedule.row_tiles * TILE_ROWS, product.epilogue
     codes, scales = (*weight.codes.shape[:2], 4, 256), weight.scales.shape
     if schedule.paired:
         halves = 2, schedule.row_tiles // 2, weight.codes.shape[1], 8
@@ -232,41 +222,40 @@ def _operands(product: _Product, schedule: TileSchedule) -> dict[str, jax.Array]
         padding = ((0, padded - len(array)), *((0, 0) for _ in array.shape[1:]))
         return jnp.pad(array, padding, constant_values=1)
 
-    operands = {
+    inputs = {
         "x": jnp.pad(product.x, ((0, m - tokens), (0, -k % 64))),
         "codes": weight.codes.reshape(codes),
         "scales": weight.scales.reshape(scales),
         "divisor": pad_rows(weight.divisor),
     }
-    squares = product.square_partials
-    if squares is not None and schedule.simulated:
-        factor = lax.rsqrt(squares.sum(axis=0) + product.eps)
-        operands["factor"] = jnp.pad(factor, (0, config.tile_m - tokens))
-    elif squares is not None:
-        operands["square_partials"] = squares
-    if product.residual is not None and not schedule.simulated:
-        operands |= {"residual": product.residual, "scale": product.scale}
+    if isinstance(epilogue, Swiglu) and schedule.simulated:
+        factor = lax.rsqrt(epilogue.square_partials.sum(axis=0) + epilogue.eps)
+        inputs["factor"] = jnp.pad(factor, (0, config.tile_m - tokens))
+    elif isinstance(epilogue, Swiglu):
+        inputs["square_partials"] = epilogue.square_partials
+    if isinstance(epilogue, AddRmsNorm) and not schedule.simulated:
+        inputs |= {"residual": epilogue.residual, "scale": epilogue.scale}
     if product.b is not None:
-        operands["b"] = pad_rows(product.b)
+        inputs["b"] = pad_rows(product.b)
     if product.a is not None:
-        operands["a"] = jnp.pad(product.a, ((0, -len(product.a) % PARTIAL_COLUMNS), (0, 0)))
+        inputs["a"] = jnp.pad(product.a, ((0, -len(product.a) % PARTIAL_COLUMNS), (0, 0)))
     if product.xa_partials is not None:
-        operands["xa_partials"] = product.xa_partials
+        inputs["xa_partials"] = product.xa_partials
     if product.xa is not None:
         columns = product.xa_columns - product.xa.shape[1]
-        operands["xa"] = jnp.pad(product.xa, ((0, m - tokens), (0, columns)))
+        inputs["xa"] = jnp.pad(product.xa, ((0, m - tokens), (0, columns)))
     if product.bias is not None:
-        operands["bias"] = pad_rows(product.bias)
+        inputs["bias"] = pad_rows(product.bias)
     if schedule.split_tiles or product.in_partials:
         # Zero before and after every call, for the kernel leaves them as it found them: so all
         # calls of a program, which follow one another, use the same array. The first and the last
         # lock belong to the partials of x A^T.
         assert schedule.split_tiles * config.warpgroups_n < _LOCKS - 1
-        operands["locks"] = jnp.zeros(_LOCKS, jnp.int32)
-    return operands
+        inputs["locks"] = jnp.zeros(_LOCKS, jnp.int32)
+    return inputs
 
 
-def _results(product: _Product, schedule: TileSchedule) -> dict[str, jax.ShapeDtypeStruct]:
+def _results(product: Product, schedule: TileSchedule) -> dict[str, jax.ShapeDtypeStruct]:
     """The kernel's results by their names in `GlobalMemory`."""
     (tokens, k), config = product.x.shape, schedule.config
     y = product.padded_tokens, schedule.row_tiles * TILE_ROWS
@@ -276,7 +265,7 @@ def _results(product: _Product, schedule: TileSchedule) -> dict[str, jax.ShapeDt
     if schedule.paired:
         y = product.padded_tokens, product.weight.shape[0] // 2
     results = {"y": jax.ShapeDtypeStruct(y, product.dtype)}
-    if product.residual is not None and not schedule.simulated:
+    if isinstance(product.epilogue, AddRmsNorm) and not schedule.simulated:
         results["scaled"] = results["y"]
         partials = PARTIALS_OF_ROW_TILE * schedule.n_tiles * config.warpgroups_n
         results["square_partials"] = jax.ShapeDtypeStruct((partials, tokens), jnp.float32)
@@ -294,13 +283,13 @@ def _results(product: _Product, schedule: TileSchedule) -> dict[str, jax.ShapeDt
     return results
 
 
-def _scratch(product: _Product, schedule: TileSchedule) -> dict:
+def _scratch(product: Product, schedule: TileSchedule) -> dict:
     """Shared memory and barriers by their names in `SharedMemory`."""
     config, rows = schedule.config, schedule.config.warpgroups_n
     stage = config.stages, rows, schedule.tiles_per_stage
     codes, scales = (*stage, 4, 256), (*stage, 128)
     stored = config.tile_m
-    if product.residual is not None:  # The sum and the scaled sum lie side by side.
+    if isinstance(product.epilogue, AddRmsNorm):  # The sum and the scaled sum lie side by side.
         stored = max(config.tile_m, 2 * schedule.stored_tokens)
     y = plgpu.SMEM((rows, stored, TILE_ROWS), jnp.bfloat16, transforms=OPERAND)
     if schedule.paired:
@@ -349,19 +338,20 @@ def _sums(count: int, rows: int, tokens: int) -> Any:
 
 
 def _run(
-    product: _Product,
+    product: Product,
     schedule: TileSchedule,
-    operands: dict[str, jax.Array],
+    inputs: dict[str, jax.Array],
     results: dict[str, jax.ShapeDtypeStruct],
     *,
     trace: str,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> dict[str, jax.Array]:
-    """The arrays of `results`, which the kernel makes of the operands."""
+    """The arrays of `results`, which the kernel makes of the inputs."""
     in_clusters = schedule.in_clusters
-    names = *operands, *results
+    eps = product.epilogue.eps if isinstance(product.epilogue, Swiglu) else 0.0
+    names = *inputs, *results
     kernel = plgpu.kernel(
-        functools.partial(_body, schedule, len(product.x), product.eps, names),
+        functools.partial(_body, schedule, len(product.x), eps, names),
         out_type=tuple(results.values()),
         scratch_types=_scratch(product, schedule),
         grid=(schedule.clusters if in_clusters else schedule.blocks,),
@@ -383,7 +373,7 @@ def _run(
         ),
         interpret=interpret,
     )
-    return dict(zip(results, kernel(*operands.values()), strict=True))
+    return dict(zip(results, kernel(*inputs.values()), strict=True))
 
 
 def _body(
@@ -427,16 +417,16 @@ def _body(
 
 
 def _finish(
-    product: _Product, schedule: TileSchedule, operands: dict, outs: dict[str, jax.Array]
+    product: Product, schedule: TileSchedule, inputs: dict, outs: dict[str, jax.Array]
 ) -> jax.Array | tuple[jax.Array, ...]:
     """The result of `matmul`, without padding; adds up what a simulation leaves."""
-    tokens, n = len(product.x), product.weight.shape[0]
+    tokens, n, epilogue = len(product.x), product.weight.shape[0], product.epilogue
     y = outs["y"].T[:, : schedule.row_tiles * TILE_ROWS] if product.transposed else outs["y"]
     if schedule.simulated and "partial" in outs:
-        bias, factor = operands.get("bias"), operands.get("factor")
+        bias, factor = inputs.get("bias"), inputs.get("factor")
         y = simulation.add_partial(schedule, y, outs["partial"], bias, factor)
-    if product.residual is None or product.scale is None:
+    if not isinstance(epilogue, AddRmsNorm):
         return y[:tokens, :n]
     if schedule.simulated:
-        return simulation.add_rmsnorm(y[:tokens, :n], product.residual, product.scale)
+        return simulation.add_rmsnorm(y[:tokens, :n], epilogue)
     return outs["y"], outs["scaled"], outs["square_partials"]

@@ -1,6 +1,5 @@
 """The producer warpgroup: it has the TMA fill the stages of the pipeline."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from pallas_kernels.fp4_matmul.sm90.lora_shrink import copy_tokens_for_partials
 from pallas_kernels.fp4_matmul.sm90.schedule import adds_adapter
 from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy, opaque
 from pallas_kernels.fp4_matmul.sm90.xa_partials import await_xa
-from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS
+from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TileConfig
 
 # Bytes of the copies under way to a CTA, rounded up to whole stages, two at least. They are enough
 # to keep the memory busy; more only queue there, and every other read of global memory waits after
@@ -23,27 +22,14 @@ from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS
 _BYTES_IN_FLIGHT = 65536
 
 
-@dataclasses.dataclass(frozen=True)
-class _Producer(Kernel):
-    """What the producer warpgroup has.
-
-    Attributes:
-        stages_in_flight: number of stages whose copies may be under way.
-    """
-
-    stages_in_flight: int
+def _stages_in_flight(config: TileConfig) -> int:
+    """Number of stages whose copies may be under way."""
+    return max(2, -(-_BYTES_IN_FLIGHT // config.stage_bytes()))
 
 
 def produce(kernel: Kernel) -> None:
     """Runs the producer warpgroup: it copies codes, scales and tokens of all work tiles."""
     schedule, partials = kernel.schedule, kernel.xa_partials
-    producer = _Producer(
-        schedule=schedule,
-        gmem=kernel.gmem,
-        smem=kernel.smem,
-        xa_partials=partials,
-        stages_in_flight=max(2, -(-_BYTES_IN_FLIGHT // schedule.config.stage_bytes())),
-    )
     block = schedule.this_block()
     begun = jnp.int32(0)
     if partials is not None and partials.a is not None:
@@ -52,23 +38,24 @@ def produce(kernel: Kernel) -> None:
     # Code that runs once is slow: loops are not unrolled, and the code of a stage exists once.
     @pl.loop(0, schedule.num_work_tiles(block), init_carry=(begun, begun))
     def stop(index, carry):
-        return _produce_work_tile(producer, block, index, *carry)
+        return _produce_work_tile(kernel, block, index, *carry)
 
     total, _ = stop
     # A kernel must not end before all arrivals at its barriers.
-    _await_last(producer, kernel.smem.empty, schedule.config.stages, total)
+    _await_last(kernel, kernel.smem.empty, schedule.config.stages, total)
     # A thread that waits for one phase of a barrier must observe all of them.
-    if producer.stages_in_flight < schedule.config.stages:
-        _await_last(producer, kernel.smem.full, producer.stages_in_flight, total)
+    in_flight = _stages_in_flight(schedule.config)
+    if in_flight < schedule.config.stages:
+        _await_last(kernel, kernel.smem.full, in_flight, total)
 
 
 def _produce_work_tile(
-    producer: _Producer, block: Any, index: Any, done: Any, slot: Any
+    kernel: Kernel, block: Any, index: Any, done: Any, slot: Any
 ) -> tuple[Any, Any]:
     """Fills the stages of a work tile, and one with x A^T if it begins a tile.
 
     Args:
-        producer: the warpgroup.
+        kernel: schedule and memory.
         block: index of the CTA.
         index: index of the work tile.
         done: number of stages filled before.
@@ -77,17 +64,17 @@ def _produce_work_tile(
     Returns:
         `done` and `slot` after the work tile.
     """
-    schedule = producer.schedule
+    schedule = kernel.schedule
     tile, first, count = schedule.work_tile(block, index)
 
     @pl.loop(0, count if schedule.simulated else opaque(jnp.int32(count)), init_carry=slot)
     def slot(i, slot):
-        _acquire(producer, done + i, slot)
-        _fill(producer, slot, tile, first + i)
+        _acquire(kernel, done + i, slot)
+        _fill(kernel, slot, tile, first + i)
         return schedule.next_slot(slot)
 
     done += count
-    partials = producer.xa_partials
+    partials = kernel.xa_partials
     if partials is not None:
 
         @pl.when(index == schedule.xa_awaited_after(block))
@@ -95,29 +82,29 @@ def _produce_work_tile(
             with jax.named_scope("await xa"):
                 await_xa(partials, schedule.blocks)
 
-    if producer.gmem.b is None:
+    if kernel.gmem.b is None:
         return done, slot
 
     adapted = adds_adapter(first)
 
     @pl.when(adapted)
     def fill_with_xa():
-        _acquire(producer, done, slot)
-        _fill_with_xa(producer, slot, tile)
+        _acquire(kernel, done, slot)
+        _fill_with_xa(kernel, slot, tile)
 
     after = jnp.where(adapted, schedule.next_slot(slot), slot)
     return done + jnp.where(adapted, 1, 0), after
 
 
-def _acquire(producer: _Producer, i: Any, slot: Any) -> None:
+def _acquire(kernel: Kernel, i: Any, slot: Any) -> None:
     """Waits until the slot of stage i is free."""
-    schedule, smem = producer.schedule, producer.smem
-    stages = schedule.config.stages
-    if producer.stages_in_flight < stages:
+    schedule, smem = kernel.schedule, kernel.smem
+    stages, in_flight = schedule.config.stages, _stages_in_flight(schedule.config)
+    if in_flight < stages:
 
-        @pl.when(i >= producer.stages_in_flight)
+        @pl.when(i >= in_flight)
         def await_earlier_copies():
-            earlier = slot - producer.stages_in_flight
+            earlier = slot - in_flight
             earlier = jnp.where(earlier < 0, earlier + stages, earlier)
             plgpu.barrier_wait(smem.full.at[earlier])
 
@@ -131,9 +118,9 @@ def _acquire(producer: _Producer, i: Any, slot: Any) -> None:
             fence_async_proxy(nvvm.ProxyKind.async_shared)
 
 
-def _fill(producer: _Producer, slot: Any, tile: Any, step: Any) -> None:
+def _fill(kernel: Kernel, slot: Any, tile: Any, step: Any) -> None:
     """Starts the copies of a step: codes, scales and tokens."""
-    schedule, gmem, smem = producer.schedule, producer.gmem, producer.smem
+    schedule, gmem, smem = kernel.schedule, kernel.gmem, kernel.smem
     rows, per_stage = schedule.config.warpgroups_n, schedule.tiles_per_stage
     _, n_tile = schedule.coordinates(tile)
     columns = step * per_stage
@@ -144,23 +131,21 @@ def _fill(producer: _Producer, slot: Any, tile: Any, step: Any) -> None:
     full = smem.full.at[slot]
     plgpu.copy_gmem_to_smem(gmem.codes.at[tiles], smem.codes.at[slot], full)
     plgpu.copy_gmem_to_smem(gmem.scales.at[tiles], smem.scales.at[slot], full)
-    _copy_tokens(producer, gmem.x, slot, tile, columns, per_stage)
+    _copy_tokens(kernel, gmem.x, slot, tile, columns, per_stage)
 
 
-def _fill_with_xa(producer: _Producer, slot: Any, tile: Any) -> None:
+def _fill_with_xa(kernel: Kernel, slot: Any, tile: Any) -> None:
     """Starts the copies of x A^T, in place of the tokens of a step."""
-    xa = producer.gmem.xa
+    xa = kernel.gmem.xa
     copies = -(-xa.shape[1] // TILE_COLUMNS)
-    _copy_tokens(producer, xa, slot, tile, 0, copies)
-    for _ in range(producer.schedule.arrivals - copies):
-        plgpu.barrier_arrive(producer.smem.full.at[slot])
+    _copy_tokens(kernel, xa, slot, tile, 0, copies)
+    for _ in range(kernel.schedule.arrivals - copies):
+        plgpu.barrier_arrive(kernel.smem.full.at[slot])
 
 
-def _copy_tokens(
-    producer: _Producer, source: Any, slot: Any, tile: Any, first: Any, count: int
-) -> None:
+def _copy_tokens(kernel: Kernel, source: Any, slot: Any, tile: Any, first: Any, count: int) -> None:
     """Copies of 128 columns; what is read beyond the columns of xa is zero, and not used."""
-    schedule, smem = producer.schedule, producer.smem
+    schedule, smem = kernel.schedule, kernel.smem
     m_tile, _ = schedule.coordinates(tile)
     rows = window(m_tile, schedule.config.tile_m)
     for j in range(count):
@@ -168,11 +153,11 @@ def _copy_tokens(
         plgpu.copy_gmem_to_smem(source.at[place], smem.x.at[slot, j], smem.full.at[slot])
 
 
-def _await_last(producer: _Producer, barriers: Any, count: int, total: Any) -> None:
+def _await_last(kernel: Kernel, barriers: Any, count: int, total: Any) -> None:
     """Observes the last phases of some barriers, one for each of the last stages.
 
     Args:
-        producer: the warpgroup.
+        kernel: schedule and memory.
         barriers: barriers of the pipeline.
         count: number of phases to observe, if as many stages were filled.
         total: number of stages that were filled.
@@ -180,4 +165,4 @@ def _await_last(producer: _Producer, barriers: Any, count: int, total: Any) -> N
 
     @pl.loop(jnp.maximum(total - count, 0), total)
     def observe_phase(i):
-        plgpu.barrier_wait(barriers.at[lax.rem(i, producer.schedule.config.stages)])
+        plgpu.barrier_wait(barriers.at[lax.rem(i, kernel.schedule.config.stages)])

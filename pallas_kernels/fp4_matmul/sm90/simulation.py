@@ -1,27 +1,25 @@
 """What a simulation computes in jnp outside of the kernel, as the interpreter lacks it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fp4_matmul import reference
+from pallas_kernels.fp4_matmul.epilogues import AddRmsNorm
 from pallas_kernels.fp4_matmul.sm90 import swiglu
 from pallas_kernels.fp4_matmul.sm90.schedule import TileSchedule
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
 
-def shrink(
-    x: jax.Array,
-    xa: jax.Array | None,
-    xa_partials: jax.Array | None,
-    a: jax.Array | None,
-    b: jax.Array | None,
-) -> jax.Array | None:
-    """Returns x A^T [M, R] of the arguments of `kernel.matmul`, or None without an adapter."""
-    if a is not None:
-        xa_partials = jnp.dot(x, a.T, preferred_element_type=jnp.float32)[None]
+def shrink(product: Any) -> jax.Array | None:
+    """Returns x A^T [M, R] of a `kernel.Product`, or None without an adapter."""
+    x, b, xa_partials = product.x, product.b, product.xa_partials
+    if product.a is not None:
+        xa_partials = jnp.dot(x, product.a.T, preferred_element_type=jnp.float32)[None]
     if xa_partials is None or b is None:
-        return xa
-    xa = jnp.pad(xa_partials.sum(axis=0), ((0, 0), (0, b.shape[1] - xa_partials.shape[2])))
-    return xa.astype(x.dtype)
+        return product.xa
+    return reference.sum_xa_partials(xa_partials, x, b)
 
 
 def add_partial(
@@ -113,10 +111,8 @@ def _put_tile(
     return y.at[tokens, rows].set(total.astype(y.dtype))
 
 
-def add_rmsnorm(
-    y: jax.Array, residual: jax.Array, scale: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sum of a product and a residual, the sum scaled, and its mean squares [1, M]."""
-    total = (y.astype(jnp.float32) + residual.astype(jnp.float32)).astype(y.dtype)
+def add_rmsnorm(y: jax.Array, epilogue: AddRmsNorm) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The results of an epilogue for a product, with one partial of the mean squares."""
+    total = (y.astype(jnp.float32) + epilogue.residual.astype(jnp.float32)).astype(y.dtype)
     wide = total.astype(jnp.float32)
-    return total, (wide * scale).astype(y.dtype), jnp.mean(wide * wide, axis=1)[None]
+    return total, (wide * epilogue.scale).astype(y.dtype), jnp.mean(wide * wide, axis=1)[None]
