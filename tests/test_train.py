@@ -79,6 +79,7 @@ def same_adapters(a, b):
     )
 
 
+@pytest.mark.e2e
 def test_rows(finished):
     written = read_jsonl(finished / "metrics.jsonl")
     assert [row["step"] for row in written] == [0, 1, 2, 2, 3, 4, 4]
@@ -160,6 +161,7 @@ def answers_of(run):
     return [row for row in read_jsonl(run / "metrics.jsonl") if "eval_answers" in row]
 
 
+@pytest.mark.e2e
 @pytest.mark.slow  # 5 s; `test_resume` compares runs
 def test_same_config_gives_the_same_metrics(finished, tiny, tmp_path):
     again = train(tiny.config({"aqn.stages": 4}), workdir=tmp_path / "again")
