@@ -22,12 +22,10 @@ from qerl_jax.run import plots
 
 # XLA's CPU compiler is faster with its older emitters of fusions, and when it does not divide a
 # program into parts: the first run of the tiny model then takes 16 seconds of CPU time instead of
-# 35. XLA reads the flags when the first program is compiled; processes that tests start inherit
-# them, and flags of the caller come last, so that they win.
-os.environ["XLA_FLAGS"] = (
+# 35.
+QUICK_FLAGS = (
     "--xla_cpu_parallel_codegen_split_count=1"
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    f" {os.environ.get('XLA_FLAGS', '')}"
 )
 
 # Processes of pytest that share a GPU take its memory as they need it.
@@ -87,6 +85,22 @@ _MAPS = pathlib.Path("/proc/self/maps")
 _MANY_MAPS = 30_000
 
 
+def compiles_quickly(config):
+    """Whether programs are compiled in a hurry: in each tier but that of whole runs, `-m e2e`."""
+    return config.option.markexpr != "e2e"
+
+
+def pytest_configure(config):
+    """Sets XLA's flags, which it reads when the first program is compiled.
+
+    Processes that tests start inherit them. Flags of the caller come last, so that they win.
+    """
+    if compiles_quickly(config):
+        os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+        # The lines of Python that an operation comes from are a tenth of its lowering.
+        jax.config.update("jax_traceback_in_locations_limit", 0)
+
+
 def pytest_ignore_collect(collection_path, config):
     """Leaves out the modules that compile for an H200 where no such test is asked for.
 
@@ -112,7 +126,7 @@ def compile_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def programs(request, compile_cache):
-    """On a CPU, compiles each program once per session, with few optimizations.
+    """On a CPU, compiles each program once per session, with few optimizations but in whole runs.
 
     Most programs run once or twice. The modules in `RUNS` share what they trace. Each other module
     begins without programs and frees its own: each program holds memory maps, whose number per
@@ -123,7 +137,7 @@ def programs(request, compile_cache):
         jax.clear_caches()
     # Asking for the backend loads CUDA's plugin, which `h200.compiler` must configure before.
     quick = not request.node.get_closest_marker("aot") and jax.default_backend() == "cpu"
-    lazy = quick and request.path.stem not in COMPUTE
+    lazy = quick and compiles_quickly(request.config) and request.path.stem not in COMPUTE
     jax.config.update("jax_disable_most_optimizations", lazy)
     with set_cache_folder(compile_cache) if quick else contextlib.nullcontext():
         yield
@@ -133,13 +147,13 @@ def programs(request, compile_cache):
 
 @pytest.fixture(autouse=True, scope="module")
 def sketches(request):
-    """Makes the pictures of runs sketches, which were a third of the time of short runs.
+    """Leaves the pictures of runs empty, which were a third of the time of short runs.
 
     `test_plots` draws whole pictures, and so do most processes that tests start.
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.path.stem != "test_plots":
-            patch.setattr(plots, "_save", tiny_run.save_sketch)
+            patch.setattr(plots, "_make_axes", tiny_run.sketch)
         yield
 
 

@@ -314,7 +314,7 @@ def gathered():
 
 def main(path, shapes):
     data_parallel._TOGETHER = 500  # The adapter is added up in several parts.
-    plots._save = tiny_run.save_sketch
+    plots._make_axes = tiny_run.sketch
     logprobs._CHUNK_BYTES = 4 * 5 * VOCAB  # The logits of a buffer are in several chunks.
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)

@@ -51,6 +51,7 @@ def test_choices_are_compared_on_held_out_text(tmp_path, capsys):
     assert [line.partition(":")[0] for line in lines] == names
 
 
+@pytest.mark.slow  # 3 s
 def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
     config = model_config("qwen2", num_layers=5)
     monkeypatch.setitem(architectures.ARCHITECTURES, "tiny", config)

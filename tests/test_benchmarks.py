@@ -117,6 +117,7 @@ def test_a_summary_times_the_command_that_writes_the_run(tmp_path):
     assert not (tmp_path / "none.json").exists()
 
 
+@pytest.mark.slow  # `test_engine` compares the two
 def test_the_engine_agrees_with_the_trainer_and_an_error_shows(monkeypatch):
     config, params = tiny_model.tiny_policy("qwen2")
     lora = tiny_model.random_lora(config)

@@ -231,7 +231,8 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("how", ["closed", pytest.param("ended", marks=pytest.mark.slow)])
+@pytest.mark.slow  # processes; the test below waits for the chunk
+@pytest.mark.parametrize("how", ["closed", "ended"])
 def test_a_process_may_exit_after_a_rollout(how):
     """A chunk is in flight when all rows have ended or the generator is closed: XLA would abort."""
     ended = subprocess.run(

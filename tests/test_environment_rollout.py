@@ -159,6 +159,9 @@ def test_episodes_do_not_depend_on_time_or_slots(model, instant, options):
     np.testing.assert_allclose(slow.logprobs, expected.logprobs, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "model", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.slow)], indirect=True
+)
 def test_a_row_that_waits_long_gives_up_its_slot(model, instant, monkeypatch):
     """One slot for twelve rows: others have their turns in it while a row waits."""
     monkeypatch.setattr(turns, "_PATIENCE", 0.02)
@@ -208,6 +211,9 @@ def test_the_context_ends_a_row():
     assert rollout.lengths.max() <= 12
 
 
+@pytest.mark.parametrize(
+    "model", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.slow)], indirect=True
+)
 def test_every_program_is_compiled_before(model):
     _, made = policy(model)
     sampler = sampler_of(model, prompt_width=9, max_rows=6)

@@ -684,6 +684,7 @@ def write_adapter(folder, *, seed):
     save_peft_adapter(folder, Trainable(lora, {}), lora_config, base_model="")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("changes", [{}, {"rollout.stop": ("t1", "t3")}])
 def test_a_run_is_evaluated_as_during_its_training(tiny, tmp_path, changes):
     config = tiny.config({"eval.problems": 8, "eval.max_new_tokens": 6} | changes)

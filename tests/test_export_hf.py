@@ -181,6 +181,7 @@ def test_an_export_has_the_sampling_of_its_scores(form, tiny, tmp_path):
     assert json.loads((model / "generation_config.json").read_text()) == PENALTIES
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("form", ["merged", "peft", "with_base"])
 def test_the_command_on_the_card_repeats_the_score(form, tiny, tmp_path):
     run = tmp_path / "lr=1e-5,seed=0"

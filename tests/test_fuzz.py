@@ -258,7 +258,7 @@ def write_source(kind, folder):
         ("compressed-tensors", 50),
         ("modelopt", 30),
         ("gguf", 80),
-        ("gguf settings", 24),
+        ("gguf settings", 8),
         ("adapter", 60),
     ],
 )

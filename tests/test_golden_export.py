@@ -63,7 +63,7 @@ def test_logits(name, form, exports):
     base = str(GOLDEN / f"nvfp4_{name}") if form == "peft" else ""
     policy = open_policy(str(exports / f"{name}.{form}"), base=base, dtype="float32")
     assert (policy.lora is None) == (form != "peft")
-    logits = forward(
+    logits = jax.jit(forward, static_argnames="config")(
         rounded(policy.model.params),
         policy.lora,
         golden["ids"][None],

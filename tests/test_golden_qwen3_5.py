@@ -39,7 +39,8 @@ def padded_rows():
 
 def test_logits():
     model, expected = golden()
-    logits = transformer.forward(model.params, None, *padded_rows(), config=model.config)
+    forward = jax.jit(functools.partial(transformer.forward, config=model.config))
+    logits = forward(model.params, None, *padded_rows())
     for row in ROWS:
         want = expected[f"logits_{row}"]
         np.testing.assert_allclose(logits[row, : len(want)], want, atol=1e-4, rtol=0)
@@ -51,15 +52,16 @@ def test_hidden_states_after_each_layer():
     x = model.params["embed_tokens"][tokens]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     angles = rotary_angles(positions, model.config)
+    forward = jax.jit(functools.partial(transformer.layer_with_inputs, config=model.config))
     for number, layer in enumerate(model.params["layers"]):
-        x, inputs = transformer.layer_with_inputs(layer, x, lengths, angles, config=model.config)
+        x, inputs = forward(layer, x, lengths, angles)
         assert set(inputs) == set(lora_lib.fused_of(model.config, number))
         for row in ROWS:
             want = expected[f"hidden_{row}_{number}"]
             np.testing.assert_allclose(x[row, : len(want)], want, atol=5e-4, rtol=0)  # up to 20
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_decode_token_by_token(dtype):
     """A decode step gives the logits of transformers, from a prefill of prompts of any length."""
     model, expected = golden()
@@ -68,9 +70,9 @@ def test_decode_token_by_token(dtype):
     atol = 1e-4 if dtype == "float32" else 0.35  # of logits of up to 20
     tokens, lengths = padded_rows()
     prompts = np.array([1, 66, 64], np.int32)
-    logits, cache = transformer.prefill(
-        model.params, None, tokens[:, :66], prompts, config=model.config, cache_positions=160
-    )
+    sizes = {"config": model.config, "cache_positions": 160}
+    prefill = jax.jit(functools.partial(transformer.prefill, **sizes))
+    logits, cache = prefill(model.params, None, tokens[:, :66], prompts)
     adapters = lora_lib.fuse(None, model.config, jnp.dtype(dtype))
     step = jax.jit(functools.partial(transformer.decode_step, config=model.config))
     for number in range(int((lengths - prompts).max()) + 1):
@@ -168,6 +170,7 @@ def test_padding_and_other_groups_change_nothing():
     """The hidden states of a group are equal bits, whatever its neighbors in the buffer hold."""
     model, _ = golden()
 
+    @jax.jit
     def hidden(tokens, positions, buffer_segments):
         return transformer.packed_hidden_states(
             model.params, None, tokens, positions, buffer_segments, config=model.config

@@ -48,6 +48,8 @@ def test_every_command_of_the_readme_is_installed():
         assert callable(getattr(importlib.import_module(module), name))
 
 
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_an_installed_command_finds_its_configs(installed):
     done = installed("qerl-train", "--config=grpo_gsm8k:qwen2.5-7b,trl", "--print_config")
     assert (done.returncode, done.stderr) == (0, "")
@@ -56,6 +58,8 @@ def test_an_installed_command_finds_its_configs(installed):
     assert "experiment = dapo_math\n" in done.stdout
 
 
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_an_installed_command_imports_rewards_from_the_working_directory(installed, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "my_rewards.py").write_text("def short(): return 1.0\n")
@@ -65,6 +69,8 @@ def test_an_installed_command_imports_rewards_from_the_working_directory(install
     assert "reward 'my_rewards:short': it must take" in done.stderr  # so it was imported
 
 
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_library_imports_nothing_from_the_working_directory(installed, tmp_path):
     """JAX imports every module of the package `jax_plugins`, wherever it lies."""
     plugin = tmp_path / "empty" / "jax_plugins" / "theirs"

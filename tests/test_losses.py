@@ -29,11 +29,18 @@ class Case:
 
     def loss(self, config, **replaced):
         inputs = self.inputs | replaced
-        value_and_grad = jax.value_and_grad(
-            lambda logprobs: row_loss(logprobs, config=config, **inputs), has_aux=True
-        )
-        (loss, metrics), gradient = value_and_grad(jnp.asarray(self.logprobs))
+        (loss, metrics), gradient = value_and_grad(jnp.asarray(self.logprobs), inputs, config)
         return float(loss), np.asarray(gradient), metrics
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def value_and_grad(logprobs, inputs, config):
+    """The loss and its metrics, and the gradient; one program for all cases of a config."""
+
+    def loss(logprobs):
+        return row_loss(logprobs, config=config, **inputs)
+
+    return jax.value_and_grad(loss, has_aux=True)(logprobs)
 
 
 def make_case(aggregation="token"):

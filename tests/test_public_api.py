@@ -277,6 +277,8 @@ def test_a_plan_is_a_value():
 # --- The example and the wheel --------------------------------------------------------------------
 
 
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_loop_by_hand_learns(tiny):
     path = ROOT / "examples" / "grpo_by_hand.py"
     spec = importlib.util.spec_from_file_location("grpo_by_hand", path)

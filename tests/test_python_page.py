@@ -36,6 +36,8 @@ def test_the_package_exports_what_the_page_uses():
     assert set(re.findall(r"from (\S+) import", CODE)) == {"qerl_jax"}
 
 
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_page_runs(tiny, tmp_path, monkeypatch, capsys):
     """On a tiny model and two steps."""
     monkeypatch.chdir(tmp_path)

@@ -177,6 +177,8 @@ def test_the_plan_of_the_page_agrees_with_its_table(monkeypatch):
     assert "4090" in re.findall(r"^\| model \| weights \| (.*?) \|", README, re.MULTILINE)[0]
 
 
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_the_python_of_the_readme_runs(tiny, tmp_path, monkeypatch, capsys):
     """On a tiny model and two steps."""
     monkeypatch.chdir(tmp_path)

@@ -217,7 +217,7 @@ def test_an_adapter_has_the_projections_of_each_layer():
         lora.check_targets(tiny_checkpoints.model_config("qwen3"), TARGETS[:9])
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_merged_weights_are_the_adapted_policy(quantized):
     config, made = policy(quantized)
     if quantized:
@@ -229,7 +229,7 @@ def test_merged_weights_are_the_adapted_policy(quantized):
         assert set(updates) == set(lora.ALL_FUSED) & set(layer)
         layers.append(merged)
     tokens, lengths = random_tokens(2, 70), np.array([70, 66], np.int32)
-    forward = functools.partial(transformer.forward, config=config)
+    forward = jax.jit(functools.partial(transformer.forward, config=config))
     expected = forward(made.params, made.lora, tokens, lengths)
     actual = forward(made.params | {"layers": layers}, None, tokens, lengths)
     for row, length in enumerate(lengths):

@@ -122,6 +122,7 @@ def test_the_calls_are_where_the_tests_expect_them(uninterrupted):
     assert evaluations[0] < evaluations[2]  # There is a best adapter.
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "at", [STEP_3, *(pytest.param(at, marks=pytest.mark.slow) for at in (STEP_1, STEP_6))]
 )
@@ -379,6 +380,7 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
     assert {tuple(row["prompt"].split()[-2:]) for row in rows} == {(f"t{before.day}", "t2")}
 
 
+@pytest.mark.e2e
 def test_damaged_checkpoint(uninterrupted, interrupted, tiny, capsys):
     run = interrupted(kill, at=STEP_6)
     files = (path for path in (run / "checkpoints" / "4").rglob("*") if path.is_file())
@@ -393,6 +395,7 @@ def test_damaged_checkpoint(uninterrupted, interrupted, tiny, capsys):
     assert_same(run, uninterrupted)
 
 
+@pytest.mark.e2e
 @pytest.mark.slow  # four processes; the tests above stop a run at the same places within one
 def test_signals_to_a_process(uninterrupted, tiny, tmp_path):
     run, pause = tmp_path / "run", tmp_path / "pause"
@@ -418,7 +421,7 @@ def test_signals_to_a_process(uninterrupted, tiny, tmp_path):
             if stop is not None:
                 process.send_signal(stop)
             pause.unlink(missing_ok=True)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=300)
         finally:
             process.kill()
         # On a slow machine these show their progress.

@@ -203,9 +203,9 @@ def test_an_unknown_weight_is_named_at_once(module, name):
         losses.loss_config("grpo", aggregation=name)
 
 
+@pytest.mark.slow  # `test_public_api` trains with an own loss
 @pytest.mark.parametrize(
-    ("own", "aggregation", "other"),
-    [("pg", "sequence", "grpo"), pytest.param("asymmetric", "", "dapo", marks=pytest.mark.slow)],
+    ("own", "aggregation", "other"), [("pg", "sequence", "grpo"), ("asymmetric", "", "dapo")]
 )
 def test_an_own_loss_trains(own, aggregation, other, tiny, tmp_path, module):
     """The plain policy gradient is GRPO where nothing is clipped, and another loss is another."""

@@ -77,7 +77,7 @@ def digest_of(text: str, machine: str) -> str:
 
 
 def _description() -> str:
-    """The content of /proc/cpuinfo; '' where there is none."""
+    """The content of /proc/cpuinfo; '' on a system without this file."""
     try:
         return _FILE.read_text(encoding="utf-8", errors="replace")
     except OSError:
