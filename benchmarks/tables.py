@@ -274,7 +274,7 @@ def noise_text() -> str:
     """What the README states of the gain of noise."""
     text = noise_sentence(runs_by_arm(_read("gsm8k.json")))
     text += " `docs/evidence.md` goes through the claims of the paper."
-    return textwrap.fill(text, 110, break_on_hyphens=False)
+    return _filled(text)
 
 
 def game_text() -> str:
@@ -290,29 +290,30 @@ def calculator_text() -> str:
     result = _read("environments.json")["learning"]["calculator"]
     part = result["runs"]
     first, last = (100 * part[name]["reward/calls"] for name in ("first", "last"))
-    problems = part["run"]["config"]["eval"]["problems"]
-    table = environment_table(result, "calculator", "right")
-    return (
-        f"Right answers, greedy, of {problems} held-out problems ({provenance(part['run'])}; two runs "
-        f"shared a card). The share of rows that calculate grew from {first:.0f} to {last:.0f} %:"
-        f"\n\n{table}"
+    problems, origin = part["run"]["config"]["eval"]["problems"], provenance(part["run"])
+    text = (
+        f"Right answers, greedy, of {problems} held-out problems ({origin}; two runs shared a "
+        f"card). The share of rows that calculate grew from {first:.0f} to {last:.0f} %:"
     )
+    return f"{_filled(text)}\n\n{environment_table(result, 'calculator', 'right')}"
 
 
 def waiting_text() -> str:
     """What docs/environments.md says of the time that slow replies cost."""
-    result = _read("environments.json")["rollout"]
-    seconds = max(result["by_reply_seconds"], key=float)
-    agreement = result["agreement"]
-    return textwrap.fill(
-        f"Measured on an {result['device']} with `{result['model']}` in NVFP4: {result['episodes']} "
-        f"conversations on {result['slots']} slots, {result['turns']} turns of "
-        f"{result['turn_tokens']} tokens each. With replies after {seconds} s the rollout takes "
-        f"{result['slowdown']:.2f} times as long as with instant ones, and "
-        f"{100 * agreement['equal_tokens']:.0f} % of the tokens are the same.",
-        112,
-        break_on_hyphens=False,
+    part = _read("environments.json")["rollout"]
+    device, model, seconds = part["device"], part["model"], max(part["by_reply_seconds"], key=float)
+    equal = 100 * part["agreement"]["equal_tokens"]
+    return _filled(
+        f"Measured on an {device} with `{model}` in NVFP4: {part['episodes']} conversations on "
+        f"{part['slots']} slots, {part['turns']} turns of {part['turn_tokens']} tokens each. With "
+        f"replies after {seconds} s the rollout takes {part['slowdown']:.2f} times as long as with "
+        f"instant ones, and {equal:.0f} % of the tokens are the same."
     )
+
+
+def _filled(text: str) -> str:
+    """A paragraph in lines of the width of the pages."""
+    return textwrap.fill(text, 110, break_on_hyphens=False)
 
 
 def _learning_section() -> str:

@@ -168,7 +168,7 @@ def lora_product(
 
     Args:
         x: [..., K]; [M, K] with partials.
-        lora: A with LoRA's scale, and B, whose columns from R on are not used.
+        lora: the adapter's A with LoRA's scale, and B, whose columns from R on are not used.
         xa_partials: float32 [S, M, R'], whose sum over S is x A^T, if it is known.
 
     Returns:
