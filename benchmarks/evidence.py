@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import pictures
+from benchmarks import long_runs, pictures
 from benchmarks.claims import claims_table, missing_arms
 from benchmarks.differences import FEWEST_SEEDS, evaluation, runs_by_arm, steps_of
 from benchmarks.evidence_tables import (
@@ -57,9 +57,28 @@ def page_parts(content: dict[str, Any], results: pathlib.Path) -> dict[str, str]
         claims.append(f"Not run yet: {', '.join(f'`{arm}`' for arm in missing)}.")
     return {
         "cost": cost_text(runs, results),
+        "long": _long_text(results),
         "evidence": _results_text(content, results),
         "claims": "\n\n".join(claims),
     }
+
+
+def _long_text(results: pathlib.Path) -> str:
+    """What is said of the runs of many steps."""
+    rows = long_runs.read_rows(results)
+    if not rows:
+        return "No long run yet."
+    cards = ", ".join(sorted({row["device"]["kind"] for row in rows}))
+    commits = ", ".join(sorted({row["git"]["commit"][:8] for row in rows}))
+    return "\n\n".join(
+        [
+            f"Greedy accuracy on {rows[0]['problems']} test problems in percent, a number for each "
+            f"seed ({cards}; commit {commits}; two runs shared a card, so that minutes are more "
+            "than those of a run alone):",
+            long_runs.table(rows),
+            "![Accuracy of long runs](evidence_steps.svg)",
+        ]
+    )
 
 
 def _results_text(content: dict[str, Any], results: pathlib.Path) -> str:
@@ -209,3 +228,5 @@ def write_evidence(results: pathlib.Path, docs: pathlib.Path) -> None:
     curves, accuracy = curves_data(content, results), accuracy_data(content)
     pictures.save(draw_curves(curves), docs / "evidence_curves.svg", {"sha256": digest(curves)})
     pictures.save(draw_accuracy(accuracy), docs / "evidence_accuracy.svg", accuracy)
+    if long := long_runs.picture_data(long_runs.read_rows(results)):
+        pictures.save(long_runs.draw(long), docs / "evidence_steps.svg", long)

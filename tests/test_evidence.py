@@ -21,6 +21,7 @@ from benchmarks import (
     evidence_tables,
     gsm8k,
     gsm8k_arms,
+    long_runs,
     pictures,
     speedrun,
     tables,
@@ -785,7 +786,7 @@ def test_whether_quantization_explores(rounded, calibrated, expected, monkeypatc
 
 MARKS = "".join(
     f"<!-- {name}: python -m benchmarks.tables -->\n<!-- end of {name} -->\n\n"
-    for name in ("cost", "evidence", "claims")
+    for name in ("cost", "long", "evidence", "claims")
 )
 
 
@@ -827,6 +828,24 @@ def test_the_evidence_is_up_to_date():
         assert pictures.data_in(DOCS / "evidence_curves.svg") == {"sha256": digest}
         accuracy = page.accuracy_data(content)
         assert pictures.data_in(DOCS / "evidence_accuracy.svg") == accuracy
+    long = long_runs.picture_data(long_runs.read_rows(RESULTS))
+    assert pictures.data_in(DOCS / "evidence_steps.svg") == long
+
+
+def test_long_runs_by_hand(tmp_path, capsys):
+    runs = [write_run(tmp_path, seed=seed) for seed in (2, 1)]
+    for _ in range(2):  # A run replaces its row.
+        long_runs.main([*map(str, runs), f"--results={tmp_path}"])
+    rows = long_runs.read_rows(tmp_path)
+    assert [row["seed"] for row in rows] == [1, 2]
+    assert rows[0]["accuracy"] == {"0": 25.0, "4": 50.0}
+    assert rows[0]["minutes"] == {"0": 0.0, "4": 2.0}
+    assert "| 25.0, 25.0 | 50.0, 50.0 | 2, 2 |" in capsys.readouterr().out
+    assert long_runs.picture_data(rows) == {ARM: 2 * [[[0, 0.0, 25.0], [4, 2.0, 50.0]]]}
+    assert long_runs.draw(long_runs.picture_data(rows)).axes[0].get_legend() is not None
+    (runs[0] / "summary.json").unlink()
+    with pytest.raises(SystemExit, match="not finished"):
+        long_runs.main([str(runs[0])])
 
 
 def test_rows_have_the_weights_that_their_arms_name():
