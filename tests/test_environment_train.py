@@ -73,7 +73,6 @@ def run(talker, tmp_path_factory):
     return train(talker.config(CHANGES), workdir=tmp_path_factory.mktemp("runs") / "run")
 
 
-@pytest.mark.e2e
 def test_a_run_trains_on_conversations(run):
     rows = tiny_run.results(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

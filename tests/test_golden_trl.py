@@ -107,7 +107,7 @@ def step_batch(aggregation, tensors):
         ("dapo_kl", 64),
         pytest.param("dapo_two_updates", 512, marks=pytest.mark.e2e),
         pytest.param("lora+norms", 64, marks=pytest.mark.slow),  # norms are in all parameters
-        pytest.param("full", 64, marks=pytest.mark.e2e),
+        ("full", 64),
     ],
 )
 def test_optimizer_step(variant, buffer_tokens):

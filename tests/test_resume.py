@@ -395,7 +395,6 @@ def test_damaged_checkpoint(uninterrupted, interrupted, tiny, capsys):
     assert_same(run, uninterrupted)
 
 
-@pytest.mark.e2e
 @pytest.mark.slow  # four processes; the tests above stop a run at the same places within one
 def test_signals_to_a_process(uninterrupted, tiny, tmp_path):
     run, pause = tmp_path / "run", tmp_path / "pause"

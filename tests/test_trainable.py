@@ -110,7 +110,6 @@ def whole(request, tiny, tmp_path_factory):
     return request.param, train(tiny.config(CHANGES | request.param), workdir=folder)
 
 
-@pytest.mark.e2e
 def test_a_run(whole):
     changes, run = whole
     policy = open_policy(str(run), adapter="model" if changes is FULL else "adapter")
