@@ -12,6 +12,7 @@ from row_batch import row_batch
 from tiny_checkpoints import VOCAB
 from tiny_model import random_lora, random_tokens, tiny_policy
 
+from qerl_jax.environments import roles
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.rl import logprobs as logprobs_lib
 from qerl_jax.rl.packing import pack
@@ -21,6 +22,8 @@ PROMPT_LENGTHS = np.array([3, 1, 9], np.int32)
 LENGTHS = np.array([10, 6, 14], np.int32)
 WIDTH = 8
 MASK = np.arange(WIDTH) < (LENGTHS - PROMPT_LENGTHS)[:, None]
+# Conversations: the policy sampled some tokens, and an environment wrote the others.
+SAMPLED = MASK & (np.arange(WIDTH) % 4 != 1)
 # Chunks have 5 rows of float32 logits, which do not divide 24 rows.
 SMALL_CHUNKS = 5 * 4 * VOCAB
 
@@ -121,8 +124,8 @@ def test_entropies_have_no_gradient():
 
 
 @functools.cache
-def buffer():
-    """The three completions, packed; their targets are in the order of MASK, row after row."""
+def buffer(in_turns=False):
+    """The three completions, packed; their targets are what was sampled, row after row."""
     batch = row_batch(
         [TOKENS[row, :prompt].tolist() for row, prompt in enumerate(PROMPT_LENGTHS)],
         np.stack([np.resize(TOKENS[r, p:], WIDTH) for r, p in enumerate(PROMPT_LENGTHS)]),
@@ -131,6 +134,7 @@ def buffer():
         np.ones(3),
         # The number of each token, which tells its place in the buffer.
         np.arange(3 * WIDTH).reshape(3, WIDTH),
+        roles=np.where(SAMPLED, roles.SAMPLED, roles.ENVIRONMENT) if in_turns else None,
         mask_truncated=False,
         aggregation="token",
         pad_id=0,
@@ -139,24 +143,25 @@ def buffer():
     return found
 
 
-def in_buffer(values):
-    """Values [B, C] in the order of the buffer's targets."""
-    numbers = buffer().rollout_logprobs[buffer().mask > 0].astype(int)
+def in_buffer(values, buffer):
+    """Values [B, C] in the order of a buffer's targets."""
+    numbers = buffer.rollout_logprobs[buffer.mask > 0].astype(int)
     return np.asarray(values).reshape(-1)[numbers]
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, SMALL_CHUNKS])
-def test_packed_logprobs_are_those_of_rows(chunk_bytes, monkeypatch):
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_packed_logprobs_are_those_of_rows(in_turns, chunk_bytes, monkeypatch):
     if chunk_bytes:
         monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", chunk_bytes)
     config, params, _, lora = policy()
+    ours, count = buffer(in_turns), (SAMPLED if in_turns else MASK).sum()
+    assert ours.mask.tolist() == [1.0] * count + [0.0] * (len(ours.mask) - count)
     rows = completion_logprobs(params, lora, 0.7)
-    packed = logprobs_lib.packed_logprobs(
-        params, lora, buffer(), model_config=config, temperature=0.7
-    )
-    for whole, ours in zip(rows, packed, strict=True):
-        np.testing.assert_allclose(ours[: MASK.sum()], in_buffer(whole), atol=1e-5)
-        assert np.isfinite(ours).all()
+    packed = logprobs_lib.packed_logprobs(params, lora, ours, model_config=config, temperature=0.7)
+    for whole, part in zip(rows, packed, strict=True):
+        np.testing.assert_allclose(part[:count], in_buffer(whole, ours), atol=1e-5)
+        assert np.isfinite(part).all()
     if chunk_bytes:  # The last chunks hold no target and are not computed.
         np.testing.assert_array_equal(packed[0][-5:], 0.0)
 

@@ -35,8 +35,8 @@ class PackedBuffer:
     """A buffer of N positions.
 
     The first four attributes describe the positions. The others describe the predicted tokens, in
-    the order of `order`: completion after completion, then entries without a meaning, whose mask
-    is 0.
+    the order of `order`: what the policy sampled, completion after completion, then entries without
+    a meaning, whose mask is 0.
 
     Attributes:
         tokens: int32 [N] token ids.
@@ -46,7 +46,8 @@ class PackedBuffer:
         order: int32 [N] permutation of the positions; entry m predicts at position order[m].
         targets: int32 [N] predicted token ids.
         rows: int32 [N] number of the completion within the buffer, ascending.
-        mask: float32 [N] mask, 1 for a token of a completion that the policy sampled.
+        mask: float32 [N] mask, ones for the sampled tokens in front of zeros: log-probs are
+            computed up to the sum of the mask.
         advantages: float32 [N] advantage of the completion.
         weights: float32 [N] weights of the tokens in the loss, 0 outside the mask.
         rollout_logprobs: float32 [N] log-probabilities that the sampler recorded; NaN for a token
@@ -196,7 +197,7 @@ def _buffer(batch: TrainBatch, parts: Sequence[Part], size: int) -> PackedBuffer
     tokens, positions, ids = (np.zeros(size, np.int32) for _ in range(3))
     ids[:] = PADDING
     predicts = np.zeros(size, bool)
-    spans = []  # of the completions: row, first position
+    sampled = []  # for each completion its row and the columns of the tokens that were sampled
     start = 0
     for group, (prompt, rows) in enumerate(parts):
         stop = start + prompt
@@ -208,12 +209,13 @@ def _buffer(batch: TrainBatch, parts: Sequence[Part], size: int) -> PackedBuffer
             tokens[start:stop] = batch.tokens[row, prompt : prompt + stop - start]
             positions[start:stop] = prompt + np.arange(stop - start)
             ids[start:stop] = group << PART_BITS | number
-            predicts[start:stop] = True
-            spans.append((row, start, stop))
+            is_sampled = batch.sampled[row, : stop - start] > 0
+            predicts[start:stop] = is_sampled
+            sampled.append((row, np.flatnonzero(is_sampled)))
         start = stop
-    columns = np.concatenate([np.arange(stop - start) for _, start, stop in spans])
-    counts = [stop - start for _, start, stop in spans]
-    rows = np.repeat([row for row, *_ in spans], counts)
+    columns = np.concatenate([columns for _, columns in sampled])
+    counts = [len(columns) for _, columns in sampled]
+    rows = np.repeat([row for row, _ in sampled], counts)
 
     def predicted(values, fill=0.0):
         """Writes one value for each predicted token, [M], in front of the fill value."""
@@ -227,7 +229,7 @@ def _buffer(batch: TrainBatch, parts: Sequence[Part], size: int) -> PackedBuffer
         segments=segments(ids),
         order=np.argsort(~predicts, kind="stable").astype(np.int32),
         targets=predicted(batch.tokens[rows, batch.prompt_lengths[rows] + columns]),
-        rows=predicted(np.repeat(np.arange(len(spans), dtype=np.int32), counts), len(spans)),
+        rows=predicted(np.repeat(np.arange(len(sampled), dtype=np.int32), counts), len(sampled)),
         mask=predicted(batch.sampled[rows, columns]),
         advantages=predicted(batch.advantages[rows]),
         weights=predicted(batch.weights[rows, columns]),
