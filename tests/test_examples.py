@@ -45,7 +45,6 @@ def test_the_judge_answers_a_reward_by_url():
     assert scores.total.tolist() == [1.0, 0.5, 0.0]
 
 
-@pytest.mark.e2e
 @pytest.mark.slow  # each is a run of a tiny model
 @pytest.mark.parametrize("name", ["own_reward", "judge_by_url"])
 def test_an_example_trains(name, tiny, tmp_path, monkeypatch):
