@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from tiny_checkpoints import model_config
 from tiny_model import random_tokens
+from tiny_rollout import conversation_logprobs
 
 from benchmarks.environments import Timer
 from benchmarks.rollout.random_policy import random_lora, random_params
 from benchmarks.rollout.subject import NO_TEXT
 from qerl_jax.environments.roles import SAMPLED
 from qerl_jax.policy.policy import Policy
-from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.weights.compact import compact_layers
@@ -50,18 +50,7 @@ def test_logprobs_of_every_turn_agree_with_the_trainer(rows, format):
     prompts = [random_tokens(70 + n % 30, seed=n).tolist() for n in range(rows)]
     dialog = Timer(0.0, TURNS, random_tokens(REPLY, seed=9).tolist())
     rollout = sampler.rollout(jax.random.key(2), policy, prompts, dialog=dialog)
-    starts = np.array([len(prompt) for prompt in prompts], np.int32)
-    width = rollout.tokens.shape[1]
-    tokens = np.zeros((rows, starts.max() + width), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-        tokens[row, len(prompt) : len(prompt) + width] = rollout.tokens[row]
-    logprobs, _ = completion_logprobs(
-        *(policy.params, policy.lora, tokens, starts, starts + rollout.lengths),
-        width=width,
-        model_config=CONFIG,
-        temperature=1.0,
-    )
+    logprobs, _ = conversation_logprobs(CONFIG, policy, prompts, rollout)
     sampled = rollout.roles == SAMPLED
     assert (sampled.sum(axis=1) == TURNS * TOKENS).all()
     difference = np.abs(rollout.logprobs - np.asarray(logprobs))[sampled]

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import tiny_rollout
 from tiny_model import random_lora, random_tokens, tiny_policy
-from tiny_rollout import KEY, PROMPTS
+from tiny_rollout import KEY, PROMPTS, conversation_logprobs
 
 from qerl_jax.environments.roles import CONTEXT, DONE, ENVIRONMENT, OPEN, SAMPLED, TOKENS, Reply
 from qerl_jax.policy.policy import Policy
-from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout import turns
 from qerl_jax.rollout.config import TurnConfig
 
@@ -116,20 +115,8 @@ def test_tokens_are_those_that_were_sampled_and_replied(instant):
 def test_logprobs_are_those_of_the_whole_conversations(model, instant):
     _, last = instant
     rollout = last.rollout
-    config, (params, lora) = policy(model)
     prompts = [prompt for prompt in PROMPTS for _ in range(GROUP)]
-    starts = np.array([len(prompt) for prompt in prompts], np.int32)
-    width = rollout.tokens.shape[1]
-    tokens = np.zeros((len(prompts), starts.max() + width), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-        tokens[row, len(prompt) : len(prompt) + width] = rollout.tokens[row]
-    logprobs, entropies = completion_logprobs(
-        *(params, lora, tokens, starts, starts + rollout.lengths),
-        width=width,
-        model_config=config,
-        temperature=1.0,
-    )
+    logprobs, entropies = conversation_logprobs(*policy(model), prompts, rollout)
     sampled = rollout.roles == SAMPLED
     np.testing.assert_allclose(rollout.logprobs[sampled], logprobs[sampled], atol=2e-5)
     np.testing.assert_allclose(rollout.entropies[sampled], entropies[sampled], atol=2e-5)

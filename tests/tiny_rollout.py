@@ -6,10 +6,12 @@ import functools
 from collections.abc import Generator, Sequence
 
 import jax
+import numpy as np
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.compile.run_cache import set_cache_folder
 from qerl_jax.policy.policy import Policy
+from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.progress import RolloutProgress
 from qerl_jax.rollout.sampler import Sampler
@@ -126,3 +128,19 @@ def compiled(
         return made.compiled(
             KEY, tiny_policy, num_prompts=prompts, on_progress=on_progress
         ).executables
+
+
+def conversation_logprobs(config, policy, prompts, rollout):
+    """The trainer's log-probs and entropies [B, C] of whole rows, each with its prompt."""
+    starts = np.array([len(prompt) for prompt in prompts], np.int32)
+    width = rollout.tokens.shape[1]
+    tokens = np.zeros((len(prompts), starts.max() + width), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+        tokens[row, len(prompt) : len(prompt) + width] = rollout.tokens[row]
+    return completion_logprobs(
+        *(policy.params, policy.lora, tokens, starts, starts + rollout.lengths),
+        width=width,
+        model_config=config,
+        temperature=1.0,
+    )
