@@ -73,28 +73,22 @@ class Calculator:
         return f"{value:.10g}"
 
 
-class TextCalculator:
+class TextCalculator(Calculator):
     """An environment of texts: a turn without an expression is the answer."""
-
-    def reset(self, **columns):
-        """Begins an episode."""
-        self.calculator = Calculator()
-        self.calculator.reset()
 
     def step(self, text):
         """Returns the values of the expressions in a turn, no reward, and whether it is the end."""
         expressions = re.findall(r"<calculate>(.*?)</calculate>", text, re.DOTALL)
         try:
-            values = [self.calculator.calculate(expression) for expression in expressions]
+            values = [self.calculate(expression) for expression in expressions]
         except (ArithmeticError, SyntaxError, ValueError) as error:
             return f"error: {error}", 0.0, False
-        self.has_calculated = bool(self.calculator.results)
         return "\n".join(values), 0.0, not expressions
 
 
 def calls(environments, **columns):
     """The share of rows with an expression that has a value; to be watched, with a weight of 0."""
-    return [float(getattr(environment, "has_calculated", False)) for environment in environments]
+    return [float(bool(getattr(environment, "results", ()))) for environment in environments]
 
 
 def _value(node):
