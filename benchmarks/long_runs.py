@@ -23,11 +23,11 @@ import numpy as np
 
 from benchmarks.result_tables import markdown
 from benchmarks.run_summary import describe_run
+from benchmarks.step import merge
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.system import json_file
-from qerl_jax.system.atomic import write_json
 from qerl_jax.system.paths import user_path
 
 if TYPE_CHECKING:
@@ -66,14 +66,6 @@ def read_rows(results: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of long_runs.json in a folder of results; none where there is no file yet."""
     path = results / OUT.name
     return json_file.read_object(path)["rows"] if path.exists() else []
-
-
-def merge(results: pathlib.Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Writes rows in place of those of the same arm and seed; returns all of them."""
-    by_run = {(row["arm"], row["seed"]): row for row in [*read_rows(results), *rows]}
-    merged = [by_run[key] for key in sorted(by_run)]
-    write_json(results / OUT.name, {"rows": merged}, indent=1)
-    return merged
 
 
 def by_arm(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -147,7 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = [row_of(run) for run in arguments.runs]
     except UserError as error:
         sys.exit(f"error: {error}")
-    print(table(merge(arguments.results, rows)))
+    for row in rows:
+        merge(arguments.results / OUT.name, row, ("arm", "seed"))
+    print(table(read_rows(arguments.results)))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def first_run_text() -> str:
 
 def _first_run_minutes() -> str:
     """What the default run takes from its command to its end, by processor."""
-    runs = [json.loads(path.read_text()) for path in sorted(_RESULTS.glob("first_run_*.json"))]
+    runs = [_read(path.name) for path in sorted(_RESULTS.glob("first_run_*.json"))]
     cores = max(run["device"]["cores"] for run in runs)
     texts = []
     for run in runs:
@@ -193,7 +193,7 @@ def speed_text() -> str:
     return "\n\n".join(
         (
             "![A step here and of other libraries](docs/peers.svg)",
-            textwrap.fill(sentence, 110, break_on_hyphens=False),
+            _filled(sentence),
             short_steps_table(rows, _read("step.json")["rows"]),
         )
     )
@@ -263,11 +263,7 @@ def _cold_seconds(result: dict) -> str:
 def cost_text() -> str:
     """What the README states first: what four bits cost."""
     text = cost_sentence(runs_by_arm(_read("gsm8k.json")))
-    return textwrap.fill(
-        f"{text} The 16-bit weights come from a file in Q4_K_M: `docs/evidence.md`.",
-        110,
-        break_on_hyphens=False,
-    )
+    return _filled(f"{text} The 16-bit weights come from a file in Q4_K_M: `docs/evidence.md`.")
 
 
 def noise_text() -> str:
@@ -566,9 +562,7 @@ def with_generated_parts(page: str, text: str) -> str:
             "guessing game": game_text,
             "waiting": waiting_text,
         },
-        "docs/examples.md": {
-            "gsm8k": lambda: textwrap.fill(speedrun_sentence(_read("speedrun.json")), 110)
-        },
+        "docs/examples.md": {"gsm8k": lambda: _filled(speedrun_sentence(_read("speedrun.json")))},
         "CONTRIBUTING.md": {"folders": lambda: source_tree(_ROOT)},
     }
     for name, part in parts[page].items():
