@@ -447,7 +447,15 @@ def test_levels(tmp_path, form):
         load_problems("", path=path, levels=(2,))
 
 
-@pytest.mark.parametrize("row", [{}, {"level": "hard"}, {"level": None}])
+@pytest.mark.parametrize("level", [None, "Level ?"])
+def test_a_problem_of_unknown_level_is_left_out(tmp_path, capsys, level):
+    rows = [{"problem": "q", "answer": "1", "level": value} for value in (3, level)]
+    path = write(tmp_path / "math.jsonl", rows)
+    assert len(load_problems("", path=path, levels=(3,))) == 1
+    assert f"left out 1 problem with no known level; the first: {path}:2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row", [{}, {"level": "hard"}])
 def test_rows_without_a_level(tmp_path, row):
     path = write(tmp_path / "math.jsonl", [{"question": "q", "answer": "1"} | row])
     with pytest.raises(UserError, match=r"math.jsonl:1: data.levels=\[3\], but the level of this"):

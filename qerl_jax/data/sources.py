@@ -118,7 +118,11 @@ class Selection:
     def _check_level(self, row: Mapping[str, Any], where: str) -> None:
         if not self.levels:
             return
-        level = column(row, self.fields.get("level") or "level")
+        name = self.fields.get("level") or "level"
+        level = column(row, name)
+        # Two training problems of MATH have no level: 'Level ?', or null where it became a number.
+        if level in ("?", "Level ?") or (level is None and name in row):
+            raise _LeftOutError("no known level")
         match = re.fullmatch(r"(?:Level )?([0-9]+)", str(level))
         if match is None:
             raise UserError(
