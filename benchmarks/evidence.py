@@ -58,6 +58,7 @@ def page_parts(content: dict[str, Any], results: pathlib.Path) -> dict[str, str]
     return {
         "cost": cost_text(runs, results),
         "long": _long_text(results),
+        "math": _math_text(results),
         "evidence": _results_text(content, results),
         "claims": "\n\n".join(claims),
     }
@@ -77,6 +78,27 @@ def _long_text(results: pathlib.Path) -> str:
             "than those of a run alone):",
             long_runs.table(rows),
             "![Accuracy of long runs](evidence_steps.svg)",
+        ]
+    )
+
+
+def _math_text(results: pathlib.Path) -> str:
+    """What is said of the runs on competition mathematics."""
+    rows = long_runs.read_rows(results, long_runs.MATH)
+    if not rows:
+        return "No run yet."
+    cards = ", ".join(sorted({row["device"]["kind"] for row in rows}))
+    commits = ", ".join(sorted({row["git"]["commit"][:8] for row in rows}))
+    return "\n\n".join(
+        [
+            f"Greedy accuracy on the {rows[0]['problems']} problems of MATH-500 in percent, a "
+            f"number for each seed ({cards}; commit {commits}; two runs shared a card):",
+            long_runs.table(rows),
+            "Training, means over the seeds; the length penalty is 0 for a completion that ends "
+            f"before the buffer, and -1 at the limit. A step trains on "
+            f"{rows[0]['config']['rollout']['prompts_per_step']} groups:",
+            long_runs.metrics_table(rows),
+            "![Training on competition mathematics](evidence_math.svg)",
         ]
     )
 
@@ -230,3 +252,6 @@ def write_evidence(results: pathlib.Path, docs: pathlib.Path) -> None:
     pictures.save(draw_accuracy(accuracy), docs / "evidence_accuracy.svg", accuracy)
     if long := long_runs.picture_data(long_runs.read_rows(results)):
         pictures.save(long_runs.draw(long), docs / "evidence_steps.svg", long)
+    if rows := long_runs.read_rows(results, long_runs.MATH):
+        metrics = long_runs.metrics_data(rows)
+        pictures.save(long_runs.draw_metrics(metrics), docs / "evidence_math.svg", metrics)

@@ -9,8 +9,10 @@
     uv run python -m benchmarks.long_runs runs/long/*
 
 The result is benchmarks/results/long_runs.json, one row for each run; a run replaces the row of the
-same arm and seed. Sixty steps, as in gsm8k.json, cannot tell an arm that learns more from one that
-only learns faster. Minutes are those of the steps, without evaluations.
+same arm, seed and learning rate. Sixty steps, as in gsm8k.json, cannot tell an arm that learns more
+from one that only learns faster. Minutes are those of the steps, without evaluations.
+
+`--name=dapo_math` collects the arms of experiments/configs/evidence_math.py in dapo_math.json.
 """
 
 import argparse
@@ -33,11 +35,24 @@ from qerl_jax.system.paths import user_path
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OUT = pathlib.Path("benchmarks/results/long_runs.json")
+RESULTS = pathlib.Path("benchmarks/results")
+GSM8K, MATH = "long_runs", "dapo_math"
+_WINDOW = 10  # steps over which the metrics of a run are averaged
+# Metric -> its name in the table and in the picture of the metrics.
+_METRICS = {
+    "reward": "reward",
+    "accuracy": "accuracy",
+    "length": "tokens of a completion",
+    "finished": "finished completions",
+    "reward/overlong": "length penalty",
+    "sampled_groups": "groups sampled",
+    "advantage_zero_groups": "groups of equal reward",
+    "entropy": "entropy, nats",
+}
 
 
 def row_of(run: pathlib.Path) -> dict[str, Any]:
-    """The row of a run: accuracy in percent and minutes, both by step.
+    """The row of a run: accuracy in percent and minutes by step, and means of metrics of 10 steps.
 
     Raises:
         UserError: the run is not finished, or was not evaluated.
@@ -58,21 +73,29 @@ def row_of(run: pathlib.Path) -> dict[str, Any]:
         "learning_rate": config["optimizer"]["learning_rate"],
         "accuracy": {str(step): 100 * value for step, value in evaluations.items()},
         "minutes": {str(step): float(seconds[step]) / 60 for step in evaluations},
+        "means": {
+            name: [
+                float(np.mean([step[name] for step in steps[start : start + _WINDOW]]))
+                for start in range(0, len(steps), _WINDOW)
+            ]
+            for name in _METRICS
+            if name in steps[0]
+        },
         **about,
     }
 
 
-def read_rows(results: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of long_runs.json in a folder of results; none where there is no file yet."""
-    path = results / OUT.name
+def read_rows(results: pathlib.Path, name: str = GSM8K) -> list[dict[str, Any]]:
+    """The rows of NAME.json in a folder of results; none where there is no file yet."""
+    path = results / f"{name}.json"
     return json_file.read_object(path)["rows"] if path.exists() else []
 
 
 def by_arm(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows by arm, in their order."""
+    """Rows by arm and learning rate, as in 'nvfp4-lora, 5e-05', in their order."""
     arms: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        arms.setdefault(row["arm"], []).append(row)
+        arms.setdefault(f"{row['arm']}, {row['learning_rate']:.0e}", []).append(row)
     return arms
 
 
@@ -81,15 +104,28 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     steps = sorted({step for row in rows for step in row["accuracy"]}, key=int)
     lines = [
         [
-            f"`{arm}`",
+            f"`{runs[0]['arm']}`",
             f"{runs[0]['learning_rate']:.0e}",
             *(", ".join(f"{run['accuracy'][step]:.1f}" for run in runs) for step in steps),
             ", ".join(f"{run['minutes'][steps[-1]]:.0f}" for run in runs),
         ]
-        for arm, runs in by_arm(rows).items()
+        for runs in by_arm(rows).values()
     ]
     names = ("before" if step == "0" else f"step {step}" for step in steps)
     return markdown(("arm", "learning rate", *names, "minutes"), lines)
+
+
+def metrics_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Metrics of the first and of the last ten steps, means over the seeds of each arm."""
+    arms = by_arm(rows)
+
+    def change(name: str, runs: Sequence[dict[str, Any]]) -> str:
+        first, last = (np.mean([run["means"][name][end] for run in runs]) for end in (0, -1))
+        return f"{first:.3g} -> {last:.3g}"
+
+    lines = [[label, *(change(name, runs) for runs in arms.values())]
+             for name, label in _METRICS.items()]  # fmt: skip
+    return markdown(("first ten steps -> last ten", *(f"`{arm}`" for arm in arms)), lines)
 
 
 def picture_data(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -124,6 +160,37 @@ def draw(data: dict[str, Any]) -> "Figure":
     return figure
 
 
+def metrics_data(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """For each metric and arm, of each seed the means of 10 steps."""
+    return {
+        name: {
+            arm: [[float(f"{value:.4g}") for value in run["means"][name]] for run in runs]
+            for arm, runs in by_arm(rows).items()
+        }
+        for name in _METRICS
+    }
+
+
+def draw_metrics(data: dict[str, Any]) -> "Figure":
+    """A panel for each metric; a line for each seed of an arm."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    all_axes = figure.subplots(2, 4).reshape(-1)
+    for axes, (name, arms) in zip(all_axes, data.items(), strict=True):
+        for number, (arm, seeds) in enumerate(arms.items()):
+            for seed in seeds:
+                ends = _WINDOW * np.arange(1, len(seed) + 1)
+                label = arm if seed is seeds[0] else None
+                axes.plot(ends, seed, color=f"C{number}", label=label)
+        axes.set(xlabel="step", title=_METRICS[name])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e6e6e6")
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the runs and writes their rows."""
     parser = argparse.ArgumentParser(
@@ -132,16 +199,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=user_path, help="run folders")
-    folder = "folder of long_runs.json (default: benchmarks/results)"
-    parser.add_argument("--results", type=user_path, default=OUT.parent, help=folder)
+    name = f"file of the rows, NAME.json (default: {GSM8K})"
+    parser.add_argument("--name", choices=(GSM8K, MATH), default=GSM8K, help=name)
+    folder = f"its folder (default: {RESULTS})"
+    parser.add_argument("--results", type=user_path, default=RESULTS, help=folder)
     arguments = parser.parse_args(argv)
     try:
         rows = [row_of(run) for run in arguments.runs]
     except UserError as error:
         sys.exit(f"error: {error}")
     for row in rows:
-        merge(arguments.results / OUT.name, row, ("arm", "seed"))
-    print(table(read_rows(arguments.results)))
+        merge(arguments.results / f"{arguments.name}.json", row, ("arm", "seed", "learning_rate"))
+    print(table(read_rows(arguments.results, arguments.name)))
 
 
 if __name__ == "__main__":

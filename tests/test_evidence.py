@@ -28,7 +28,7 @@ from benchmarks import (
 )
 from benchmarks import evidence as page
 from benchmarks.gsm8k import RESULTS
-from experiments.configs import evidence
+from experiments.configs import evidence, evidence_math
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
 from qerl_jax.quantization import cache as calibrated
@@ -786,7 +786,7 @@ def test_whether_quantization_explores(rounded, calibrated, expected, monkeypatc
 
 MARKS = "".join(
     f"<!-- {name}: python -m benchmarks.tables -->\n<!-- end of {name} -->\n\n"
-    for name in ("cost", "long", "evidence", "claims")
+    for name in ("cost", "long", "math", "evidence", "claims")
 )
 
 
@@ -841,11 +841,39 @@ def test_long_runs_by_hand(tmp_path, capsys):
     assert rows[0]["accuracy"] == {"0": 25.0, "4": 50.0}
     assert rows[0]["minutes"] == {"0": 0.0, "4": 2.0}
     assert "| 25.0, 25.0 | 50.0, 50.0 | 2, 2 |" in capsys.readouterr().out
-    assert long_runs.picture_data(rows) == {ARM: 2 * [[[0, 0.0, 25.0], [4, 2.0, 50.0]]]}
+    arm = f"{ARM}, 5e-05"
+    assert long_runs.picture_data(rows) == {arm: 2 * [[[0, 0.0, 25.0], [4, 2.0, 50.0]]]}
     assert long_runs.draw(long_runs.picture_data(rows)).axes[0].get_legend() is not None
+    assert rows[0]["means"]["reward"] == [pytest.approx(0.25)]
+    assert rows[0]["means"]["advantage_zero_groups"] == [0.25]
     (runs[0] / "summary.json").unlink()
     with pytest.raises(SystemExit, match="not finished"):
         long_runs.main([str(runs[0])])
+
+
+def test_metrics_of_long_runs_by_hand():
+    means = {name: [0.0] for name in long_runs._METRICS}
+    rows = [
+        {"arm": "a", "learning_rate": 1e-4, "means": means | {"reward": values}}
+        for values in ([0.25, 0.5, 1.0], [0.75, 0.5, 2.0])
+    ]
+    assert "| reward | 0.5 -> 1.5 |" in long_runs.metrics_table(rows)
+    data = long_runs.metrics_data(rows)
+    assert data["reward"] == {"a, 1e-04": [[0.25, 0.5, 1.0], [0.75, 0.5, 2.0]]}
+    assert [list(line.get_xdata()) for line in long_runs.draw_metrics(data).axes[0].lines] == [
+        [10, 20, 30]
+    ] * 2
+
+
+def test_arms_on_mathematics_differ_in_their_weights_alone():
+    arms = {arm: evidence_math.get_config(arm) for arm in evidence_math.ARMS}
+    fields = {arm: flatten(config_dict(config)) for arm, config in arms.items()}
+    one, other = fields.values()
+    assert {name for name in one if one[name] != other[name]} == {"model.format", "preset"}
+    for config in arms.values():
+        validate(config)
+    with pytest.raises(UserError, match="choose from bf16-lora, nvfp4-lora"):
+        evidence_math.get_config("bf16")
 
 
 def test_rows_have_the_weights_that_their_arms_name():
