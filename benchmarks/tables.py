@@ -289,7 +289,7 @@ def calculator_text() -> str:
     problems, origin = part["run"]["config"]["eval"]["problems"], provenance(part["run"])
     text = (
         f"Right answers, greedy, of {problems} held-out problems ({origin}; two runs shared a "
-        f"card). The share of rows that calculate grew from {first:.0f} to {last:.0f} %:"
+        f"card). The share of rows that calculate went from {first:.0f} to {last:.0f} %:"
     )
     return f"{_filled(text)}\n\n{environment_table(result, 'calculator', 'right')}"
 

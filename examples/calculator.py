@@ -87,7 +87,7 @@ class TextCalculator(Calculator):
 
 
 def calls(environments, **columns):
-    """The share of rows with an expression that has a value; to be watched, with a weight of 0."""
+    """1 for a row with an expression that has a value, 0 for others."""
     return [float(bool(getattr(environment, "results", ()))) for environment in environments]
 
 
@@ -137,7 +137,8 @@ def main():
     config.data.examples = EXAMPLE
     config.environment.function = "calculator:TextCalculator"
     config.environment.max_turns = 8
-    return qj.train(config, rewards={"correctness": tagged_answer, "calls": (calls, 0.0)})
+    # Rewarded for right answers alone, this policy soon does the sums itself (docs/environments.md).
+    return qj.train(config, rewards={"correctness": tagged_answer, "calls": (calls, 0.5)})
 
 
 if __name__ == "__main__":
