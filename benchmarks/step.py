@@ -37,7 +37,8 @@ first; a step after the first that compiles anything ends the command. The colum
     samples_per_s         completions of a step by step_s; a row on several devices also has
         samples_per_s_of_one, that of one device at the same commit, if --out holds it
     trained_tokens_per_s  positions that hold a token, times updates, by update_s
-    logprob_diff_mean     mean difference between the log-probs of rollout and trainer, nats a token
+    logprob_diff_mean     mean difference of the log-probs of rollout and trainer, nats a token, in
+        the steps without noise, as the first one: the trainer computes without it
     peak_gb, plan_gb      largest memory of process 0 on a device, which includes what was
         measured before, and what the plan of the update says
     pool_gb               memory of a device that JAX has, to which the plan fits a step
@@ -250,6 +251,18 @@ def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[st
     return rows
 
 
+def difference_without_noise(rows: Sequence[dict[str, Any]]) -> float:
+    """Returns the median of `logprob_diff_mean` over the steps without noise.
+
+    The trainer computes log-probabilities without the noise of the rollout, so that of noisy steps
+    tells nothing about rounding.
+
+    Args:
+        rows: metrics of the steps of a run. Its first stage has no noise.
+    """
+    return statistics.median(row["logprob_diff_mean"] for row in rows if not row["sigma"])
+
+
 def measure(
     arguments: argparse.Namespace,
     model: str,
@@ -317,7 +330,7 @@ def measure(
         "samples_per_s": batch / seconds,
         "update_tokens_per_s": batch * (arguments.prompt + median("length")) * updates / update,
         "trained_tokens_per_s": median("packed_tokens") * updates / update,
-        "logprob_diff_mean": median("logprob_diff_mean"),
+        "logprob_diff_mean": difference_without_noise(rows),
         "update_buffers": median("update_buffers"),
         "buffer_tokens": setup.memory.buffer_tokens,
         "recompute": ",".join(setup.update.recompute) or "none",

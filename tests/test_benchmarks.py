@@ -28,7 +28,7 @@ from benchmarks import (
     tables,
 )
 from benchmarks.result_tables import STEPS
-from benchmarks.step import KEYS, make_parser, merge, timed_steps
+from benchmarks.step import KEYS, difference_without_noise, make_parser, merge, timed_steps
 from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.errors import UserError
 from qerl_jax.rewards.calls import call_of
@@ -388,6 +388,16 @@ def test_a_step_that_compiles_is_no_measurement():
     with pytest.raises(UserError, match=r"step 2 compiled \d+ programs in .* no measurement"):
         timed_steps(step, 2)
     assert len(timed_steps(dict, 3)) == 3
+
+
+def test_noise_is_no_difference_between_rollout_and_trainer():
+    sigmas, differences = (0.0, 0.0, 0.01, 0.007), (0.03, 0.04, 0.15, 0.11)
+    rows = [
+        {"sigma": sigma, "logprob_diff_mean": difference}
+        for sigma, difference in zip(sigmas, differences, strict=True)
+    ]
+    assert difference_without_noise(rows[:1]) == 0.03
+    assert difference_without_noise(rows) == pytest.approx(0.035)
 
 
 def test_the_meshes_of_steps(capsys):

@@ -170,6 +170,34 @@ def test_the_trainer_computes_the_log_probabilities_of_the_rollout():
         np.testing.assert_allclose(rollout.logprobs[row, :length], want, atol=2e-4)
 
 
+def test_a_step_rounds_where_rows_do():
+    """In bfloat16 a layer's outputs are equal bits, but where sums in another order round apart.
+
+    Without an explicit rounding of what the rule returns, XLA rounds it in rows alone, and half of
+    the outputs differ: in a layer with the heads of Qwen3.5-0.8B, not in a tiny one.
+    """
+    heads = RecurrentConfig(key_heads=16, value_heads=16, key_dim=128, value_dim=128, window=4)
+    config, params = tiny_policy("qwen3_5", num_layers=1, recurrent_layers=(0,), recurrent=heads)
+    layer = {
+        name: array.astype(jnp.bfloat16) if name == "conv" or name.endswith("proj") else array
+        for name, array in params["layers"][0].items()
+    }
+    batch, length = 2, 66
+    x = jax.random.normal(jax.random.key(0), (batch, length, config.embed_dim), jnp.bfloat16)
+    lengths = jnp.full(batch, length)
+    rows, *_ = transformer._layer(layer, {}, x, lengths, None, config=config)
+    state = jnp.zeros((batch, heads.value_heads, heads.key_dim, heads.value_dim))
+    window = jnp.zeros((batch, heads.channels, heads.window - 1))
+    steps = []
+    for token in range(length):
+        out, state, window = transformer._decode_layer(
+            layer, {}, state, window, x[:, token : token + 1], lengths, None, config=config
+        )
+        steps.append(out)
+    different = np.mean(np.asarray(jnp.concatenate(steps, axis=1) != rows))
+    assert different < 0.05
+
+
 def test_a_row_takes_its_state_whatever_its_length():
     config = policy()[0]
     state = 4 * (4 * 8 * 12 + 3 * (2 * 2 * 8 + 4 * 12))  # of one layer, in float32

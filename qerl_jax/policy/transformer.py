@@ -568,7 +568,7 @@ def _recur(layer, adapters, x, visible, config, project=_project, before=(None, 
         convolved = recurrent.convolve(mixed, layer["conv"], layout, window)
         inputs = recurrent.split_heads(convolved, shapes)
         out, state = recurrent.delta_rule(*inputs, gates, layout, state)
-        out = checkpoint_name(out.astype(x.dtype), "attention")
+        out = checkpoint_name(_rounded(out, x.dtype), "attention")
         lengths = jnp.full(1, x.shape[1]) if layout is not None else visible
         window = recurrent.last_window(mixed, lengths, shapes.window, window).astype(jnp.float32)
     return _gated_norm(out, z, layer["gated_norm"], config.norm_eps), state, window
@@ -587,8 +587,18 @@ def _recur_step(layer, adapters, x, state, window, lengths, config):
         gates = jax.tree.map(lambda gate: jnp.where(live, gate[:, 0], 0.0), gates)
         inputs = recurrent.split_heads(mixed, config.recurrent)
         out, state = recurrent.delta_step(*inputs, gates, state)
-    out = out.astype(x.dtype)[:, None]
+    out = _rounded(out, x.dtype)[:, None]
     return _gated_norm(out, z, layer["gated_norm"], config.norm_eps), state, window
+
+
+def _rounded(x, dtype):
+    """Returns x in a narrower dtype, rounded in every program.
+
+    XLA leaves out a conversion to bfloat16 whose result becomes float32 again, in the program of a
+    decode step and not in that of rows: rollout and trainer then differ by this rounding.
+    """
+    kind = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, kind.nexp, kind.nmant).astype(dtype)
 
 
 def _gated_norm(x, gate, scale, eps):
