@@ -102,8 +102,10 @@ def pytest_configure(config):
     """
     if compiles_quickly(config):
         os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
-        # The lines of Python that an operation comes from are a tenth of its lowering.
+        # The lines of Python that an operation comes from are a tenth of its lowering, here and in
+        # processes that tests start.
         jax.config.update("jax_traceback_in_locations_limit", 0)
+        os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 
 def pytest_ignore_collect(collection_path, config):
