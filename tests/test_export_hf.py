@@ -182,6 +182,7 @@ def test_an_export_has_the_sampling_of_its_scores(form, tiny, tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # 6 s; `test_scores` and `test_the_card` have its parts
 @pytest.mark.parametrize("form", ["merged", "peft", "with_base"])
 def test_the_command_on_the_card_repeats_the_score(form, tiny, tmp_path):
     run = tmp_path / "lr=1e-5,seed=0"

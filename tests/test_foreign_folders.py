@@ -13,7 +13,6 @@ import contextlib
 import copy
 import functools
 import hashlib
-import inspect
 import itertools
 import json
 import os
@@ -31,6 +30,7 @@ import threading
 import traceback
 
 import pytest
+from odd_places import places_of, put
 
 from qerl_jax.commands import quantize
 from qerl_jax.commands import show as show_command
@@ -45,7 +45,7 @@ from qerl_jax.system.staging import scratch_of
 from qerl_jax.training import loop
 from qerl_jax.weights import model_source
 
-CASES = 40  # of the default run; the slow test has more
+CASES = 20  # of the default run; the slow test has more
 SECONDS = 60  # far more than a case takes; a reader of a pipe would wait forever
 SECRET = "secret-of-the-user-17"
 TOKEN = "QERL_TEST_WATCHED_TOKEN"
@@ -157,10 +157,13 @@ def listing(folder):
 def places_of_a_run(run):
     """The places in which a run, or a command on it, writes or reads; those of libraries last."""
     places = RunFolder(pathlib.Path())
-    named = [getattr(places, n) for n, v in inspect.getmembers(RunFolder) if type(v) is property]
-    named += [make(best=best) for make in (places.adapter, places.model) for best in (False, True)]
     staged = [*places.replaced_as_a_whole(), places.exports / "peft", places.exports / "merged"]
-    found = {*named, *staged, *map(scratch_of, staged), *map(pathlib.Path, OTHER_PLACES)}
+    found = {
+        *places_of(places),
+        *staged,
+        *map(scratch_of, staged),
+        *map(pathlib.Path, OTHER_PLACES),
+    }
     found |= {scratch_of(path) / "old" for path in staged[-2:]}
     inside = {path for path in listing(run) if path.parts[0] in ("checkpoints", "tensorboard")}
     found |= {*listing(run)} - inside
@@ -180,31 +183,13 @@ KINDS = ("pipe", "socket", "folder", "file", "dangling", "link", "keys", "secret
 LINKS = ("link", "keys", "secret.jsonl", "empty", "dangling")
 
 
-def put(path, kind, watched, marker):
-    """Puts something odd at a place, where there may be a file or a folder already."""
+def replace(path, kind, watched, marker):
+    """Puts something odd at a place, unless there is a link or a file on the way to it."""
     if any(parent.is_symlink() or parent.is_file() for parent in path.parents):
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-    match kind:
-        case "pipe":
-            os.mkfifo(path)
-        case "socket":
-            with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
-                made.bind(path.name[:80])
-        case "folder":
-            (path / "inside").mkdir(parents=True)
-        case "file":
-            path.write_text("{}")
-        case "pickle":
-            path.write_bytes(pickle.dumps(Touch(marker)))
-        case "dangling":
-            path.symlink_to(os.path.relpath(watched / "new", path.parent))
-        case name:
-            target = watched if name == "link" else watched / name
-            path.symlink_to(os.path.relpath(target, path.parent))
+    put(path, "file" if kind == "pickle" else kind, watched)
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(Touch(marker)))
 
 
 def dumps(value):
@@ -385,7 +370,7 @@ def make_case(number, templates, place, server):
         if rng.random() < 0.4:
             odd = rng.choice(LINKS if rng.random() < 0.6 else KINDS)
             path = rng.choice(places if rng.random() < 0.8 else more)
-            put(folder / path, odd, watched, marker)
+            replace(folder / path, odd, watched, marker)
             made.append(f"{path}: {odd}")
         else:
             main = [p for p in places if p.parent == pathlib.Path() and is_json(p)]
@@ -522,7 +507,7 @@ def with_odd_place(templates, place, command, path, odd):
         shutil.rmtree(folder / "exports" / "peft")
     if command == "resume":
         (folder / "summary.json").unlink()
-    put(folder / path, odd, place / "watched", place / "ran")
+    replace(folder / path, odd, place / "watched", place / "ran")
     return command, "run", folder, random.Random(0), f"{command} with {path}: {odd}"
 
 
@@ -587,8 +572,12 @@ def with_field(templates, place, command, name, value):
     return command, "run", folder, random.Random(0), f"{command} with {name}={value!r}"
 
 
-def test_each_field_of_a_run_may_hold_anything(templates, place, server, tiny, capfd):
-    """Each field that is read gets a value of another type, and each text one that a run lacks."""
+@pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_field_of_a_run_may_hold_anything(share, templates, place, server, tiny, capfd):
+    """Each field that is read gets a value of another type, and each text one that a run lacks.
+
+    All cases run each night, one of `share` by default.
+    """
     saved = json.loads((templates / "run" / "config.json").read_text())
     sections = {f"config.{name}": saved["config"][name] for name in READ}
     found = flatten(sections) | flatten({n: v for n, v in saved.items() if n in TOP}) | sections
@@ -605,7 +594,7 @@ def test_each_field_of_a_run_may_hold_anything(templates, place, server, tiny, c
     hostile_text = f"{place}/\x1b]0;owned\x07\u202e.jsonl"
     for name in ("model.source", "model.format", "model.dtype", "data.path", "data.eval_path"):
         made.append(("evaluate", f"config.{name}", hostile_text))
-    cases = [functools.partial(with_field, templates, place, *choices) for choices in made]
+    cases = [functools.partial(with_field, templates, place, *some) for some in made[::share]]
     run_cases(cases, place, server, tiny, capfd)
 
 
@@ -632,7 +621,7 @@ def test_commands_end_in_one_line(templates, place, server, tiny):
     saved["config"]["rewards"] = {"correctness": reward, "format": reward}
     path.write_text(json.dumps(saved))
     shutil.rmtree(theirs["export_hf"] / "exports" / "peft")
-    put(theirs["export_hf"] / "exports" / ".peft.partial", "link", place / "watched", place / "ran")
+    put(theirs["export_hf"] / "exports" / ".peft.partial", "link", place / "watched")
     row = {"step": 2, "prompt": "\x1b]0;owned\x07", "completion": "\x9b2J", "reward": 1}
     (theirs["show"] / "completions.jsonl").write_text(json.dumps(row) + "\n")
     os.remove(theirs["sample"] / "config.json")

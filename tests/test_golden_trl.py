@@ -105,7 +105,7 @@ def step_batch(aggregation, tensors):
         pytest.param("grpo", 64, marks=pytest.mark.slow),
         pytest.param("dapo", 512, marks=pytest.mark.slow),  # two updates begin with one
         ("dapo_kl", 64),
-        pytest.param("dapo_two_updates", 512, marks=pytest.mark.e2e),
+        pytest.param("dapo_two_updates", 512, marks=[pytest.mark.e2e, pytest.mark.slow]),
         pytest.param("lora+norms", 64, marks=pytest.mark.slow),  # norms are in all parameters
         ("full", 64),
     ],

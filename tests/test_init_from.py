@@ -31,7 +31,7 @@ CHANGES = {"eval.every": 0, "aqn.schedule": "constant", "aqn.stages": 4}
 def origin(tiny, tmp_path_factory):
     """A finished run of 2 steps; do not write to it."""
     folder = tmp_path_factory.mktemp("origin") / "run"
-    return train(tiny.config(CHANGES | {"steps": 2}), workdir=folder)
+    return train(tiny.config(CHANGES | {"steps": 2, "checkpoint.every": 1}), workdir=folder)
 
 
 class Stopped(BaseException):

@@ -59,6 +59,8 @@ def run_cases(folder, whole):
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(sys.path),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "True",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),  # for what is compiled again as text
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     command = [sys.executable, str(pathlib.Path(__file__).with_name("mesh_cases.py")), str(path)]
     command += ["--all"] if whole else []

@@ -86,8 +86,6 @@ MODES = {
     "kl": KL | {"steps": 3, "aqn.stages": 3, "eval.every": 0},
     "late profile": QUIET | {"steps": 1, "profile.start": 2, "profile.stop": 2},
 }
-FAST = ("late profile",)  # The other modes compile more programs.
-SOME_SLOW = [m if m in FAST else pytest.param(m, marks=pytest.mark.slow) for m in MODES]
 # Another value of each field that is not always read.
 OTHERS = {
     "model.calibration": "gptq",
@@ -221,7 +219,8 @@ def test_a_project_needs_a_service(tiny, service):
     check_overrides(tiny.config({f"log.{service}": True}), sorted(TRACKED))
 
 
-@pytest.mark.parametrize("mode", SOME_SLOW)
+@pytest.mark.slow  # Each mode has programs of its own.
+@pytest.mark.parametrize("mode", MODES)
 def test_unread_fields_change_nothing(tiny, tmp_path, mode):
     changes = MODES[mode]
     ignored = unread(with_changes(tiny.config(), changes))
@@ -235,7 +234,8 @@ def test_unread_fields_change_nothing(tiny, tmp_path, mode):
     assert not (tmp_path / "run" / "profile").exists()
 
 
-@pytest.mark.parametrize("mode", [pytest.param("busy", marks=pytest.mark.slow), *SOME_SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["busy", *MODES])
 def test_read_fields_are_read(tiny, tmp_path, monkeypatch, mode):
     config = with_changes(tiny.config(), BUSY if mode == "busy" else MODES[mode])
     recorded = Recorded(config, set())
@@ -270,7 +270,7 @@ def test_read_fields_change_something(tiny, tmp_path):
 
 
 def test_a_profile_is_written_where_it_is_read(tiny, tmp_path):
-    changes = QUIET | {"steps": 1, "profile.start": 1, "profile.stop": 1}
+    changes = {"steps": 1, "eval.every": 0, "profile.start": 1, "profile.stop": 1}
     outcome(tiny, tmp_path / "run", changes)
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 

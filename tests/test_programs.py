@@ -1,9 +1,11 @@
 """The executable cache: programs of rollouts that one process compiles and the next one loads."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -18,9 +20,38 @@ from qerl_jax.compile.run_cache import keep_programs, set_cache_folder
 from qerl_jax.system import processor, user_key
 
 
+def as_if_on_a_gpu(patch):
+    patch.setattr(executable_cache, "_is_used", lambda: True)
+
+
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(executable_cache, "_is_used", lambda: True)
+    as_if_on_a_gpu(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def programs_of_a_process(tmp_path_factory):
+    """Returns a function that gives the folder in which a process has left its programs."""
+
+    @functools.cache
+    def folder(quantized):
+        path = tmp_path_factory.mktemp("programs")
+        with pytest.MonkeyPatch.context() as patch:
+            as_if_on_a_gpu(patch)
+            compiled(path, quantized=quantized)
+        return path
+
+    return folder
+
+
+@pytest.fixture
+def filled(programs_of_a_process, tmp_path):
+    """Returns a function that copies the programs of another process to a folder of this test."""
+
+    def fill(quantized=False):
+        return shutil.copytree(programs_of_a_process(quantized), tmp_path / "filled")
+
+    return fill
 
 
 @contextlib.contextmanager
@@ -78,17 +109,17 @@ def test_after_the_base_and_its_adapter_the_next_process_compiles_nothing(tmp_pa
         assert not compiled(tmp_path, adapted=adapted, **options).compiled
 
 
-def test_a_broken_file_is_compiled_again(tmp_path):
-    compiled(tmp_path)
-    files = sorted(tmp_path.glob("rollout-*"))
+def test_a_broken_file_is_compiled_again(filled):
+    folder = filled()
+    files = sorted(folder.glob("rollout-*"))
     files[0].write_bytes(files[0].read_bytes()[:100])
-    assert len(compiled(tmp_path).compiled) == 1
+    assert len(compiled(folder).compiled) == 1
     # A file that is whole, and that the driver refuses.
-    program_cache.ProgramCache(None, None, tmp_path).write(files[0].name, b"no program")
+    program_cache.ProgramCache(None, None, folder).write(files[0].name, b"no program")
     with pytest.warns(UserWarning, match=f"{files[0].name}: compiling again"):
-        executables = compiled(tmp_path)
+        executables = compiled(folder)
     assert len(executables.compiled) == 1
-    assert not compiled(tmp_path).compiled
+    assert not compiled(folder).compiled
 
 
 def test_what_cannot_be_written_is_compiled_all_the_same(tmp_path, monkeypatch):
@@ -141,10 +172,9 @@ def test_a_policy_on_one_of_two_devices(tmp_path):
     assert run(code, XLA_FLAGS=flags) == "4 0 [9 9 9]\n"
 
 
-def test_programs_of_packed_and_of_dense_weights_are_not_mistaken_for_each_other(tmp_path):
-    compiled(tmp_path, quantized=True)
+def test_programs_of_packed_and_of_dense_weights_are_not_mistaken_for_each_other(filled):
     options = {"quantized": True, "dequantize": "step"}
-    executables = compiled(tmp_path, **options)
+    executables = compiled(filled(quantized=True), **options)
     assert names(executables.compiled) == ["decode", "insert", "prefill"]
     assert complete(executables, **options).lengths.tolist() == [9, 9, 9]
 
@@ -160,8 +190,10 @@ def test_programs_of_packed_and_of_dense_weights_are_not_mistaken_for_each_other
         ),
     ],
 )
-def test_what_makes_another_program_is_compiled(change, tmp_path, monkeypatch):
-    before = compiled(tmp_path)
+def test_what_makes_another_program_is_compiled(change, filled, monkeypatch):
+    folder = filled()
+    before = compiled(folder)
+    assert not before.compiled
     changes, precision = {}, None
     if change == "sources":
         monkeypatch.setattr(executable_cache, "_SOURCES", "edited")
@@ -174,7 +206,7 @@ def test_what_makes_another_program_is_compiled(change, tmp_path, monkeypatch):
     else:
         changes["adapted"] = False
     with jax.default_matmul_precision(precision):
-        executables = compiled(tmp_path, **changes)
+        executables = compiled(folder, **changes)
     # Prefill and the fusion of the adapter do not depend on how a token is chosen, and insertions
     # not on the policy.
     loaded = {"sampling": 2, "policy": 1}
@@ -200,8 +232,8 @@ def test_an_edit_of_what_programs_are_traced_from_is_noticed(edited, differs, mo
     assert (executable_cache._sources() != before) == differs
 
 
-def test_a_missing_program_is_named(tmp_path):
-    executables = compiled(tmp_path)
+def test_a_missing_program_is_named(filled):
+    executables = compiled(filled())
     with pytest.raises(RuntimeError, match=r"operation \('prefill', 16, .*compile the operations"):
         complete(executables, kv_cache_dtype="bfloat16")
 

@@ -154,7 +154,8 @@ def test_killed(uninterrupted, interrupted, tiny, capsys, at):
     [
         (EVALUATION_0, 0),
         pytest.param(STEP_1, 1, marks=pytest.mark.slow),
-        (STEP_2, 1),  # in its second round
+        # in its second round, which `test_a_run_that_is_not_finished_can_be_used` has too
+        pytest.param(STEP_2, 1, marks=pytest.mark.slow),
         # in the evaluation that follows
         pytest.param(STEP_2_SECOND_ROUND, 2, marks=pytest.mark.slow),
         pytest.param(EVALUATION_2, 2, marks=pytest.mark.slow),
@@ -381,6 +382,7 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # `test_checkpoint` falls back from a damaged one
 def test_damaged_checkpoint(uninterrupted, interrupted, tiny, capsys):
     run = interrupted(kill, at=STEP_6)
     files = (path for path in (run / "checkpoints" / "4").rglob("*") if path.is_file())

@@ -1,16 +1,14 @@
 """Links and other odd types inside folders that the project writes: refused, nothing is touched."""
 
 import contextlib
-import inspect
-import os
 import pathlib
 import shutil
 import signal
-import socket
 
 import finished_run
 import numpy as np
 import pytest
+from odd_places import places_of, put
 
 from qerl_jax.commands import sweep
 from qerl_jax.errors import UserError
@@ -66,38 +64,8 @@ def content(folder):
     )
 
 
-def fill(path, kind, watched):
-    """Puts something odd at a place, where there may be a file or a folder already."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-    match kind:
-        case "pipe":
-            os.mkfifo(path)
-        case "socket":
-            with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
-                server.bind(path.name)
-        case "dangling":
-            path.symlink_to(watched / "new")
-        case "file":
-            path.write_text("{}")
-        case "folder":
-            path.mkdir()
-        case name:  # A relative link: its author knows no path of this machine.
-            target = watched if name == "link" else watched / name
-            path.symlink_to(os.path.relpath(target, path.parent.resolve()))
-
-
-def properties(folder):
-    """The places of a run folder, from its properties."""
-    found = {getattr(folder, n) for n, v in inspect.getmembers(RunFolder) if type(v) is property}
-    both = (False, True)
-    return found | {make(best=best) for make in (folder.adapter, folder.model) for best in both}
-
-
 FILES = ("config", "calibration", "lock", "metrics", "completions", "curves", "summary", "best")
-PLACES = sorted(path.name for path in properties(RunFolder(pathlib.Path("run"))))
+PLACES = sorted(path.name for path in places_of(RunFolder(pathlib.Path("run"))))
 FILE_NAMES = {getattr(RunFolder(pathlib.Path("run")), name).name for name in FILES}
 TRAINED = [path for path in PLACES if path.endswith(("adapter", "model"))]
 INSIDE = [
@@ -113,7 +81,7 @@ def test_every_place_of_a_run_folder_is_a_file_or_a_folder():
     folders |= {folder.evaluations, folder.exports, folder.wandb}
     assert {path.name for path in folder.files()} == FILE_NAMES
     assert not folders & {*folder.files()}
-    assert properties(folder) == folders | {*folder.files()}
+    assert places_of(folder) == folders | {*folder.files()}
 
 
 @pytest.fixture
@@ -136,7 +104,7 @@ def test_a_run_is_not_opened_over_an_odd_place(place, begun, config, watched):
     if is_file or place in PLACES or place.startswith("."):  # Else a library may have made either.
         kinds.append("folder" if is_file else "file")
     for kind in kinds:
-        fill(begun / place, kind, watched)
+        put(begun / place, kind, watched)
         with pytest.raises(UserError) as error, open_run(begun, config):
             pass
         assert str(begun / place) in str(error.value) or place == "config.json"
@@ -153,7 +121,7 @@ def test_a_run_folder_may_itself_be_reached_through_a_link(begun, config, tmp_pa
 
 def test_the_holder_of_a_lock_is_read_through_no_link(begun, watched):
     for kind in ("keys", "dangling", "pipe", "folder"):
-        fill(begun / "lock", kind, watched)
+        put(begun / "lock", kind, watched)
         with pytest.raises(UserError, match="lock is a"):
             lock_holder(begun)
 
@@ -209,7 +177,7 @@ def test_a_writer_refuses_an_odd_place(name, tmp_path, watched):
     write, wrong = WRITERS[name]
     path = tmp_path / "place" / name
     for kind in filter(None, ("link", "keys", "empty", "dangling", "pipe", wrong)):
-        fill(path, kind, watched)
+        put(path, kind, watched)
         with pytest.raises(UserError, match="is a") as error:
             write(path)
         assert str(path) in str(error.value)
@@ -218,7 +186,7 @@ def test_a_writer_refuses_an_odd_place(name, tmp_path, watched):
 
 def test_rows_are_not_synced_through_an_odd_place(tmp_path, watched):
     for kind in ("keys", "pipe", "folder"):
-        fill(tmp_path / "place" / "metrics.jsonl", kind, watched)
+        put(tmp_path / "place" / "metrics.jsonl", kind, watched)
         with pytest.raises(UserError, match="is a"):
             sync(tmp_path / "place" / "metrics.jsonl")
 
@@ -243,7 +211,7 @@ def run(tiny, tmp_path):
 )
 def test_an_export_writes_through_no_link(place, run, watched):
     for kind in ("link", "empty", "dangling", "pipe", "file"):
-        fill(run / place, kind, watched)
+        put(run / place, kind, watched)
         options = {"base_format": "nvfp4", "with_base": True, "score_problems": 0}
         with pytest.raises(UserError) as error:
             export(ExportConfig(str(run), "peft", **options))
@@ -253,7 +221,7 @@ def test_an_export_writes_through_no_link(place, run, watched):
 @pytest.mark.parametrize("place", ["evaluations", "programs", "programs/a-cache"])
 def test_an_evaluation_writes_through_no_link(place, run, watched):
     for kind in ("link", "dangling", "pipe"):
-        fill(run / place, kind, watched)
+        put(run / place, kind, watched)
         with pytest.raises(UserError) as error:
             evaluate(EvaluateConfig(str(run), limit=1))
         assert str(run / place) in str(error.value)
@@ -266,7 +234,7 @@ def test_a_finished_evaluation_writes_through_no_link(run, watched):
         saved = path.with_name("saved")
         path.rename(saved)
         for kind in ("link", "keys", "dangling", "pipe"):
-            fill(path, kind, watched)
+            put(path, kind, watched)
             with pytest.raises(UserError) as error:
                 evaluate(EvaluateConfig(str(run), limit=1))
             assert str(folder if kind == "dangling" else path) in str(error.value)
@@ -277,7 +245,7 @@ def test_a_finished_evaluation_writes_through_no_link(run, watched):
 @pytest.mark.parametrize("place", PLACES)
 def test_show_reads_what_can_be_read_and_writes_nothing(place, begun, watched):
     for kind in ("link", "keys", "dangling", "pipe", "socket", "folder"):
-        fill(begun / place, kind, watched)
+        put(begun / place, kind, watched)
         with contextlib.suppress(UserError):
             open_views([str(begun)])
 
@@ -287,7 +255,7 @@ def test_show_reads_what_can_be_read_and_writes_nothing(place, begun, watched):
 )
 def test_readers_say_what_is_in_the_place_of_a_file(name, run, watched):
     for kind in ("pipe", "socket", "folder"):
-        fill(run / name, kind, watched)
+        put(run / name, kind, watched)
         with pytest.raises(UserError, match=r"is a|not a run folder|is not") as error:
             export(ExportConfig(str(run), "peft", score_problems=0))
         assert "\n" not in str(error.value)
@@ -296,7 +264,7 @@ def test_readers_say_what_is_in_the_place_of_a_file(name, run, watched):
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_pipe_in_a_model_folder_is_one_line(name, tiny, tmp_path, watched):
     model = shutil.copytree(tiny.model, tmp_path / "model")
-    fill(model / name, "pipe", watched)
+    put(model / name, "pipe", watched)
     with pytest.raises(UserError, match=f"{name} is a named pipe"):
         load(str(model), format="stored")
 
@@ -310,7 +278,7 @@ def test_checkpoints_with_an_odd_place_are_not_read(tmp_path, watched):
         for path in sorted((tmp_path / "saved" / "4").rglob("*")):
             folder = shutil.copytree(tmp_path / "saved", tmp_path / "copy")
             place = folder / path.relative_to(tmp_path / "saved")
-            fill(place, kind, watched)
+            put(place, kind, watched)
             assert read_latest_meta(folder) == {}
             with pytest.raises(UserError, match=r"no checkpoint in .* can be read .* is a "):
                 read_latest(folder, state)
@@ -319,7 +287,7 @@ def test_checkpoints_with_an_odd_place_are_not_read(tmp_path, watched):
 
 def test_an_export_copies_no_file_that_a_link_names_elsewhere(tiny, tmp_path, watched):
     model = shutil.copytree(tiny.model, tmp_path / "model")
-    fill(model / "generation_config.json", "secret.json", watched)
+    put(model / "generation_config.json", "secret.json", watched)
     loaded = load(str(model), format="stored")
     with pytest.raises(UserError, match="a symbolic link to a file outside of its folder"):
         companion_files(loaded, packed=False)

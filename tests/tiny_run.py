@@ -52,7 +52,7 @@ SETTINGS = {
     "eval.every": 2,
     "eval.problems": 4,
     "eval.max_new_tokens": 4,
-    "checkpoint.every": 1,
+    "checkpoint.every": STEPS,
     "log.completions": 2,
     "log.tensorboard": False,
 }
