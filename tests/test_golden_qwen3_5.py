@@ -124,7 +124,11 @@ def packed_group(junk_lengths=((5, (3, 1)), (1, (70,)))):
 
 
 @pytest.mark.parametrize(
-    "recompute", [(), pytest.param(transformer.PRODUCTS, marks=pytest.mark.slow)]
+    "recompute",
+    [
+        pytest.param((), marks=[pytest.mark.e2e, pytest.mark.slow]),
+        pytest.param(transformer.PRODUCTS, marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_of_a_packed_buffer(recompute):
     """Completions of a group begin at the state after their prompt, and groups at zero."""

@@ -33,16 +33,20 @@ DEVICES = 4
 LAYER_SUMS = 2 * CUT["num_layers"]  # over the devices of a group: attention and MLP
 
 
-def some_slow(values):
-    """Marks those that are about a mesh of more shapes than a few as slow."""
+# A few shapes belong to the tier of whole runs, all of them to that of each night.
+WHOLE_RUN = (pytest.mark.e2e, pytest.mark.slow)
+
+
+def by_tier(values):
+    """Marks shapes, or pairs of them, with their tiers."""
     few = [*FEW, *itertools.permutations(FEW, 2)]
-    return [v if v in few else pytest.param(v, marks=pytest.mark.slow) for v in values]
+    return [pytest.param(v, marks=WHOLE_RUN if v in few else pytest.mark.slow) for v in values]
 
 
 @pytest.fixture
 def found(request, cases):
-    """What `mesh_cases` finds on simulated devices, on all shapes for a test that is slow."""
-    return cases(request.node.get_closest_marker("slow") is not None)
+    """What `mesh_cases` finds on simulated devices, on all shapes for a test of each night."""
+    return cases(request.node.get_closest_marker("e2e") is None)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +57,13 @@ def cases(tmp_path_factory):
 
 def run_cases(folder, whole):
     path = folder / "found"
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     environment = {
         "XLA_FLAGS": flags,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(sys.path),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "True",
+        # The tier of whole runs compiles as users do.
+        **({"JAX_DISABLE_MOST_OPTIMIZATIONS": "True"} if whole else {}),
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),  # for what is compiled again as text
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
@@ -78,7 +83,7 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("shape", some_slow(SHAPES[1:]))
+@pytest.mark.parametrize("shape", by_tier(SHAPES[1:]))
 def test_a_step_does_not_depend_on_the_mesh(found, shape):
     alone, ours = found["steps"][1, 1]["results"], found["steps"][shape]["results"]
     assert float(alone["metrics"]["grad_norm"]) > 0.1
@@ -98,7 +103,7 @@ def test_recurrent_layers_do_not_depend_on_the_mesh(found, shape):
         assert_near(own_rollouts[temperature].logprobs, rollouts[temperature].logprobs, 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("shape", by_tier([(1, 1), (2, 2)]))
 def test_the_gradient_by_a_cut_head_is_that_of_a_log_softmax(found, shape):
     config, params = tiny_policy("qwen2", **CUT)
     buffer = packed()[0]
@@ -117,7 +122,7 @@ def test_the_gradient_by_a_cut_head_is_that_of_a_log_softmax(found, shape):
     assert_near(found["trained head"][shape], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", some_slow(SHAPES[1:]))
+@pytest.mark.parametrize("shape", by_tier(SHAPES[1:]))
 def test_the_tokens_of_a_row_do_not_depend_on_the_mesh(found, shape):
     alone, ours = found["rollouts"][1, 1], found["rollouts"][shape]
     for temperature in (0.0, 1.0):
@@ -127,7 +132,7 @@ def test_the_tokens_of_a_row_do_not_depend_on_the_mesh(found, shape):
     assert len(np.unique(alone[1.0].tokens, axis=0)) == 2 * len(LENGTHS)
 
 
-@pytest.mark.parametrize("shape", some_slow(SHAPES))
+@pytest.mark.parametrize("shape", by_tier(SHAPES))
 def test_the_progress_is_that_of_all_groups(found, shape):
     rollout = found["rollouts"][shape][1.0]
     ended, tokens, statistics = found["rollouts"][shape]["last"]
@@ -139,7 +144,7 @@ def test_the_progress_is_that_of_all_groups(found, shape):
     assert 0 < tokens_before < tokens
 
 
-@pytest.mark.parametrize("shape", some_slow([(4, 1), (2, 2)]))
+@pytest.mark.parametrize("shape", by_tier([(4, 1), (2, 2)]))
 def test_programs_are_compiled_once_for_all_groups(found, shape):
     compiled, programs = found["rollouts"][shape]["compiled"]
     assert compiled <= programs == found["rollouts"][1, 1]["compiled"][1]
@@ -155,7 +160,7 @@ def test_programs_of_several_devices_are_loaded_from_their_files(found):
     assert_same(again[1.0].tokens, first[1.0].tokens)
 
 
-@pytest.mark.parametrize("shape", some_slow([(2, 2), (1, 4)]))
+@pytest.mark.parametrize("shape", by_tier([(2, 2), (1, 4)]))
 def test_an_update_gathers_no_weight(found, shape):
     kinds = [kind for kind, *_ in found["steps"][shape]["collectives"]]
     assert set(kinds) == {"all-reduce"}
@@ -165,13 +170,15 @@ def test_an_update_gathers_no_weight(found, shape):
     assert {dtype for _, dtype, _ in found["steps"][shape]["collectives"]} == {"f32"}
 
 
+@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_weight_that_is_gathered_would_be_found(found):
     ((kind, dtype, _),) = found["gathered"]
     assert (kind, dtype) == ("all-gather", "u8")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])  # The weights are dequantized once, in steps.
-@pytest.mark.parametrize("shape", some_slow([(2, 2), (1, 4)]))
+@pytest.mark.parametrize("shape", by_tier([(2, 2), (1, 4)]))
 def test_a_rollout_has_one_sum_for_each_block(found, shape, temperature):
     programs = found["rollouts"][shape]["collectives", temperature]
     assert set(programs) >= {"prefill", "insert", "decode", "fuse_adapter"}
@@ -197,7 +204,7 @@ def test_the_kernels_of_a_decode_step_add_up_over_devices(found):
     assert 0 < error < 2e-2
 
 
-@pytest.mark.parametrize("shapes", some_slow(itertools.permutations(SHAPES, 2)))
+@pytest.mark.parametrize("shapes", by_tier(itertools.permutations(SHAPES, 2)))
 def test_a_checkpoint_is_restored_on_another_mesh(found, shapes):
     assert_same(found["checkpoints"][shapes], found["checkpoints"]["saved"])
 
