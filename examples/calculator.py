@@ -137,7 +137,7 @@ def main():
     config.data.examples = EXAMPLE
     config.environment.function = "calculator:TextCalculator"
     config.environment.max_turns = 8
-    # Rewarded for right answers alone, this policy soon does the sums itself (docs/environments.md).
+    # Rewarded for right answers alone, this policy does the sums itself (docs/environments.md).
     return qj.train(config, rewards={"correctness": tagged_answer, "calls": (calls, 0.5)})
 
 
