@@ -44,6 +44,7 @@ CHANGES = {
     "rl.kl_coef": 0.1,
     "eval.every": STEPS,
     "eval.problems": 3,
+    "checkpoint.every": 1,
 }
 ROWS = 8  # completions that each of two processes scores in a step
 EVALUATED = 2  # and in an evaluation, at most
