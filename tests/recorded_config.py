@@ -26,6 +26,9 @@ class Recorded:
         self.reads.add(path)
         return value
 
+    def get(self, name, default=None):
+        return self[name] if name in self.config else default
+
     def __contains__(self, name):
         return name in self.config
 

@@ -11,6 +11,7 @@ import types
 
 import jax
 import numpy as np
+import optax
 import pytest
 import tiny_model
 import tiny_run
@@ -269,7 +270,11 @@ def readme_modules(tmp_path, monkeypatch):
         "python.md",
         "rewards.md",
     }  # Nothing else needs a test.
-    assert found["python.md"] == (["python"] * 4, [])
+    fenced, (methods,) = found["python.md"]  # tests/test_python_page.py runs what is fenced.
+    assert fenced == ["python"] * 5
+    exec(methods, names := {"optax": optax, "config": grpo_gsm8k.get_config()})
+    assert names["centered"](np.array([[1.0, 3.0]]), {}).tolist() == [[-1.0, 1.0]]
+    assert isinstance(names["lion"](1e-3), optax.GradientTransformation)
     fenced, (reward,) = found["README.md"]
     assert fenced == ["python"]  # tests/test_readme.py runs it.
     code = reward + found["rewards.md"][1][-1]

@@ -319,6 +319,7 @@ def test_no_disk_space_for_a_checkpoint(fails, command, finished, monkeypatch):
 def test_non_finite_gradients(fails, tmp_path):
     words = ["3 updates in a row were not finite", "learning_rate"]
     arguments = ["--config.optimizer.learning_rate=1e38", "--config.steps=9"]
+    arguments += ["--config.checkpoint.every=1"]
     fails(*arguments, f"--workdir={tmp_path / 'run'}", words=words)
     rows = tiny_run.results(tmp_path / "run")
     assert [(row["step"], row["update_skipped"]) for row in rows] == [

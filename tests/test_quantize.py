@@ -316,4 +316,4 @@ def test_transformers_computes_the_same_logits(tmp_path, name, layers):
         assert set(missing) <= {"lm_head.weight"}
         fresh.tie_weights()
         expected = fresh(torch.tensor(ids, dtype=torch.long)).logits.numpy()
-    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(logits, expected, atol=2e-4, rtol=0)  # of logits up to 20

@@ -241,7 +241,7 @@ def test_a_command_for_a_gpu_asks_for_one(line):
 def places(tiny, tmp_path_factory):
     """What stands for the names in capitals, and for what a hub would give."""
     folder = tmp_path_factory.mktemp("readme")
-    run = finished_run.write_run(folder / "run", tiny, **{"rewards.format.weight": 0.0})
+    run = finished_run.write_run(folder / "run", tiny, own=True, **{"rewards.format.weight": 0.0})
     (run / "adapter").rename(run / "best_adapter")
     text = folder / "text.jsonl"
     text.write_text('{"text": "t1 t2 t3 t4 t5 t6 t7 t8 t9 t10"}\n' * 20)
@@ -273,7 +273,8 @@ import pathlib, tiny_run
 from qerl_jax.config.experiments import {name} as named
 tiny = tiny_run.Tiny(*map(pathlib.Path, {paths}))
 def get_config(*preset):
-    return tiny.config({{"steps": 2}}, named.get_config(*preset))
+    changes = {{"steps": 2, "rollout.prompts_per_step": 4}}  # for four devices
+    return tiny.config(changes, named.get_config(*preset))
 def get_sweep(*preset):
     return named.get_sweep(*preset)
 """
@@ -285,7 +286,12 @@ WIDE = {"embed_dim": 64, "mlp_dim": 128, "head_dim": 16}
 @pytest.mark.slow  # each run is a process that traces and compiles
 @pytest.mark.parametrize(
     "line",
-    [line for line in LINES if split(line)[0] in ("experiments.grpo_gsm8k", "experiments.sweep")],
+    [
+        line
+        for line in LINES
+        if split(line)[0] in ("experiments.grpo_gsm8k", "experiments.sweep")
+        and "my:Tools" not in " ".join(line)  # The tiny model's template has no tools.
+    ],
     ids=" ".join,
 )
 def test_a_command_trains(line, tiny, tmp_path):

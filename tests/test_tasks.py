@@ -1,6 +1,5 @@
 """Problems, prompts and scorers of tasks."""
 
-import dataclasses
 import json
 
 import datasets
@@ -127,15 +126,12 @@ def test_a_run_is_asked_what_it_held_out(run, file):
     train = load_problems(data["source"], options=data["options"], eval_size=256, size=1000)
     assert len(task.problems) == 256
     assert not set(task.problems) & set(train)
-    expected = {
-        "system_prompt": "Be brief.",
-        "question_suffix": "",
-        "examples": ("What is 21 + 4?", "21 + 4 = 25"),
-        "scorer": REWARDS + "whole_answer",
-        "format_scorer": REWARDS + "equation_format",
-        "max_new_tokens": 12,
-    }
-    assert dataclasses.asdict(task).items() >= expected.items()
+    assert task.prompt.system_prompt == "Be brief."
+    assert task.prompt.question_suffix == ""
+    assert tuple(task.prompt.examples) == ("What is 21 + 4?", "21 + 4 = 25")
+    assert task.scorer == REWARDS + "whole_answer"
+    assert task.format_scorer == REWARDS + "equation_format"
+    assert task.max_new_tokens == 12
     # A file has the same prompt and scorers.
     run["rewards"]["correctness"]["function"] = REWARDS + "tagged_answer"
     (task,) = make(file("1"), run=run)
