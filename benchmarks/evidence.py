@@ -7,6 +7,7 @@ description of a figure holds its data as JSON, or for the curves their digest.
 import hashlib
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,13 +70,11 @@ def _long_text(results: pathlib.Path) -> str:
     rows = long_runs.read_rows(results)
     if not rows:
         return "No long run yet."
-    cards = ", ".join(sorted({row["device"]["kind"] for row in rows}))
-    commits = ", ".join(sorted({row["git"]["commit"][:8] for row in rows}))
     return "\n\n".join(
         [
             f"Greedy accuracy on {rows[0]['problems']} test problems in percent, a number for each "
-            f"seed ({cards}; commit {commits}; two runs shared a card, so that minutes are more "
-            "than those of a run alone):",
+            f"seed ({_cards_and_commits(rows)}; runs shared a card, so that minutes are more than "
+            "those of a run alone):",
             long_runs.table(rows),
             "![Accuracy of long runs](evidence_steps.svg)",
         ]
@@ -87,12 +86,10 @@ def _math_text(results: pathlib.Path) -> str:
     rows = long_runs.read_rows(results, long_runs.MATH)
     if not rows:
         return "No run yet."
-    cards = ", ".join(sorted({row["device"]["kind"] for row in rows}))
-    commits = ", ".join(sorted({row["git"]["commit"][:8] for row in rows}))
     return "\n\n".join(
         [
             f"Greedy accuracy on the {rows[0]['problems']} problems of MATH-500 in percent, a "
-            f"number for each seed ({cards}; commit {commits}; two runs shared a card):",
+            f"number for each seed ({_cards_and_commits(rows)}):",
             long_runs.table(rows),
             "Training, means over the seeds; the length penalty is 0 for a completion that ends "
             f"before the buffer, and -1 at the limit. A step trains on "
@@ -101,6 +98,13 @@ def _math_text(results: pathlib.Path) -> str:
             "![Training on competition mathematics](evidence_math.svg)",
         ]
     )
+
+
+def _cards_and_commits(rows: Sequence[dict[str, Any]]) -> str:
+    """The cards and the commits of runs."""
+    cards = ", ".join(sorted({row["device"]["kind"] for row in rows}))
+    commits = ", ".join(sorted({row["git"]["commit"][:8] for row in rows}))
+    return f"{cards}; commit {commits}"
 
 
 def _results_text(content: dict[str, Any], results: pathlib.Path) -> str:

@@ -1,6 +1,6 @@
 """Collects runs of many steps, scored as they go: accuracy by step and by minute.
 
-    for seed in 0 1; do for arm in bf16-lora nvfp4-lora nvfp4-lora-aqn-paper; do
+    for seed in 0 1 2; do for arm in bf16-lora nvfp4-lora nvfp4-lora-aqn-paper; do
         uv run --extra cuda python -m experiments.grpo_gsm8k \
             --config=experiments/configs/evidence.py:$arm --config.seed=$seed --config.steps=200 \
             --config.eval.every=40 --config.eval.problems=1000 \
