@@ -334,6 +334,14 @@ def test_a_run_on_one_device_has_no_mesh():
             "mesh.tensor=2 with train.parameters='full': .*pass mesh.tensor=1",
         ),
         ({"mesh.data": 0}, "mesh.data"),
+        (
+            {"rl.dynamic_sampling": True, "rl.dynamic_sampling_prompts": 12},
+            "rl.dynamic_sampling_prompts=12 with rollout.prompts_per_step=16 .*pass 16",
+        ),
+        (
+            {"rl.dynamic_sampling": True, "rl.dynamic_sampling_prompts": 31, "mesh.data": 4},
+            "rl.dynamic_sampling_prompts=31 with .*mesh.data=4: .*pass 32",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_config_is_refused(changes, message):

@@ -114,13 +114,15 @@ def test_draws_metrics_and_cursors(mixed, tmp_path):
     assert set(meta["problems"]) == {"train/long", "train/short", "eval"}
 
 
+@pytest.mark.parametrize("per_rollout", [8, 12])
 @pytest.mark.parametrize(("rates", "rounds"), [((0.7, 0.7), 3), ((0.9, 0.3), 12), ((1.0, 0.0), 3)])
-def test_dynamic_sampling_trains_on_the_shares_of_the_weights(rates, rounds):
+def test_dynamic_sampling_trains_on_the_shares_of_the_weights(rates, rounds, per_rollout):
     """A source whose groups are often uninformative has more draws, and no smaller part."""
     size, group = 8, 2
     order = Order((Source("a", 100), Source("b", 100)))
     options = types.SimpleNamespace(
         prompts_per_step=size,
+        prompts_per_rollout=per_rollout,
         sampler=types.SimpleNamespace(group_size=group),
         rounds=rounds,
         metric="correctness",
@@ -130,12 +132,14 @@ def test_dynamic_sampling_trains_on_the_shares_of_the_weights(rates, rounds):
 
     def sample(index, cursor, turns, tokens):
         places, cursor = draw_turns(order, cursor, turns)
-        mixed = rng.random(size) < np.array(rates)[order.sources_of(places)]
-        correct = np.stack([mixed, np.zeros(size)], axis=1).reshape(-1)
-        zeros = np.zeros((size * group, 1), np.float32)
-        rollout = Rollout(zeros, np.ones(size * group, int), zeros[:, 0], zeros, zeros)
+        assert len(places) == per_rollout
+        mixed = rng.random(per_rollout) < np.array(rates)[order.sources_of(places)]
+        correct = np.stack([mixed, np.zeros(per_rollout)], axis=1).reshape(-1)
+        rows = per_rollout * group
+        zeros = np.zeros((rows, 1), np.float32)
+        rollout = Rollout(zeros, np.ones(rows, int), zeros[:, 0], zeros, zeros)
         scores = Scores(correct, {"correctness": correct}, [])
-        return Experience(places, places, [""] * 16, rollout, scores, [], 1.0), cursor
+        return Experience(places, places, [""] * rows, rollout, scores, [], 1.0), cursor
 
     for _ in range(60):
         turns, cursor = take_turns(order, cursor, size)

@@ -132,6 +132,7 @@ OTHERS = {
     "rl.advantage_scale": "batch",
     "rl.advantage_eps": 0.3,
     "rl.dynamic_sampling_rounds": 1,
+    "rl.dynamic_sampling_prompts": 32,
     "rl.dynamic_sampling_metric": "total",
     "rl.overlong_penalty": 0.5,
     "train.micro_batch_rows": 3,

@@ -451,12 +451,12 @@ def test_equal_rewards_change_nothing_but_the_weight_decay(tiny, tmp_path):
 
 
 def test_dynamic_sampling_replaces_uninformative_groups(tiny, tmp_path):
-    changes = {"rl.dynamic_sampling": True, "rl.dynamic_sampling_rounds": 4, "steps": 3}
+    changes = {"rl.dynamic_sampling": True, "rl.dynamic_sampling_rounds": 2, "steps": 3}
+    changes |= {"rl.dynamic_sampling_prompts": 4}  # a step trains on two
     rare = {"correctness": (lambda p, completion, *_: float("t7" in completion.split()), 1.0)}
     run = train(tiny.config(changes), workdir=tmp_path / "run", rewards=rare)
     rows = tiny_run.results(run)
-    assert max(row["sampled_groups"] for row in rows) > 2
-    assert max(row["sampled_groups"] for row in rows) <= 8
+    assert {row["sampled_groups"] for row in rows} <= {4, 8}
     for row in rows:
         informative = round(row["sampled_groups"] * (1 - row["advantage_zero_groups"]))
         assert (informative >= 2) == (row["sampled_groups"] < 8) or row["sampled_groups"] == 8
@@ -519,6 +519,7 @@ def test_groups_are_informative_by_the_metric(metric, informative):
     )
     options = types.SimpleNamespace(
         prompts_per_step=2,
+        prompts_per_rollout=2,
         sampler=types.SimpleNamespace(group_size=2),
         rounds=1,
         metric=metric,

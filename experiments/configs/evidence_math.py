@@ -10,7 +10,9 @@ set, and MATH-500 tests. All of them come from files:
     --config.data.eval_path=math500.jsonl
 
 The arms differ in their weights alone; there is no noise. A completion has up to 2,048 tokens, and
-the last 512 of them are the buffer in which DAPO's length penalty grows. `benchmarks.long_runs`
+the last 512 of them are the buffer in which DAPO's length penalty grows. A rollout samples 16
+groups, of which a step trains on 8 informative ones: about as many groups have equal rewards, and
+a second rollout would wait for its own longest completion. `benchmarks.long_runs`
 collects the runs in benchmarks/results/dapo_math.json, and docs/evidence.md says what they mean.
 """
 
@@ -28,6 +30,7 @@ _SETTINGS = {
     "rollout.group_size": 8,
     "rollout.max_new_tokens": 2048,
     "rl.overlong_buffer": 512,
+    "rl.dynamic_sampling_prompts": 16,
     "eval.every": 25,
     "eval.problems": 500,
     "checkpoint.every": 25,

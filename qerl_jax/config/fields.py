@@ -830,6 +830,16 @@ FIELDS: tuple[Section | Field, ...] = (
         limits=(1,),
         read_if=_DYNAMIC_SAMPLING,
     ),
+    Field(
+        "rl.dynamic_sampling_prompts",
+        0,
+        "Prompts of each of these rollouts, at least rollout.prompts_per_step, of which a step "
+        "trains on as many informative ones; 0: rollout.prompts_per_step. More prompts decode "
+        "together at little cost where there are few, and save a rollout with a tail of its own "
+        "(gen_batch_size of verl).",
+        limits=(0,),
+        read_if=_DYNAMIC_SAMPLING,
+    ),
     Field("rl.mask_truncated", False, "leave unfinished completions out of the loss"),
     Field(
         "rl.overlong_buffer",

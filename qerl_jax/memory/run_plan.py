@@ -17,7 +17,7 @@ from qerl_jax.memory.update_plan import LongestRows, MemoryPlan, plan_update, re
 from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.tensor_parallel import shard_of
-from qerl_jax.rollout.config import EngineConfig, completion_tokens
+from qerl_jax.rollout.config import EngineConfig, completion_tokens, rollout_prompts
 from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.shapes import (
     cache_dtype,
@@ -228,7 +228,8 @@ def plan_run(
     plan = functools.partial(
         _plan_rollout, config, model, device, policy_copy=policy_copy, free=free
     )
-    rollout = plan(longest, max_rows=config.rollout.max_rows)
+    sampled = dataclasses.replace(longest, num_prompts=rollout_prompts(config))
+    rollout = plan(sampled, max_rows=config.rollout.max_rows)
     evaluation = None
     if config.eval.every:
         evaluation_rows = LongestRows(

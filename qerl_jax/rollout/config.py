@@ -201,6 +201,12 @@ def turn_config(config: ConfigDict, *, max_new_tokens: int = 0) -> TurnConfig | 
     )
 
 
+def rollout_prompts(config: ConfigDict) -> int:
+    """Returns the number of prompts of a rollout of a step; dynamic sampling may take more."""
+    prompts = config.rollout.prompts_per_step
+    return config.rl.dynamic_sampling_prompts or prompts if config.rl.dynamic_sampling else prompts
+
+
 def completion_tokens(config: ConfigDict, max_new_tokens: int) -> int:
     """Returns the largest number of tokens of a completion, those of environments included."""
     turns = turn_config(config, max_new_tokens=max_new_tokens)

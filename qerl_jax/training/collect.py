@@ -50,7 +50,8 @@ class CollectConfig:
     """Options of a step's completions.
 
     Attributes:
-        prompts_per_step: P, number of prompts per step.
+        prompts_per_step: P, number of prompts that a step trains on.
+        prompts_per_rollout: number of prompts of each rollout of a step, at least P.
         sampler: samples G completions per prompt.
         scoring: function from a number of completions, and `on_wait` by name, to the
             `score.Scoring` of them with all rewards.
@@ -69,6 +70,7 @@ class CollectConfig:
     """
 
     prompts_per_step: int
+    prompts_per_rollout: int
     sampler: Sampler
     scoring: Callable[..., contextlib.AbstractContextManager[Any]]
     reward_weights: Mapping[str, float]
@@ -136,7 +138,8 @@ def collect(
 
     A completion is scored as soon as it has ended, while the others are still decoded.
 
-    With several rounds, groups without any difference in the metric are replaced by groups of
+    A rollout of more than P prompts leaves the P informative groups that come first. With several
+    rounds, groups without any difference in the metric are replaced by groups of
     further prompts of the same source, until there are P informative groups or the rounds are used
     up. Missing groups are then filled with uninformative ones of the same source, so that all steps
     have the same shapes, and each source its share of them. The groups of a round in which every
@@ -309,10 +312,11 @@ def _sample_rounds(
     rounds: list[Experience] = []
     informative, sources = np.zeros(0, bool), options.order.sources
     lack = quota = np.bincount(turns, minlength=len(sources))
+    turns = [*turns, *refill_turns(quota, options.prompts_per_rollout - len(turns))]
     while lack.any() and len(rounds) < options.rounds:
         tokens = sum(int(one.rollout.sampled_lengths.sum()) for one in rounds)
         if rounds:
-            turns = refill_turns(lack, options.prompts_per_step)
+            turns = refill_turns(lack, options.prompts_per_rollout)
         experience, cursor = sample(len(rounds), cursor, turns, tokens)
         rounds.append(experience)
         informative = np.concatenate([_is_informative(one.scores, options) for one in rounds])

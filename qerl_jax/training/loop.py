@@ -220,7 +220,7 @@ def _train_steps(run: Run) -> None:
                 on_rollout=_watch(
                     run,
                     f"{label} rollout",
-                    config.rollout.prompts_per_step * config.rollout.group_size,
+                    run.setup.collect.prompts_per_rollout * config.rollout.group_size,
                 ),
                 on_update=lambda label=label: run.live.update(f"{label} update"),
                 on_wait=run.stop_if_asked,

@@ -39,7 +39,7 @@ from qerl_jax.rl.train_step import (
     init_state,
     make_optimizer,
 )
-from qerl_jax.rollout.config import EngineConfig, SamplingConfig, turn_config
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, rollout_prompts, turn_config
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.sampler import Sampler, shared_tokens
@@ -265,6 +265,7 @@ def _collect_config(
         penalty = functools.partial(overlong_penalty, max_tokens=limit, buffer=buffer)
     return CollectConfig(
         prompts_per_step=config.rollout.prompts_per_step,
+        prompts_per_rollout=rollout_prompts(config),
         sampler=sampler,
         scoring=functools.partial(Scoring, rewards, time_limit=config.reward_time_limit),
         reward_weights={name: weight for name, (_, weight) in rewards.items()},
@@ -314,7 +315,7 @@ def _samplers(
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         dequantize=plan.rollout.dequantize,
         prompt_width=_longest_prompt(config, prompts),
-        num_prompts=largest_share(config.rollout.prompts_per_step, config.mesh.data),
+        num_prompts=largest_share(rollout_prompts(config), config.mesh.data),
     )
     steps = Sampler(
         *(model.config, model.tokenizer, sampling, engine, config.rollout.group_size),

@@ -16,6 +16,7 @@ from qerl_jax.memory.update_plan import recomputation
 from qerl_jax.policy import kl_control
 from qerl_jax.policy.sharding import check_mesh
 from qerl_jax.rewards.from_config import check_rewards
+from qerl_jax.rollout.config import rollout_prompts
 from qerl_jax.system.command import command_name
 from qerl_jax.system.import_path import names_function
 
@@ -82,6 +83,14 @@ def validate(config: ConfigDict) -> None:
     _check_environment(config)
     recomputation(config.train.recompute)
     check_mesh(config.mesh.data, prompts=config.rollout.prompts_per_step)
+    least, prompts = config.rollout.prompts_per_step, rollout_prompts(config)
+    if prompts < least or prompts % config.mesh.data:
+        remedy = -(-max(prompts, least) // config.mesh.data) * config.mesh.data
+        raise UserError(
+            f"rl.dynamic_sampling_prompts={prompts} with rollout.prompts_per_step={least} and "
+            f"mesh.data={config.mesh.data}: a rollout has at least the prompts of a step, and "
+            f"every group of devices takes the same number, pass {remedy}"
+        )
     if config.mesh.tensor > 1 and config.train.parameters == "full":
         raise UserError(
             f"mesh.tensor={config.mesh.tensor} with train.parameters='full': a trained weight that "
