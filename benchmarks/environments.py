@@ -180,7 +180,7 @@ def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
     metrics = [RunFolder(user_path(folder)).metrics for folder in folders]
     runs = [read_steps(path) for path in metrics]
     fifth = max(1, min(map(len, runs)) // 5)
-    # A text environment has no tool calls; its example has a reward of weight 0 that counts them.
+    # A text environment has no tool calls; the reward `calls` of its example counts such rows.
     calls = ("environment/rows_with_right_call", "environment/calls", "reward/calls")
     names = ("reward", "accuracy", *calls)
 
@@ -201,6 +201,9 @@ def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
         ],
         "seconds": [sum(map(_seconds, read_jsonl(path))) for path in metrics],
         "reward_by_step": [[row["reward"] for row in rows] for rows in runs],
+        "calls_by_step": [
+            [row["reward/calls"] for row in rows] for rows in runs if "reward/calls" in rows[0]
+        ],
         "run": describe_run(user_path(folders[0])),
     }
 

@@ -11,6 +11,7 @@ docstring line of each package (`benchmarks/source_tree.py`), docs/config.md of 
 
 import json
 import pathlib
+import statistics
 import textwrap
 
 from benchmarks.card_table import card_table, paths_table
@@ -285,11 +286,13 @@ def calculator_text() -> str:
     """What docs/environments.md says of the calculator."""
     result = _read("environments.json")["learning"]["calculator"]
     part = result["runs"]
-    first, last = (100 * part[name]["reward/calls"] for name in ("first", "last"))
+    first = 100 * statistics.fmean(steps[0] for steps in part["calls_by_step"])
+    last = 100 * part["last"]["reward/calls"]
     problems, origin = part["run"]["config"]["eval"]["problems"], provenance(part["run"])
     text = (
-        f"Right answers, greedy, of {problems} held-out problems ({origin}; two runs shared a "
-        f"card). The share of rows that calculate went from {first:.0f} to {last:.0f} %:"
+        f"Right answers, greedy, of {problems} held-out problems ({origin}; a run shared its card "
+        f"with others). The share of rows that calculate went from {first:.0f} % in the first step "
+        f"to {last:.0f} % in the last fifth of them:"
     )
     return f"{_filled(text)}\n\n{environment_table(result, 'calculator', 'right')}"
 
