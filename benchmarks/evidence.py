@@ -76,6 +76,7 @@ def _long_text(results: pathlib.Path) -> str:
             f"seed ({_cards_and_commits(rows)}; runs shared a card, so that minutes are more than "
             "those of a run alone):",
             long_runs.table(rows),
+            *filter(None, [long_runs.ends_text(rows)]),
             "![Accuracy of long runs](evidence_steps.svg)",
         ]
     )
@@ -89,7 +90,7 @@ def _math_text(results: pathlib.Path) -> str:
     return "\n\n".join(
         [
             f"Greedy accuracy on the {rows[0]['problems']} problems of MATH-500 in percent, a "
-            f"number for each seed ({_cards_and_commits(rows)}):",
+            f"number for each seed ({_cards_and_commits(rows)}; runs shared a card at first):",
             long_runs.table(rows),
             "Training, means over the seeds; the length penalty is 0 for a completion that ends "
             f"before the buffer, and -1 at the limit. A step trains on "

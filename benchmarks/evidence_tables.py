@@ -65,19 +65,19 @@ def cost_sentence(runs: Runs) -> str:
 
 def noise_sentence(runs: Runs) -> str:
     """What adaptive quantization noise gains after training, with intervals, in a few sentences."""
-    sentences = []
+    gains = []
     for base in (CALIBRATED, ROUNDED):
         texts = [
             f"{_gain(runs[base], runs[arm])} {name}"
             for arm, name in _arms_with_noise(base, runs).items()
         ]
         if texts:
-            sentences.append(
-                "Adaptive quantization noise (AQN) changes the accuracy after training in "
-                f"{WEIGHTS[base]} by {_series(texts)}."
-            )
-    if not sentences:
+            gains.append(f"in {WEIGHTS[base]} by {_series(texts)}")
+    if not gains:
         return "What noise gains was not measured."
+    sentences = [
+        f"Adaptive quantization noise (AQN) changes the accuracy after training {'; '.join(gains)}."
+    ]
     compared = [
         arm for base in (CALIBRATED, ROUNDED) for arm in (base, *_arms_with_noise(base, runs))
     ]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.differences import difference_text, over_seeds
 from benchmarks.result_tables import markdown
 from benchmarks.run_summary import describe_run
 from benchmarks.step import merge
@@ -113,6 +114,20 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     names = ("before" if step == "0" else f"step {step}" for step in steps)
     return markdown(("arm", "learning rate", *names, "minutes"), lines)
+
+
+def ends_text(rows: Sequence[dict[str, Any]]) -> str:
+    """How far arms end from the first one, with intervals; '' where none has enough seeds."""
+    ends = {
+        arm: [run["accuracy"][str(run["steps"])] for run in runs]
+        for arm, runs in by_arm(rows).items()
+    }
+    (first, reference), *others = ends.items()
+    differences = {arm: over_seeds(reference, values) for arm, values in others}
+    texts = [f"`{arm}` {difference_text(d)}" for arm, d in differences.items() if d is not None]
+    if not texts:
+        return ""
+    return f"Points at the end above `{first}`, with 95 % intervals over seeds: {', '.join(texts)}."
 
 
 def metrics_table(rows: Sequence[dict[str, Any]]) -> str:

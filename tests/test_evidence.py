@@ -851,6 +851,21 @@ def test_long_runs_by_hand(tmp_path, capsys):
         long_runs.main([str(runs[0])])
 
 
+def test_ends_of_long_runs_by_hand():
+    ends = {"a": (70.0, 71.0, 72.0), "b": (69.0, 70.0, 71.0), "c": (60.0, 61.0)}
+    rows = [
+        {"arm": arm, "learning_rate": 1e-4, "steps": 4, "accuracy": {"0": 50.0, "4": end}}
+        for arm, values in ends.items()
+        for end in values
+    ]
+    # Welch: 4 degrees of freedom, t = 2.776, error sqrt(2 / 3); two seeds have no interval.
+    assert long_runs.ends_text(rows) == (
+        "Points at the end above `a, 1e-04`, with 95 % intervals over seeds: "
+        "`b, 1e-04` -1.0 [-3.3, +1.3]."
+    )
+    assert long_runs.ends_text(rows[3:]) == ""
+
+
 def test_metrics_of_long_runs_by_hand():
     means = {name: [0.0] for name in long_runs._METRICS}
     rows = [
