@@ -70,16 +70,17 @@ def _long_text(results: pathlib.Path) -> str:
     rows = long_runs.read_rows(results)
     if not rows:
         return "No long run yet."
-    return "\n\n".join(
-        [
-            f"Greedy accuracy on {rows[0]['problems']} test problems in percent, a number for each "
-            f"seed ({_cards_and_commits(rows)}; runs shared a card, so that minutes are more than "
-            "those of a run alone):",
-            long_runs.table(rows),
-            *filter(None, [long_runs.ends_text(rows)]),
-            "![Accuracy of long runs](evidence_steps.svg)",
-        ]
-    )
+    parts = [
+        f"Greedy accuracy on {rows[0]['problems']} test problems in percent, a number for each "
+        f"seed ({_cards_and_commits(rows)}; runs shared a card, so that minutes are more than "
+        "those of a run alone):",
+        long_runs.table(rows),
+        long_runs.ends_text(rows),
+        "![Accuracy of long runs](evidence_steps.svg)",
+    ]
+    if noise := long_runs.noise_table(rows):
+        parts += ["What noise changes at the same learning rate, over seeds:", noise]
+    return "\n\n".join(filter(None, parts))
 
 
 def _math_text(results: pathlib.Path) -> str:

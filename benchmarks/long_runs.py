@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.differences import difference_text, over_seeds
+from benchmarks.differences import FEWEST_SEEDS, difference_text, over_seeds
 from benchmarks.result_tables import markdown
 from benchmarks.run_summary import describe_run
 from benchmarks.step import merge
@@ -118,10 +118,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def ends_text(rows: Sequence[dict[str, Any]]) -> str:
     """How far arms end from the first one, with intervals; '' where none has enough seeds."""
-    ends = {
-        arm: [run["accuracy"][str(run["steps"])] for run in runs]
-        for arm, runs in by_arm(rows).items()
-    }
+    ends = {arm: [_end(run) for run in runs] for arm, runs in by_arm(rows).items()}
     (first, reference), *others = ends.items()
     differences = {arm: over_seeds(reference, values) for arm, values in others}
     texts = [f"`{arm}` {difference_text(d)}" for arm, d in differences.items() if d is not None]
@@ -141,6 +138,49 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [[label, *(change(name, runs) for runs in arms.values())]
              for name, label in _METRICS.items()]  # fmt: skip
     return markdown(("first ten steps -> last ten", *(f"`{arm}`" for arm in arms)), lines)
+
+
+def noise_table(rows: Sequence[dict[str, Any]]) -> str:
+    """What noise changes at the same learning rate, with intervals over seeds.
+
+    Returns:
+        A table with a column for each arm with noise that has enough seeds, and enough of them
+        without noise at its learning rate; '' without such an arm.
+    """
+    arms = by_arm(rows)
+    pairs = {}
+    for arm, runs in arms.items():
+        quiet, noise, _ = runs[0]["arm"].partition("-aqn-")
+        reference = arms.get(arm.replace(runs[0]["arm"], quiet), [])
+        if noise and min(len(runs), len(reference)) >= FEWEST_SEEDS:
+            pairs[arm] = (reference, runs)
+    if not pairs:
+        return ""
+
+    def change(label: str, pair: tuple[list[dict[str, Any]], ...]) -> str:
+        values = ([_measures(run)[label] for run in runs] for runs in pair)
+        return difference_text(over_seeds(*values), "+.3g")
+
+    lines = [
+        [label, *(change(label, pair) for pair in pairs.values())] for label in _measures(rows[0])
+    ]
+    return markdown(("difference from the arm without noise", *(f"`{a}`" for a in pairs)), lines)
+
+
+def _measures(run: dict[str, Any]) -> dict[str, float]:
+    """What may change with noise: means over half of the steps, and the accuracy at the end."""
+    halves = {
+        f"{_METRICS[name]}, {half} half of the steps": float(np.mean(windows))
+        for name in ("entropy", "advantage_zero_groups", "reward")
+        for half, windows in zip(
+            ("first", "second"), np.array_split(run["means"][name], 2), strict=True
+        )
+    }
+    return halves | {"accuracy at the end, %": _end(run)}
+
+
+def _end(run: dict[str, Any]) -> float:
+    return run["accuracy"][str(run["steps"])]
 
 
 def picture_data(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -866,6 +866,23 @@ def test_ends_of_long_runs_by_hand():
     assert long_runs.ends_text(rows[3:]) == ""
 
 
+def test_noise_at_the_same_rate_by_hand():
+    def run(arm, rate, end, entropy):
+        means = {name: [0.0, 0.0] for name in ("advantage_zero_groups", "reward")}
+        about = {"arm": arm, "learning_rate": rate, "steps": 4, "accuracy": {"4": end}}
+        return about | {"means": means | {"entropy": entropy}}
+
+    rows = [run("a", 1e-4, end, [0.3, end / 100]) for end in (70.0, 71.0, 72.0)]
+    assert long_runs.noise_table(rows) == ""
+    rows += [run("a-aqn-paper", 1e-4, end, [0.3, end / 100]) for end in (69.0, 70.0, 71.0)]
+    rows += [run("a-aqn-paper", 5e-5, end, [0.3, 0.1]) for end in (1.0, 2.0, 3.0)]  # none without
+    table = long_runs.noise_table(rows)
+    assert table.startswith("| difference from the arm without noise | `a-aqn-paper, 1e-04` |\n")
+    assert "| entropy, nats, first half of the steps | +0 " in table
+    assert "| entropy, nats, second half of the steps | -0.01 [-0.0327, +0.0127] |" in table
+    assert table.endswith("| accuracy at the end, % | -1 [-3.27, +1.27] |")
+
+
 def test_metrics_of_long_runs_by_hand():
     means = {name: [0.0] for name in long_runs._METRICS}
     rows = [
