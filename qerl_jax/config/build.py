@@ -8,7 +8,8 @@ MODEL selects the weights. RECIPE selects noise, loss, advantages and optimizer:
 default), 'reference_code', 'trl', 'verl', or the paper's recipe with another loss, 'dr_grpo',
 'gspo', 'cispo'. The sizes (prompts, groups, lengths, rank, steps) stay the experiment's; so do the
 learning rate of the stand-in, which has no noise. Only 'first_run' changes sizes: it is the paper's
-recipe with 100 steps and 1,024 new tokens. `qerl-plan` says what a run takes of a card's memory.
+recipe with 100 steps, 1,024 new tokens and no noise. `qerl-plan` says what a run takes of a card's
+memory.
 
 `fields.py` has every field with its default.
 """
