@@ -8,7 +8,9 @@ and half of the samples per step, with noise and without. Three seeds of a small
 large effect from none, not one schedule from another. The second command compares the schedules, as
 the paper does (QeRL, arXiv:2510.11696, Figure 9), and needs a GPU.
 
-Results: not run yet.
+Results of the first command, 22 minutes on two CPU cores: greedy accuracy 64 ± 22 % without noise,
+65 ± 15 % with it (three seeds, half of the 95 % interval), so no effect that it could see. The
+second command has not run yet.
 """
 
 from ml_collections import ConfigDict
