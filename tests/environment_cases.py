@@ -1,5 +1,6 @@
 """Environments for tests; this file is imported by their processes."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -85,6 +86,14 @@ class Faults:
             os.write(1, b"\0\0\0\1x")
         if what == "fork":
             os.fork()
+        if what == "terminate":
+            started = subprocess.Popen(["sleep", "1000"])
+            started.terminate()
+            started.wait()
+            forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+            forked.start()
+            forked.terminate()
+            forked.join()
         if what == "start":
             subprocess.Popen(["sleep", "1000"])
             time.sleep(1000)

@@ -96,7 +96,7 @@ def test_a_failure_ends_its_row_alone(pool, tokenizer, what, error):
         assert take_turn(episodes).ending == OPEN
 
 
-@pytest.mark.parametrize("what", ["print", "fork", "stdin", "megabyte"])
+@pytest.mark.parametrize("what", ["print", "fork", "stdin", "megabyte", "terminate"])
 def test_what_does_no_harm(pool, tokenizer, what):
     with Episodes(
         environments(pool, tokenizer, "faults", time_limit=5.0), [{"question": what}], [0], [None]

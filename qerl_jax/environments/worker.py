@@ -30,6 +30,7 @@ from typing import Any
 LONGEST_TEXT = 200_000  # characters of a text that an environment returns; the rest is cut off
 _LONGEST_FACT = 10_000  # characters, as JSON, of an attribute that rewards may read
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NOT_TOOLS = ("reset", "get_reward", "step", "init", "close")
 
 
@@ -63,8 +64,10 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 def main(control: socket.socket) -> None:
     """Imports the user's modules, and forks a process for every connection that arrives."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # The step that is under way ends first.
-        signal.signal(number, signal.SIG_IGN)
+    # The step that is under way ends first. A program that is started does not inherit a handler,
+    # as it does SIG_IGN, with which an environment could not terminate it.
+    for number in _SIGNALS:
+        signal.signal(number, _ignore)
     makers, error = {}, ""
     for name, path in receive(control).items():
         try:
@@ -93,6 +96,25 @@ def main(control: socket.socket) -> None:
             _kill(pid, children)
 
 
+def _ignore(*_: Any) -> None:
+    """Ignores a signal."""
+
+
+def _let_forks_end() -> None:
+    """Lets signals end what this process forks, also one that arrives while it forks."""
+
+    def after_in_child() -> None:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS),
+        after_in_child=after_in_child,
+    )
+
+
 def _start(
     file: int, control: socket.socket, makers: Mapping[str, Callable[[], Any]], children: set[int]
 ) -> None:
@@ -107,6 +129,7 @@ def _start(
     try:
         control.close()
         os.setsid()
+        _let_forks_end()
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() == parent:
