@@ -86,6 +86,8 @@ class Faults:
             os.write(1, b"\0\0\0\1x")
         if what == "fork":
             os.fork()
+        if what == "surrogate":
+            return "t1 \ud800", 1.0, False
         if what == "terminate":
             started = subprocess.Popen(["sleep", "1000"])
             started.terminate()

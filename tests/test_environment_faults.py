@@ -96,7 +96,7 @@ def test_a_failure_ends_its_row_alone(pool, tokenizer, what, error):
         assert take_turn(episodes).ending == OPEN
 
 
-@pytest.mark.parametrize("what", ["print", "fork", "stdin", "megabyte", "terminate"])
+@pytest.mark.parametrize("what", ["print", "fork", "stdin", "megabyte", "surrogate", "terminate"])
 def test_what_does_no_harm(pool, tokenizer, what):
     with Episodes(
         environments(pool, tokenizer, "faults", time_limit=5.0), [{"question": what}], [0], [None]
@@ -172,6 +172,7 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>
         ("hermes", f"<think>{ADD}</think> 3", []),
         ("hermes", f"<think>{ADD}", []),
         ("hermes", f"<think>x</think>{ADD}", [("add", "")]),
+        ("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>', [("?", "")]),
         ("hermes", ADD[:40], [("", "the call has no end")]),
         ("hermes", "<tool_call>{x}</tool_call>", [("", "the call is not valid JSON")]),
         ("hermes", "<tool_call>[1]</tool_call>", [("", "expected {")]),

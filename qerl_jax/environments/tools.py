@@ -157,6 +157,7 @@ def _call(value: Any) -> Call:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str):
         return Call("", {}, error='expected {"name": ..., "arguments": {...}}')
+    name = name.encode(errors="replace").decode()  # An escape may be half a surrogate pair.
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:

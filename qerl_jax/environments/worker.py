@@ -38,8 +38,11 @@ _NOT_TOOLS = ("reset", "get_reward", "step", "init", "close")
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    """Sends a message; JSON, so that what comes from an environment is data and not code."""
-    data = json.dumps(message).encode()
+    """Sends a message; JSON, so that what comes from an environment is data and not code.
+
+    A lone surrogate, which no tokenizer takes and no file holds, becomes a question mark.
+    """
+    data = json.dumps(message, ensure_ascii=False).encode(errors="replace")
     connection.sendall(struct.pack("!I", len(data)) + data)
 
 
