@@ -1,5 +1,6 @@
 """Environments for tests; this file is imported by their processes."""
 
+import asyncio
 import multiprocessing
 import os
 import subprocess
@@ -56,6 +57,27 @@ class Calculator:
         return float(len(self.results))
 
 
+class BrokenTool:
+    """A tool that does what it is told."""
+
+    def reset(self):
+        pass
+
+    def do(self, what: str) -> object:
+        """Does something.
+
+        Args:
+            what: what it does.
+        """
+        if what == "digits":
+            return 10**5000  # Python refuses to write it.
+        if what == "cancel":
+            raise asyncio.CancelledError("stopped")
+        if what == "hang":
+            time.sleep(1000)
+        return "\ud800"
+
+
 class Faults:
     """Does what a question says, in the step whose number the text has."""
 
@@ -86,6 +108,8 @@ class Faults:
             os.write(1, b"\0\0\0\1x")
         if what == "fork":
             os.fork()
+        if what == "cancel":
+            raise asyncio.CancelledError("stopped")
         if what == "surrogate":
             return "t1 \ud800", 1.0, False
         if what == "terminate":

@@ -34,14 +34,14 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool():
-    names = ("Faults", "Calculator", "Echo")
+    names = ("Faults", "Calculator", "BrokenTool", "Echo")
     pool = Pool({name.lower(): f"environment_cases:{name}" for name in names})
     yield pool
     pool.close()
 
 
 def environments(pool, tokenizer, name, **options):
-    kind = "tools" if name == "calculator" else "text"
+    kind = "tools" if name in ("calculator", "brokentool") else "text"
     defaults = {"max_turns": 3, "time_limit": 0.5, "processes": 8}
     return Environments(
         pool=pool,
@@ -71,6 +71,7 @@ def take_turn(episodes, row=0, text="t3 t4", *, complete=True, space=1000):
     [
         ("raise", "step: RuntimeError: broken (environment_cases.py:"),
         ("exit", "step: SystemExit: 3"),
+        ("cancel", "step: CancelledError: stopped (environment_cases.py:"),
         ("nothing", "step: TypeError: step returned None"),
         ("number", "step: TypeError: step returned 7"),
         ("hang", "step: exceeded environment.time_limit"),
@@ -292,6 +293,20 @@ def test_calls_of_tools_that_wait(pool):
     assert replies[0] == "<tool>ABC<tool>3<assistant>"
     assert (episode.calls, episode.failed_calls, episode.reward) == (2, 0, 1.0)
     assert episode.facts == {"answer": "3", "results": [3]}
+
+
+def test_a_call_that_breaks_is_a_message_or_costs_the_row(pool):
+    do = '<tool_call>{"name": "do", "arguments": {"what": "%s"}}</tool_call>'
+    written = Written()
+    broken = environments(pool, written, "brokentool")
+    with Episodes(broken, [{}], [0], [None]) as episodes:
+        reply = take_turn(episodes, text="".join(do % what for what in ("digits", "cancel", "")))
+        results = written.decode(reply.ids).split("<tool>")[1:]
+        assert "Exceeds the limit" in results[0]
+        assert results[1:] == ["{'error': 'stopped'}", "?<assistant>"]
+        assert (episodes.episodes[0].calls, episodes.episodes[0].failed_calls) == (3, 2)
+        assert take_turn(episodes, text=do % "hang").ending == FAILURE
+        assert (episodes.episodes[0].calls, episodes.episodes[0].failed_calls) == (4, 3)
 
 
 @pytest.mark.parametrize(

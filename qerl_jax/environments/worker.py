@@ -173,7 +173,7 @@ def _serve(connection: socket.socket, makers: Mapping[str, Callable[[], Any]]) -
             return
         try:
             reply = getattr(host, request.pop("op"))(**request)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             reply = {"error": _line(error)}
         if os.getpid() != pid:
             return  # The environment forked, and this is the copy.
@@ -237,10 +237,10 @@ class _Host:
             try:
                 if name not in tools:
                     raise ValueError(f"Tool {name} not found.")
-                result, succeeded = _awaited(tools[name](**arguments)), True
-            except (Exception, SystemExit) as error:
-                result, succeeded = {"error": str(error)}, False
-            results.append((str(result)[:LONGEST_TEXT], succeeded))
+                text, succeeded = str(_awaited(tools[name](**arguments))), True
+            except BaseException as error:
+                text, succeeded = str({"error": str(error)}), False
+            results.append((text[:LONGEST_TEXT], succeeded))
         return {"results": results}
 
     def step(self, text: str) -> dict[str, Any]:
