@@ -161,6 +161,7 @@ def test_few_processes_serve_many_rows(pool, tokenizer):
 # --- Calls of tools -------------------------------------------------------------------------------
 
 XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+DEEP = "[" * 10_000 + "]" * 10_000  # A policy that repeats itself writes it.
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
@@ -177,6 +178,7 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>
         ("hermes", ADD[:40], [("", "the call has no end")]),
         ("hermes", "<tool_call>{x}</tool_call>", [("", "the call is not valid JSON")]),
         ("hermes", "<tool_call>[1]</tool_call>", [("", "expected {")]),
+        ("hermes", f"<tool_call>{DEEP}</tool_call>", [("", "the call is not valid JSON")]),
         (
             "hermes",
             '<tool_call>{"name": "add", "arguments": 3}</tool_call>',
@@ -194,10 +196,12 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>
             [("add", ""), ("add", "")],
         ),
         ("llama", '{"name": "add", "parameters": {"a"', [("", "the call is not valid JSON")]),
+        ("llama", '{"name": ' * 10_000, [("", "the call is not valid JSON")]),
         ("llama", '{"a": 1}', []),
         ("llama", "The answer is 3.", []),
         ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {}}]', [("add", "")]),
         ("mistral", '[TOOL_CALLS] [{"name"', [("", "the call is not valid JSON")]),
+        ("mistral", f"[TOOL_CALLS] {DEEP}", [("", "the call is not valid JSON")]),
         ("mistral", "[TOOL_CALLS] {}", [("", "expected a JSON list")]),
         ("mistral", " It is 3.", []),
     ],
@@ -222,6 +226,17 @@ def test_arguments_have_the_types_of_their_tool():
     assert call.arguments == expected
     (call,) = read_calls("<tool_call><function=g></function></tool_call>", "xml", tools=tools)
     assert (call.name, call.arguments, call.error) == ("g", {}, "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<tool_call>" * 20_000, XML.replace("</parameter>", "<parameter=a>" * 20_000)],
+    ids=["calls", "parameters"],
+)
+def test_tags_without_an_end_take_no_time(text):
+    began = time.process_time()
+    read_calls(text, "xml")
+    assert time.process_time() - began < 2
 
 
 def test_a_prompt_may_have_opened_the_reasoning():
@@ -307,6 +322,12 @@ def test_a_call_that_breaks_is_a_message_or_costs_the_row(pool):
         assert (episodes.episodes[0].calls, episodes.episodes[0].failed_calls) == (3, 2)
         assert take_turn(episodes, text=do % "hang").ending == FAILURE
         assert (episodes.episodes[0].calls, episodes.episodes[0].failed_calls) == (4, 3)
+
+
+def test_arguments_that_cannot_be_sent_cost_the_row(pool):
+    text = ADD.replace("2", "[" * 1000 + "]" * 1000)
+    _, ending, episode = calculate(pool, [text])
+    assert (ending, episode.failed_calls) == (FAILURE, 1)
 
 
 @pytest.mark.parametrize(

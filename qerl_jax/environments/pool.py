@@ -47,11 +47,11 @@ class Process:
             limit: seconds within which the answer must arrive; 0 sets no limit.
         """
         self.deadline = time.monotonic() + limit if limit else float("inf")
-        data = pickle.dumps(dict(request))
         self.connection.settimeout(limit or None)
         try:
+            data = pickle.dumps(dict(request))
             self.connection.sendall(struct.pack("!I", len(data)) + data)
-        except OSError:
+        except (OSError, RecursionError):  # The arguments of a call may be nested deeply.
             return False
         return True
 
