@@ -127,6 +127,20 @@ def test_what_a_process_started_ends_with_it(pool, tokenizer):
     assert not sleepers() - before
 
 
+def test_a_process_that_ends_while_it_is_idle_costs_no_row(pool, tokenizer):
+    many = environments(pool, tokenizer, "echo")
+    columns = [{"question": "t1"}] * 2
+    assert many.resets(columns, [5, 5]) == [" t5"] * 2
+    for process in pool._idle:
+        os.kill(process.pid, signal.SIGKILL)
+    ends = time.monotonic() + 10
+    while any(alive(process.pid) for process in pool._idle) and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert many.resets(columns, [5, 5]) == [" t5"] * 2
+    with Episodes(many, columns, [5, 5], [" t5"] * 2) as episodes:
+        assert take_turn(episodes).ending == OPEN
+
+
 def test_a_reward_that_is_no_number_is_none(pool, tokenizer):
     with Episodes(
         environments(pool, tokenizer, "faults"), [{"question": "infinite"}], [0], [None]

@@ -136,8 +136,12 @@ class Pool:
 
     def take(self) -> Process:
         """Returns a process that is free, and starts one if all are busy."""
-        if self._idle:
-            return self._idle.pop()
+        while self._idle:
+            process = self._idle.pop()
+            process.deadline = float("inf")
+            if process.answer() is None:
+                return process
+            self.kill(process)  # It has ended since its last episode.
         ours, theirs = socket.socketpair()
         with theirs:
             try:
