@@ -111,6 +111,18 @@ def test_what_does_no_harm(pool, tokenizer, what):
         assert (tokenizer.decode(reply.ids) == text) == (what == "megabyte")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_leaves_the_step_its_environments(pool, tokenizer, number):
+    with Episodes(
+        environments(pool, tokenizer, "faults"), [{"question": "fine"}], [0], [None]
+    ) as episodes:
+        assert take_turn(episodes).ending == OPEN
+        (process,) = episodes._process.values()
+        for pid in (process.pid, pool._parent.pid):
+            os.kill(pid, number)
+        assert take_turn(episodes).ending == OPEN
+
+
 def test_what_a_process_started_ends_with_it(pool, tokenizer):
     def sleepers():
         found = subprocess.run(["pgrep", "-f", "^sleep 1000$"], capture_output=True, text=True)
