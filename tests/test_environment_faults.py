@@ -1,5 +1,6 @@
 """Environments that fail: each costs its row the reward or the policy a message, never the step."""
 
+import errno
 import os
 import pathlib
 import signal
@@ -423,6 +424,16 @@ def alive(pid):
     except OSError:
         return False
     return state != "Z"
+
+
+def test_too_few_files_for_another_process_are_one_line(pool, monkeypatch):
+    def fails():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(pool, "_idle", [])
+    monkeypatch.setattr("qerl_jax.environments.pool.socket.socketpair", fails)
+    with pytest.raises(UserError, match=r"Too many open files: lower environment\.processes"):
+        pool.take()
 
 
 def test_errors_of_importing_are_shown():

@@ -135,14 +135,24 @@ class Pool:
             )
 
     def take(self) -> Process:
-        """Returns a process that is free, and starts one if all are busy."""
+        """Returns a process that is free, and starts one if all are busy.
+
+        Raises:
+            UserError: no other process can be started.
+        """
         while self._idle:
             process = self._idle.pop()
             process.deadline = float("inf")
             if process.answer() is None:
                 return process
             self.kill(process)  # It has ended since its last episode.
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise UserError(
+                f"no environment beside {len(self._all)} others, {error.strerror}: lower "
+                "environment.processes, or raise the limit, ulimit -n"
+            ) from error
         with theirs:
             try:
                 socket.send_fds(self._control, [b"start"], [theirs.fileno()])
