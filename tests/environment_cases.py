@@ -58,7 +58,7 @@ class Calculator:
 
 
 class BrokenTool:
-    """A tool that does what it is told."""
+    """A tool whose argument names a failure."""
 
     def reset(self):
         pass
