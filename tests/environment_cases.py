@@ -1,5 +1,7 @@
 """Environments for tests; this file is imported by their processes."""
 
+import asyncio
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -55,6 +57,27 @@ class Calculator:
         return float(len(self.results))
 
 
+class BrokenTool:
+    """A tool whose argument names a failure."""
+
+    def reset(self):
+        pass
+
+    def do(self, what: str) -> object:
+        """Does something.
+
+        Args:
+            what: what it does.
+        """
+        if what == "digits":
+            return 10**5000  # Python refuses to write it.
+        if what == "cancel":
+            raise asyncio.CancelledError("stopped")
+        if what == "hang":
+            time.sleep(1000)
+        return "\ud800"
+
+
 class Faults:
     """Does what a question says, in the step whose number the text has."""
 
@@ -85,6 +108,18 @@ class Faults:
             os.write(1, b"\0\0\0\1x")
         if what == "fork":
             os.fork()
+        if what == "cancel":
+            raise asyncio.CancelledError("stopped")
+        if what == "surrogate":
+            return "t1 \ud800", 1.0, False
+        if what == "terminate":
+            started = subprocess.Popen(["sleep", "1000"])
+            started.terminate()
+            started.wait()
+            forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+            forked.start()
+            forked.terminate()
+            forked.join()
         if what == "start":
             subprocess.Popen(["sleep", "1000"])
             time.sleep(1000)

@@ -1,5 +1,6 @@
 """Environments that fail: each costs its row the reward or the policy a message, never the step."""
 
+import errno
 import os
 import pathlib
 import signal
@@ -34,14 +35,14 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool():
-    names = ("Faults", "Calculator", "Echo")
+    names = ("Faults", "Calculator", "BrokenTool", "Echo")
     pool = Pool({name.lower(): f"environment_cases:{name}" for name in names})
     yield pool
     pool.close()
 
 
 def environments(pool, tokenizer, name, **options):
-    kind = "tools" if name == "calculator" else "text"
+    kind = "tools" if name in ("calculator", "brokentool") else "text"
     defaults = {"max_turns": 3, "time_limit": 0.5, "processes": 8}
     return Environments(
         pool=pool,
@@ -71,6 +72,7 @@ def take_turn(episodes, row=0, text="t3 t4", *, complete=True, space=1000):
     [
         ("raise", "step: RuntimeError: broken (environment_cases.py:"),
         ("exit", "step: SystemExit: 3"),
+        ("cancel", "step: CancelledError: stopped (environment_cases.py:"),
         ("nothing", "step: TypeError: step returned None"),
         ("number", "step: TypeError: step returned 7"),
         ("hang", "step: exceeded environment.time_limit"),
@@ -96,7 +98,7 @@ def test_a_failure_ends_its_row_alone(pool, tokenizer, what, error):
         assert take_turn(episodes).ending == OPEN
 
 
-@pytest.mark.parametrize("what", ["print", "fork", "stdin", "megabyte"])
+@pytest.mark.parametrize("what", ["print", "fork", "stdin", "megabyte", "surrogate", "terminate"])
 def test_what_does_no_harm(pool, tokenizer, what):
     with Episodes(
         environments(pool, tokenizer, "faults", time_limit=5.0), [{"question": what}], [0], [None]
@@ -108,6 +110,18 @@ def test_what_does_no_harm(pool, tokenizer, what):
         # What is cut is what the policy reads.
         text = episodes.episodes[0].parts[-1][1]
         assert (tokenizer.decode(reply.ids) == text) == (what == "megabyte")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_leaves_the_step_its_environments(pool, tokenizer, number):
+    with Episodes(
+        environments(pool, tokenizer, "faults"), [{"question": "fine"}], [0], [None]
+    ) as episodes:
+        assert take_turn(episodes).ending == OPEN
+        (process,) = episodes._process.values()
+        for pid in (process.pid, pool._parent.pid):
+            os.kill(pid, number)
+        assert take_turn(episodes).ending == OPEN
 
 
 def test_what_a_process_started_ends_with_it(pool, tokenizer):
@@ -124,6 +138,20 @@ def test_what_a_process_started_ends_with_it(pool, tokenizer):
     while sleepers() - before and time.monotonic() < ends:
         time.sleep(0.05)
     assert not sleepers() - before
+
+
+def test_a_process_that_ends_while_it_is_idle_costs_no_row(pool, tokenizer):
+    many = environments(pool, tokenizer, "echo")
+    columns = [{"question": "t1"}] * 2
+    assert many.resets(columns, [5, 5]) == [" t5"] * 2
+    for process in pool._idle:
+        os.kill(process.pid, signal.SIGKILL)
+    ends = time.monotonic() + 10
+    while any(alive(process.pid) for process in pool._idle) and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert many.resets(columns, [5, 5]) == [" t5"] * 2
+    with Episodes(many, columns, [5, 5], [" t5"] * 2) as episodes:
+        assert take_turn(episodes).ending == OPEN
 
 
 def test_a_reward_that_is_no_number_is_none(pool, tokenizer):
@@ -160,6 +188,7 @@ def test_few_processes_serve_many_rows(pool, tokenizer):
 # --- Calls of tools -------------------------------------------------------------------------------
 
 XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+DEEP = "[" * 10_000 + "]" * 10_000  # A policy that repeats itself writes it.
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
@@ -172,9 +201,11 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>
         ("hermes", f"<think>{ADD}</think> 3", []),
         ("hermes", f"<think>{ADD}", []),
         ("hermes", f"<think>x</think>{ADD}", [("add", "")]),
+        ("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>', [("?", "")]),
         ("hermes", ADD[:40], [("", "the call has no end")]),
         ("hermes", "<tool_call>{x}</tool_call>", [("", "the call is not valid JSON")]),
         ("hermes", "<tool_call>[1]</tool_call>", [("", "expected {")]),
+        ("hermes", f"<tool_call>{DEEP}</tool_call>", [("", "the call is not valid JSON")]),
         (
             "hermes",
             '<tool_call>{"name": "add", "arguments": 3}</tool_call>',
@@ -192,10 +223,12 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>
             [("add", ""), ("add", "")],
         ),
         ("llama", '{"name": "add", "parameters": {"a"', [("", "the call is not valid JSON")]),
+        ("llama", '{"name": ' * 10_000, [("", "the call is not valid JSON")]),
         ("llama", '{"a": 1}', []),
         ("llama", "The answer is 3.", []),
         ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {}}]', [("add", "")]),
         ("mistral", '[TOOL_CALLS] [{"name"', [("", "the call is not valid JSON")]),
+        ("mistral", f"[TOOL_CALLS] {DEEP}", [("", "the call is not valid JSON")]),
         ("mistral", "[TOOL_CALLS] {}", [("", "expected a JSON list")]),
         ("mistral", " It is 3.", []),
     ],
@@ -220,6 +253,17 @@ def test_arguments_have_the_types_of_their_tool():
     assert call.arguments == expected
     (call,) = read_calls("<tool_call><function=g></function></tool_call>", "xml", tools=tools)
     assert (call.name, call.arguments, call.error) == ("g", {}, "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<tool_call>" * 20_000, XML.replace("</parameter>", "<parameter=a>" * 20_000)],
+    ids=["calls", "parameters"],
+)
+def test_tags_without_an_end_take_no_time(text):
+    began = time.process_time()
+    read_calls(text, "xml")
+    assert time.process_time() - began < 2
 
 
 def test_a_prompt_may_have_opened_the_reasoning():
@@ -293,6 +337,26 @@ def test_calls_of_tools_that_wait(pool):
     assert episode.facts == {"answer": "3", "results": [3]}
 
 
+def test_a_call_that_breaks_is_a_message_or_costs_the_row(pool):
+    do = '<tool_call>{"name": "do", "arguments": {"what": "%s"}}</tool_call>'
+    written = Written()
+    broken = environments(pool, written, "brokentool")
+    with Episodes(broken, [{}], [0], [None]) as episodes:
+        reply = take_turn(episodes, text="".join(do % what for what in ("digits", "cancel", "")))
+        results = written.decode(reply.ids).split("<tool>")[1:]
+        assert "Exceeds the limit" in results[0]
+        assert results[1:] == ["{'error': 'stopped'}", "?<assistant>"]
+        assert (episodes.episodes[0].calls, episodes.episodes[0].failed_calls) == (3, 2)
+        assert take_turn(episodes, text=do % "hang").ending == FAILURE
+        assert (episodes.episodes[0].calls, episodes.episodes[0].failed_calls) == (4, 3)
+
+
+def test_arguments_that_cannot_be_sent_cost_the_row(pool):
+    text = ADD.replace("2", "[" * 1000 + "]" * 1000)
+    _, ending, episode = calculate(pool, [text])
+    assert (ending, episode.failed_calls) == (FAILURE, 1)
+
+
 @pytest.mark.parametrize(
     ("text", "options", "ending"),
     [
@@ -360,6 +424,16 @@ def alive(pid):
     except OSError:
         return False
     return state != "Z"
+
+
+def test_too_few_files_for_another_process_are_one_line(pool, monkeypatch):
+    def fails():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(pool, "_idle", [])
+    monkeypatch.setattr("qerl_jax.environments.pool.socket.socketpair", fails)
+    with pytest.raises(UserError, match=r"Too many open files: lower environment\.processes"):
+        pool.take()
 
 
 def test_errors_of_importing_are_shown():

@@ -9,6 +9,7 @@ import json
 import math
 import threading
 import time
+import types
 import uuid
 
 import numpy as np
@@ -286,6 +287,7 @@ MOMENT = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
         (np.arange(3.0), [0.0, 1.0, 2.0]),
         ((1, "a", True, None), [1, "a", True, None]),
         ({1: {"b": (2,)}}, {"1": {"b": [2]}}),
+        (types.SimpleNamespace(moves=[math.inf]), {"moves": [None]}),  # a column environments
     ],
     ids=str,
 )

@@ -235,6 +235,7 @@ class Episodes:
                 self._finish(row, ending)
             else:
                 episode.calls += len(calls)
+                episode.failed_calls += len(calls)  # until they have succeeded
                 readable = [(call.name, call.arguments) for call in calls if not call.error]
                 limit = self._all.time_limit * len(readable)
                 self._request(row, {"op": "calls", "calls": readable}, limit)
@@ -332,7 +333,7 @@ class Episodes:
         episode, (_, calls) = self.episodes[row], self._turn[row]
         for call in calls:
             text, succeeded = (str({"error": call.error}), False) if call.error else next(results)
-            episode.failed_calls += not succeeded
+            episode.failed_calls -= succeeded
             texts.append(text)
         self._reply(row, texts, [(call.name or "unknown", call.id) for call in calls])
 

@@ -47,11 +47,11 @@ class Process:
             limit: seconds within which the answer must arrive; 0 sets no limit.
         """
         self.deadline = time.monotonic() + limit if limit else float("inf")
-        data = pickle.dumps(dict(request))
         self.connection.settimeout(limit or None)
         try:
+            data = pickle.dumps(dict(request))
             self.connection.sendall(struct.pack("!I", len(data)) + data)
-        except OSError:
+        except (OSError, RecursionError):  # The arguments of a call may be nested deeply.
             return False
         return True
 
@@ -135,10 +135,24 @@ class Pool:
             )
 
     def take(self) -> Process:
-        """Returns a process that is free, and starts one if all are busy."""
-        if self._idle:
-            return self._idle.pop()
-        ours, theirs = socket.socketpair()
+        """Returns a process that is free, and starts one if all are busy.
+
+        Raises:
+            UserError: no other process can be started.
+        """
+        while self._idle:
+            process = self._idle.pop()
+            process.deadline = float("inf")
+            if process.answer() is None:
+                return process
+            self.kill(process)  # It has ended since its last episode.
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise UserError(
+                f"no environment beside {len(self._all)} others, {error.strerror}: lower "
+                "environment.processes, or raise the limit, ulimit -n"
+            ) from error
         with theirs:
             try:
                 socket.send_fds(self._control, [b"start"], [theirs.fileno()])

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from qerl_jax.errors import UserError
 
-_TAGS = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^\n>]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^\n>]+)>\s*(.*?)\s*</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^\n>]+)>")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # as Jinja writes them
 _LLAMA = re.compile(r"\s*(<\|python_tag\|>\s*)?(?=\{\s*\"(name|type|function)\")")
 _MISTRAL = "[TOOL_CALLS]"
+_NO_JSON = (ValueError, RecursionError)  # what reading JSON raises, the latter for deep nesting
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 NO_ID = "000000000"  # where a template wants an id of a call and the policy wrote none
 
@@ -103,15 +104,18 @@ def read_calls(
 
 
 def _tagged(text: str, read: Callable[[str], Call]) -> list[Call]:
+    # A regular expression would search the rest of the text again for each tag that has no end,
+    # of which a policy that repeats itself writes thousands.
     calls = []
-    for body in _TAGS.findall(text):
+    while _BEGIN in text:
+        body, end, text = text.partition(_BEGIN)[2].partition(_END)
+        if not end:
+            calls.append(Call("", {}, error=f"the call has no end, {_END}"))
+            break
         try:
             calls.append(read(body))
-        except ValueError as error:
+        except _NO_JSON as error:
             calls.append(_unreadable(error))
-    rest = _TAGS.sub("", text)
-    if "<tool_call>" in rest:
-        calls.append(Call("", {}, error="the call has no end, </tool_call>"))
     return calls
 
 
@@ -120,10 +124,13 @@ def _xml_call(body: str, types: Mapping[str, Mapping[str, Any]]) -> Call:
     if match is None:
         return Call("", {}, error="expected <function=NAME>...</function>")
     name, arguments = match[1], {}
-    for key, value in _PARAMETER.findall(match[2]):
+    for part in match[2].split("</parameter>")[:-1]:
+        if (opening := _PARAMETER.search(part)) is None:
+            continue
+        key, value = opening[1], part[opening.end() :].strip()
         arguments[key] = value
         if types.get(name, {}).get(key, {}).get("type", "string") != "string":
-            with contextlib.suppress(ValueError):  # A wrong type is an error of the call.
+            with contextlib.suppress(*_NO_JSON):  # A wrong type is an error of the call.
                 arguments[key] = json.loads(_CONSTANTS.get(value, value))
     return Call(name, arguments)
 
@@ -131,7 +138,7 @@ def _xml_call(body: str, types: Mapping[str, Mapping[str, Any]]) -> Call:
 def _array(text: str) -> list[Call]:
     try:
         values, _ = json.JSONDecoder().raw_decode(text.strip())
-    except ValueError as error:
+    except _NO_JSON as error:
         return [_unreadable(error)]
     if not isinstance(values, list) or not values:
         return [Call("", {}, error="expected a JSON list of calls")]
@@ -143,7 +150,7 @@ def _objects(text: str) -> list[Call]:
     while text := text.strip().removeprefix(";").strip():
         try:
             value, end = decoder.raw_decode(text)
-        except ValueError as error:
+        except _NO_JSON as error:
             # Text after a call is an answer, and no call.
             return calls if calls and not text.startswith("{") else [*calls, _unreadable(error)]
         calls.append(_call(value))
@@ -157,11 +164,12 @@ def _call(value: Any) -> Call:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str):
         return Call("", {}, error='expected {"name": ..., "arguments": {...}}')
+    name = name.encode(errors="replace").decode()  # An escape may be half a surrogate pair.
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except _NO_JSON:
             arguments = None
     if not isinstance(arguments, dict):
         return Call(name, {}, error="the arguments are no JSON object")
@@ -170,5 +178,5 @@ def _call(value: Any) -> Call:
     return Call(name, arguments, number if known else NO_ID)
 
 
-def _unreadable(error: ValueError) -> Call:
+def _unreadable(error: Exception) -> Call:
     return Call("", {}, error=f"the call is not valid JSON: {error}")

@@ -30,6 +30,7 @@ from typing import Any
 LONGEST_TEXT = 200_000  # characters of a text that an environment returns; the rest is cut off
 _LONGEST_FACT = 10_000  # characters, as JSON, of an attribute that rewards may read
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NOT_TOOLS = ("reset", "get_reward", "step", "init", "close")
 
 
@@ -37,8 +38,11 @@ _NOT_TOOLS = ("reset", "get_reward", "step", "init", "close")
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    """Sends a message; JSON, so that what comes from an environment is data and not code."""
-    data = json.dumps(message).encode()
+    """Sends a message; JSON, so that what comes from an environment is data and not code.
+
+    A lone surrogate, which no tokenizer takes and no file holds, becomes a question mark.
+    """
+    data = json.dumps(message, ensure_ascii=False).encode(errors="replace")
     connection.sendall(struct.pack("!I", len(data)) + data)
 
 
@@ -63,8 +67,10 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 def main(control: socket.socket) -> None:
     """Imports the user's modules, and forks a process for every connection that arrives."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # The step that is under way ends first.
-        signal.signal(number, signal.SIG_IGN)
+    # The step that is under way ends first. A program that is started does not inherit a handler,
+    # as it does SIG_IGN, with which an environment could not terminate it.
+    for number in _SIGNALS:
+        signal.signal(number, _ignore)
     makers, error = {}, ""
     for name, path in receive(control).items():
         try:
@@ -93,6 +99,25 @@ def main(control: socket.socket) -> None:
             _kill(pid, children)
 
 
+def _ignore(*_: Any) -> None:
+    """Ignores a signal."""
+
+
+def _let_forks_end() -> None:
+    """Lets signals end what this process forks, also one that arrives while it forks."""
+
+    def after_in_child() -> None:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS),
+        after_in_child=after_in_child,
+    )
+
+
 def _start(
     file: int, control: socket.socket, makers: Mapping[str, Callable[[], Any]], children: set[int]
 ) -> None:
@@ -107,6 +132,7 @@ def _start(
     try:
         control.close()
         os.setsid()
+        _let_forks_end()
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() == parent:
@@ -147,7 +173,7 @@ def _serve(connection: socket.socket, makers: Mapping[str, Callable[[], Any]]) -
             return
         try:
             reply = getattr(host, request.pop("op"))(**request)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             reply = {"error": _line(error)}
         if os.getpid() != pid:
             return  # The environment forked, and this is the copy.
@@ -211,10 +237,10 @@ class _Host:
             try:
                 if name not in tools:
                     raise ValueError(f"Tool {name} not found.")
-                result, succeeded = _awaited(tools[name](**arguments)), True
-            except (Exception, SystemExit) as error:
-                result, succeeded = {"error": str(error)}, False
-            results.append((str(result)[:LONGEST_TEXT], succeeded))
+                text, succeeded = str(_awaited(tools[name](**arguments))), True
+            except BaseException as error:
+                text, succeeded = str({"error": str(error)}), False
+            results.append((text[:LONGEST_TEXT], succeeded))
         return {"results": results}
 
     def step(self, text: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import types
 import urllib.parse
 import uuid
 from collections.abc import Mapping, Sequence
@@ -86,13 +87,16 @@ def json_value(value: Any) -> Any:
     """Returns a value of a column as JSON has it.
 
     Numbers that are not finite become null; times and dates texts of ISO 8601, durations seconds,
-    bytes base64, decimal numbers and UUIDs their text, and arrays lists.
+    bytes base64, decimal numbers and UUIDs their text, arrays lists, and an environment an object
+    with its attributes.
 
     Raises:
         TypeError: there is no such form of the value, or of a part of it; the message is its type.
     """
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
+    if isinstance(value, types.SimpleNamespace):
+        value = vars(value)
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
