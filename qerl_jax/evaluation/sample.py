@@ -253,9 +253,8 @@ def _converse(
     facts = [f"ended by {ENDINGS[episode.ending]}", f"{episode.turns} turns"]
     facts += [f"{episode.calls} calls"] if episode.calls else []
     facts += [] if episode.reward is None else [f"reward {episode.reward:g}"]
-    facts += [visible(episode.error)] if episode.error else []
-    if episode.error.startswith("reset: "):
-        facts.append("--columns passes what it reads of a problem")
+    if episode.error:
+        facts += [visible(episode.error), "--columns passes what it reads of a problem"]
     print(", ".join(facts), file=sys.stderr, flush=True)
     return episode.answer
 
