@@ -289,10 +289,13 @@ def calculator_text() -> str:
     first = 100 * statistics.fmean(steps[0] for steps in part["calls_by_step"])
     last = 100 * part["last"]["reward/calls"]
     problems, origin = part["run"]["config"]["eval"]["problems"], provenance(part["run"])
+    control = provenance(result["control"]["run"])
+    if control != origin:
+        origin += f"; control: {control}"
     text = (
         f"Right answers, greedy, of {problems} held-out problems ({origin}; a run shared its card "
         f"with others). The share of rows that calculate went from {first:.0f} % in the first step "
-        f"to {last:.0f} % in the last fifth of them:"
+        f"to {last:.0f} % in the last fifth of the steps:"
     )
     return f"{_filled(text)}\n\n{environment_table(result, 'calculator', 'right')}"
 

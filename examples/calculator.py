@@ -135,7 +135,7 @@ def main():
         f"</calculate>, and the user answers with its value. {ANSWER}"
     )
     config.data.examples = EXAMPLE
-    config.environment.function = "calculator:TextCalculator"
+    config.environment.function = "examples.calculator:TextCalculator"
     config.environment.max_turns = 8
     # Rewarded for right answers alone, this policy does the sums itself (docs/environments.md).
     return qj.train(config, rewards={"correctness": tagged_answer, "calls": (calls, 0.5)})

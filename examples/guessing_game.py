@@ -78,7 +78,7 @@ def main():
         {
             "seed": arguments.seed,
             "steps": 24,
-            "environment.function": f"guessing_game:{game.__name__}",
+            "environment.function": f"examples.guessing_game:{game.__name__}",
             "environment.max_turns": 2,
             "environment.turn_tokens": 1,
             "environment.reply_tokens": 20,

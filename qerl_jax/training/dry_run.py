@@ -1,6 +1,7 @@
 """Says what a run would do without starting it: nothing is trained, loaded onto a device or kept.
 
-It refuses what a start refuses before its model is loaded, and a prompt that is too long.
+It refuses what a start refuses before its model is loaded, a prompt that is too long, and an
+environment that the chat template cannot write, or whose first reset fails.
 """
 
 import os
@@ -8,9 +9,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import jax
 from ml_collections import ConfigDict
 
 from qerl_jax.config.describe import describe_changes, describe_config
+from qerl_jax.data.environment_config import make_environments
 from qerl_jax.data.from_config import (
     TRAIN,
     check_positions,
@@ -35,7 +38,7 @@ from qerl_jax.run.metrics import read_steps
 from qerl_jax.system.paths import user_path
 from qerl_jax.training.init_from import check_origin
 from qerl_jax.training.saving import policy_folder
-from qerl_jax.training.setup import check_method
+from qerl_jax.training.setup import check_method, longest_prompt
 from qerl_jax.training.validate import check_extension, validate
 from qerl_jax.weights import tokenizer
 from qerl_jax.weights.checkpoint import open_checkpoint, read_architecture
@@ -74,10 +77,14 @@ def dry_run(
     problems = load_problems(config, rewards)
     architecture, model_tokenizer = read_description(config.model.source)
     check_positions(config, architecture)
+    environments = make_environments(config, model_tokenizer)
     prompts = encode_problems(config, model_tokenizer, problems)
     write(_describe_prompts(prompts, order_of(config, prompts)))
     first = training_prompts(prompts)[0]
-    width = max(len(prompt.ids) for split_prompts in prompts.values() for prompt in split_prompts)
+    if environments is not None:
+        key = jax.random.key(config.seed, impl="threefry2x32")
+        first = environments.with_reset(key, first)
+    width = longest_prompt(config, prompts)
     plan = plan_run(config, architecture, this_device(), prompt=width)
     write(format_plan(plan, config) + describe_cost(config, architecture))
     check_fits(plan, config, architecture)

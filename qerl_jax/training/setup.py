@@ -214,7 +214,7 @@ def assemble(
         state_shapes = abstract_on(state_shapes, mesh)
     size = bytes_per_device(model.params)
     plan = plan_run(
-        config, model.config, this_device(), prompt=_longest_prompt(config, prompts), weights=size
+        config, model.config, this_device(), prompt=longest_prompt(config, prompts), weights=size
     )
     check_fits(plan, config, model.config)
     sampler, eval_sampler = _samplers(config, model, plan, prompts)
@@ -314,7 +314,7 @@ def _samplers(
         kv_cache_bytes=config.rollout.kv_cache_bytes,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         dequantize=plan.rollout.dequantize,
-        prompt_width=_longest_prompt(config, prompts),
+        prompt_width=longest_prompt(config, prompts),
         num_prompts=largest_share(rollout_prompts(config), config.mesh.data),
     )
     steps = Sampler(
@@ -342,7 +342,8 @@ def _samplers(
     return steps, evaluation.greedy()
 
 
-def _longest_prompt(config: ConfigDict, prompts: Mapping[str, list[Prompt]]) -> int:
+def longest_prompt(config: ConfigDict, prompts: Mapping[str, Sequence[Prompt]]) -> int:
+    """How many tokens of a prompt the memory is planned for."""
     if config.environment.function:
         return config.data.max_prompt_tokens  # An environment may say something at its reset.
     return max(len(prompt.ids) for split_prompts in prompts.values() for prompt in split_prompts)
