@@ -161,6 +161,13 @@ class SlowEcho(Echo):
         return super().step(text)
 
 
+class Talkative(Echo):
+    """Says more at its reset than a prompt may have."""
+
+    def reset(self, question, seed):
+        return 100 * super().reset(question, seed)
+
+
 class Broken:
     def reset(self):
         pass

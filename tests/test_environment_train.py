@@ -238,12 +238,13 @@ def test_a_template_without_ends_of_turns_is_refused(tiny, tmp_path):
 def test_failures_cost_rows_their_reward(talker, tmp_path):
     problems = [
         {"question": f"t{n} t{n // 7}", "answer": "", "environment": name}
-        for n, name in enumerate(["good", "bad"] * 8)
+        for n, name in enumerate(["good", "bad", "good", "long"] * 4)
     ]
     path = tmp_path / "problems.jsonl"
     path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     changes = CHANGES | {
-        "environment.function": "good=environment_cases:Echo, bad=environment_cases:Broken",
+        "environment.function": "good=environment_cases:Echo, bad=environment_cases:Broken, "
+        "long=environment_cases:Talkative",
         "data.path": str(path),
         "steps": 2,
         "rollout.prompts_per_step": 6,
@@ -255,7 +256,9 @@ def test_failures_cost_rows_their_reward(talker, tmp_path):
         assert row["rewards_missing"] == 2 * row["environment/failures"]
         assert row["environment/ending/failure"] == row["environment/failures"] / 24
     samples = read_jsonl(run / "completions.jsonl")
-    assert any("RuntimeError: broken" in sample.get("error", "") for sample in samples)
+    errors = "\n".join(sample.get("error", "") for sample in samples)
+    assert "RuntimeError: broken" in errors
+    assert re.search(r"reset: .*over 12 tokens, the longest has 10\d; .*max_prompt_tokens", errors)
 
 
 def test_roles_keep_tokens_of_environments_out_of_the_loss(talker, tmp_path):

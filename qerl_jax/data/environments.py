@@ -54,14 +54,18 @@ class RunEnvironments:
 
         Returns:
             The prompts with what the environments say at their reset, and the episodes of all rows.
+            Where this is too long, the prompt is without it and the rows fail.
         """
         seeds = [environment_seed(key, number) for number in numbers or range(len(prompts))]
         columns = [columns_of(prompt.problem) for prompt in prompts]
         texts = self.environments.resets(columns, seeds, on_wait)
-        prompts = [
-            self._with_text(prompt, text) if text else prompt
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
+        prompts, refusals = list(prompts), [""] * len(prompts)
+        for number, text in enumerate(texts):
+            if text:
+                try:
+                    prompts[number] = self._with_text(prompts[number], text)
+                except UserError as error:
+                    refusals[number] = str(error)
 
         def rows(values: Sequence[Any]) -> list[Any]:
             return [value for value in values for _ in range(group_size)]
@@ -71,6 +75,7 @@ class RunEnvironments:
             rows(columns),
             rows(seeds),
             rows(texts),
+            refusals=rows(refusals),
             in_reasoning=rows([prompt.text.rstrip().endswith("<think>") for prompt in prompts]),
         )
 

@@ -169,6 +169,7 @@ class Episodes:
         seeds: Sequence[int],
         observations: Sequence[str | None],
         *,
+        refusals: Sequence[str] | None = None,
         in_reasoning: Sequence[bool] | None = None,
     ):
         """Prepares the episodes; an environment begins when the first turn of its row has ended.
@@ -178,10 +179,13 @@ class Episodes:
             columns: columns of the problem of each row.
             seeds: seed of the environment of each row.
             observations: what each environment must say at its reset, as it is in the prompt.
+            refusals: why the prompt of a row lacks its observation; '' where it does not. None for
+                no row.
             in_reasoning: whether the prompt of each row has opened the reasoning; None for no row.
         """
         self._all, self._columns, self._seeds = environments, columns, seeds
         self._observations = observations
+        self._refusals = refusals or [""] * len(columns)
         self._in_reasoning = in_reasoning or [False] * len(columns)
         self._names = [environments.name_of(one) for one in columns]
         self.episodes = [Episode() for _ in columns]
@@ -311,9 +315,12 @@ class Episodes:
         self._advance(row)
 
     def _take_reset(self, row: int, answer: dict[str, Any]) -> None:
-        if answer["text"] != self._observations[row]:
+        error = self._refusals[row]
+        if not error and answer["text"] != self._observations[row]:
+            error = "it says another thing to the same columns and seed"
+        if error:
             self._requests[row].clear()
-            self._fail(row, "reset: it says another thing to the same columns and seed")
+            self._fail(row, f"reset: {error}")
 
     def _take_step(self, row: int, answer: dict[str, Any]) -> None:
         episode, (turn, _) = self.episodes[row], self._turn[row]
