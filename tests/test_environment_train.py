@@ -283,6 +283,7 @@ def test_show_draws_the_roles(run):
     assert roles[0] == "assistant:"
     assert "environment:" in roles
     assert any("ended by " in line for line in lines)
+    assert any(line.startswith("environment/turns ") for line in lines)
     text = page([view])
     assert "[environment]" in text
     assert "[assistant]" in text

@@ -28,6 +28,8 @@ _CURVES = (
     "entropy",
     "length",
     "finished",
+    "environment/turns",
+    "environment/calls",
     "sigma",
     "noise_kl",
     "kl",
