@@ -96,8 +96,12 @@ def by_arm(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Rows by arm and learning rate, as in 'nvfp4-lora, 5e-05', in their order."""
     arms: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        arms.setdefault(f"{row['arm']}, {row['learning_rate']:.0e}", []).append(row)
+        arms.setdefault(_label(row["arm"], row["learning_rate"]), []).append(row)
     return arms
+
+
+def _label(arm: str, learning_rate: float) -> str:
+    return f"{arm}, {learning_rate:.0e}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -151,7 +155,7 @@ def noise_table(rows: Sequence[dict[str, Any]]) -> str:
     pairs = {}
     for arm, runs in arms.items():
         quiet, noise, _ = runs[0]["arm"].partition("-aqn-")
-        reference = arms.get(arm.replace(runs[0]["arm"], quiet), [])
+        reference = arms.get(_label(quiet, runs[0]["learning_rate"]), [])
         if noise and min(len(runs), len(reference)) >= FEWEST_SEEDS:
             pairs[arm] = (reference, runs)
     if not pairs:

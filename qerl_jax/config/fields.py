@@ -834,9 +834,9 @@ FIELDS: tuple[Section | Field, ...] = (
         "rl.dynamic_sampling_prompts",
         0,
         "Prompts of each of these rollouts, at least rollout.prompts_per_step, of which a step "
-        "trains on as many informative ones; 0: rollout.prompts_per_step. More prompts decode "
-        "together at little cost where there are few, and save a rollout with a tail of its own "
-        "(gen_batch_size of verl).",
+        "trains on as many informative ones; 0: rollout.prompts_per_step. Where few rows decode "
+        "together, more of them cost little, and a further rollout would wait for its own longest "
+        "completion (gen_batch_size of verl).",
         limits=(0,),
         read_if=_DYNAMIC_SAMPLING,
     ),

@@ -296,7 +296,7 @@ def _prompt(
     if environments is not None:
         changes["tools"] = environments.prompts.tools
         names = list(environments.environments.contracts)
-        if len(names) > 1 and environment_of(columns, names) not in names:
+        if environment_of(columns, names) not in names:
             raise UserError(
                 f"the run has the environments {', '.join(names)}: name one of them, "
                 f"""--columns='{{"environment": "{names[0]}"}}'"""

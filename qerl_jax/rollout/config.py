@@ -202,9 +202,10 @@ def turn_config(config: ConfigDict, *, max_new_tokens: int = 0) -> TurnConfig | 
 
 
 def rollout_prompts(config: ConfigDict) -> int:
-    """Returns the number of prompts of a rollout of a step; dynamic sampling may take more."""
-    prompts = config.rollout.prompts_per_step
-    return config.rl.dynamic_sampling_prompts or prompts if config.rl.dynamic_sampling else prompts
+    """Returns the number of prompts of a rollout, of which dynamic sampling may leave some out."""
+    if config.rl.dynamic_sampling and config.rl.dynamic_sampling_prompts:
+        return config.rl.dynamic_sampling_prompts
+    return config.rollout.prompts_per_step
 
 
 def completion_tokens(config: ConfigDict, max_new_tokens: int) -> int:

@@ -139,11 +139,11 @@ def collect(
     A completion is scored as soon as it has ended, while the others are still decoded.
 
     A rollout of more than P prompts leaves the P informative groups that come first. With several
-    rounds, groups without any difference in the metric are replaced by groups of
-    further prompts of the same source, until there are P informative groups or the rounds are used
-    up. Missing groups are then filled with uninformative ones of the same source, so that all steps
-    have the same shapes, and each source its share of them. The groups of a round in which every
-    reward failed are uninformative ones.
+    rounds, groups without any difference in the metric are replaced by groups of further prompts of
+    the same source, until there are P informative groups or the rounds are used up. Missing groups
+    are then filled with uninformative ones of the same source, so that all steps have the same
+    shapes, and each source its share of them. The groups of a round in which every reward failed
+    are uninformative ones.
 
     Args:
         key: key of all draws of this step.
