@@ -20,7 +20,7 @@ from benchmarks.differences import (
     sample_values,
     unpaired,
 )
-from benchmarks.evidence_tables import BF16, CALIBRATED, ROUNDED
+from benchmarks.evidence_tables import BF16, CALIBRATED, ROUNDED, SAME_RATE
 from benchmarks.result_tables import markdown
 
 
@@ -98,12 +98,14 @@ _MIXED = _Measure("share of mixed groups, second half", "+.2f", _half("mixed_gro
 _REWARD = _Measure("reward, first half", "+.3f", _half("reward", 0))
 
 _QUANTIZED = [(BF16, CALIBRATED), (BF16, ROUNDED)]
-_NOISE = [
-    (base, f"{base}-{noise}")
-    for base in (CALIBRATED, ROUNDED, BF16)
-    for noise in (("aqn",) if base == BF16 else ("aqn-paper", "aqn-kl0.01"))
+_NOISY = [
+    f"{base}-{noise}" for base in (CALIBRATED, ROUNDED) for noise in ("aqn-paper", "aqn-kl0.01")
 ]
-_NOISY = [arm for base, arm in _NOISE if base != BF16]
+# In calibrated NVFP4 at the same rate first, then each arm at the rate that is best for it.
+_NOISE = [
+    *((SAME_RATE, arm) for arm in _NOISY if arm.startswith(CALIBRATED)),
+    *((arm.partition("-aqn")[0], arm) for arm in (*_NOISY, f"{BF16}-aqn")),
+]
 _CLAIMS = [
     _Claim("quantization raises the entropy", _ENTROPY, _QUANTIZED),
     _Claim("and so finds more, before training", _FOUND_BEFORE, _QUANTIZED),

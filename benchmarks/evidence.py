@@ -21,6 +21,7 @@ from benchmarks.evidence_tables import (
     difference_table,
     exploration_table,
     grid_table,
+    same_rate_table,
     served_text,
     sources_table,
 )
@@ -58,6 +59,7 @@ def page_parts(content: dict[str, Any], results: pathlib.Path) -> dict[str, str]
         claims.append(f"Not run yet: {', '.join(f'`{arm}`' for arm in missing)}.")
     return {
         "cost": cost_text(runs, results),
+        "noise": same_rate_table(runs, results) or "Not measured yet.",
         "long": _long_text(results),
         "math": _math_text(results),
         "evidence": _results_text(content, results),

@@ -29,6 +29,7 @@ from benchmarks.step_tables import short_name
 from qerl_jax.run.statistics import half_interval
 
 BF16, ROUNDED, CALIBRATED = "bf16-lora", "nvfp4-rounded-lora", "nvfp4-lora"
+SAME_RATE = "nvfp4-lora-lr5e-5"  # calibrated, without noise, at the rate of the arms with noise
 # How the pages call the weights of these arms.
 WEIGHTS = {BF16: "bf16", CALIBRATED: "calibrated NVFP4", ROUNDED: "NVFP4 rounded to nearest"}
 
@@ -317,6 +318,8 @@ def _is_compared(reference: str, arm: str) -> bool:
         return arm != BF16
     if reference in (CALIBRATED, ROUNDED) and arm.startswith(f"{reference}-"):
         return True
+    if reference == SAME_RATE:
+        return arm in _same_rate_arms([arm])
     if reference in ("nf4-lora", "bf16-full"):
         return arm.startswith("nvfp4-")
     return (reference, arm) == (ROUNDED, CALIBRATED)
@@ -350,6 +353,49 @@ def exploration_table(runs: Runs, results: pathlib.Path) -> str:
         "pass@16", "pass@64",
     )  # fmt: skip
     return markdown(header, lines)
+
+
+def same_rate_table(runs: Runs, results: pathlib.Path) -> str:
+    """What noise, and more entropy without it, change at the same learning rate, over seeds.
+
+    Args:
+        runs: the runs by arm.
+        results: folder of gsm8k.json.
+
+    Returns:
+        A table with a column for each arm that has run; '' without one, or without the reference.
+    """
+    arms = _same_rate_arms(runs)
+    if SAME_RATE not in runs or not arms:
+        return ""
+    measures: dict[str, Callable[[list[Row]], list[float]]] = {
+        f"{label}, {half} half of the steps": lambda rows, name=name, number=number: halves(
+            rows, results, name
+        )[number]
+        for name, label in (
+            ("entropy", "entropy, nats"),
+            ("mixed_groups", "share of mixed groups"),
+            ("reward", "reward"),
+        )
+        for number, half in enumerate(("first", "second"))
+    }
+    for name in ("pass@16", "pass@64"):
+        measures[f"{name} after, points"] = lambda rows, name=name: sample_values(
+            rows, "samples", name
+        )
+    measures["pass@1 after, points"] = ends
+    lines = []
+    for label, values in measures.items():
+        spec = "+.1f" if "points" in label else "+.3f"
+        reference = values(runs[SAME_RATE])
+        cells = (difference_text(over_seeds(reference, values(runs[arm])), spec) for arm in arms)
+        lines.append([label, *cells])
+    return markdown((f"difference from `{SAME_RATE}`", *(f"`{arm}`" for arm in arms)), lines)
+
+
+def _same_rate_arms(arms: Iterable[str]) -> list[str]:
+    """The arms that differ from the one of the same rate in their noise or their entropy alone."""
+    return [arm for arm in arms if arm.startswith(f"{CALIBRATED}-") and arm != SAME_RATE]
 
 
 def grid_table(grids: dict[str, list[dict[str, Any]]]) -> str:

@@ -669,15 +669,32 @@ def test_the_tables(results):
 
 def test_an_arm_is_compared_with_what_it_changes():
     row = {"pass1_end": 50.0, "about": {"evaluations": {"end": {"correct": "01"}}}}
-    names = ("bf16-lora", "nvfp4-rounded-lora", "nvfp4-lora", "nf4-lora", ARM)
+    low = evidence_tables.SAME_RATE
+    names = ("bf16-lora", "nvfp4-rounded-lora", "nvfp4-lora", "nf4-lora", low, ARM)
     lines = evidence_tables.difference_table({name: [row] for name in names}).splitlines()[2:]
     pairs = [[cell.strip(" `") for cell in line.split("|")[1:3]] for line in lines]
     assert pairs == [
         *(["bf16-lora", name] for name in names[1:]),
         ["nvfp4-rounded-lora", "nvfp4-lora"],
-        ["nvfp4-lora", ARM],
-        *(["nf4-lora", name] for name in ("nvfp4-rounded-lora", "nvfp4-lora", ARM)),
+        *(["nvfp4-lora", name] for name in (low, ARM)),
+        *(["nf4-lora", name] for name in ("nvfp4-rounded-lora", "nvfp4-lora", low, ARM)),
+        [low, ARM],
     ]
+
+
+def test_what_noise_changes_at_one_rate_by_hand(results):
+    arms = differences.runs_by_arm(gsm8k.read_results(results))
+    assert evidence_tables.same_rate_table(arms, results) == ""
+    runs = {evidence_tables.SAME_RATE: arms[ARM], ARM: arms[ARM]}
+    runs[ARM] = [row | {"pass1_end": row["pass1_end"] + 10.0} for row in runs[ARM]]
+    header, _, *lines = evidence_tables.same_rate_table(runs, results).splitlines()
+    assert header == f"| difference from `{evidence_tables.SAME_RATE}` | `{ARM}` |"
+    assert len(lines) == 9
+    assert "| entropy, nats, second half of the steps | +0.000 [" in lines[1]
+    # 50, 75 and 25 and 10 points more: t(0.975, 4) = 2.776 times sqrt(2) times 14.43.
+    assert lines[-1] == "| pass@1 after, points | +10.0 [-46.7, +66.7] |"
+    runs[ARM] = runs[ARM][:2]
+    assert evidence_tables.same_rate_table(runs, results).endswith("| pass@1 after, points | - |")
 
 
 def test_intervals_by_hand():
@@ -786,7 +803,7 @@ def test_whether_quantization_explores(rounded, calibrated, expected, monkeypatc
 
 MARKS = "".join(
     f"<!-- {name}: python -m benchmarks.tables -->\n<!-- end of {name} -->\n\n"
-    for name in ("cost", "long", "math", "evidence", "claims")
+    for name in ("cost", "noise", "long", "math", "evidence", "claims")
 )
 
 
