@@ -40,6 +40,7 @@ _PANELS = {
     "length": "completion length, tokens",
     "logprob_diff_mean": "rollout against trainer",
 }
+_LINE_STYLES = ("-", "--")  # of the first ten arms, for which there are colors, and of the others
 _WINDOW = 5  # steps of the moving average of the curves
 
 
@@ -204,7 +205,8 @@ def draw_curves(data: dict[str, Any]) -> "Figure":
                 continue
             steps = 1 + np.flatnonzero(measured)
             mean = np.nanmean(values[:, measured], axis=0)
-            axes.plot(steps, _smooth(mean), color=f"C{number % 10}", linewidth=1.8, label=arm)
+            style = {"color": f"C{number % 10}", "linestyle": _LINE_STYLES[number // 10]}
+            axes.plot(steps, _smooth(mean), **style, linewidth=1.8, label=arm)
         axes.set(xlabel="step", title=label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e6e6e6")
@@ -219,14 +221,15 @@ def draw_accuracy(data: dict[str, Any]) -> "Figure":
 
     figure = Figure(figsize=(12, 1.8 + 0.36 * len(data)), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for number, (arm, part) in enumerate(data.items()):
+    for number, part in enumerate(data.values()):
         color = f"C{number % 10}"
         mean = float(np.mean(part["ends"]))
         left.plot(part["start"], number, "o", color="white", markeredgecolor=color)
         left.errorbar(mean, number, xerr=part["ci95"], fmt="D", color=color, capsize=3)
         left.plot(part["ends"], [number + 0.25] * len(part["ends"]), ".", color=color)
         ks = [int(k) for k in part["pass_at"]]
-        right.plot(ks, list(part["pass_at"].values()), "o-", color=color, markersize=3, label=arm)
+        line = _LINE_STYLES[number // 10]
+        right.plot(ks, list(part["pass_at"].values()), f"o{line}", color=color, markersize=3)
     left.set_yticks(range(len(data)), list(data))
     left.set_ylim(len(data) - 0.5, -0.5)
     left.set(title="greedy accuracy, %: start (open), mean and seeds at the end")

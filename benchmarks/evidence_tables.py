@@ -86,6 +86,12 @@ def noise_sentence(runs: Runs) -> str:
         sentences.append(
             "Each arm has the learning rate that is best for it, so a part may be the rate."
         )
+    noisy = _arms_with_noise(CALIBRATED, runs)
+    if SAME_RATE in runs and noisy:
+        texts = [f"{_gain(runs[SAME_RATE], runs[arm])} {name}" for arm, name in noisy.items()]
+        sentences.append(
+            f"At the same rate it changes that in {WEIGHTS[CALIBRATED]} by {_series(texts)}."
+        )
     if not any(arm.startswith(f"{CALIBRATED}-aqn") for arm in runs):
         sentences.append(f"In {WEIGHTS[CALIBRATED]}, a GPU's default, it was not measured yet.")
     return " ".join(sentences)

@@ -967,6 +967,11 @@ def test_what_noise_gains(costs):
         "by +8.3 points"
     )
     assert "not measured" not in text
+    assert "At the same rate" not in text
+    runs[evidence_tables.SAME_RATE] = runs["bf16-lora"]
+    text = evidence_tables.noise_sentence(runs)
+    assert "At the same rate it changes that in calibrated NVFP4 by +0.0 points (95 %" in text
+    assert text.endswith("over seeds) with the paper's schedule.")
 
 
 def test_the_readme_says_what_noise_gains():
