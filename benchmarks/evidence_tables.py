@@ -1,5 +1,6 @@
 """What the runs of benchmarks/results/gsm8k.json say, as tables and sentences."""
 
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterable
@@ -29,14 +30,15 @@ from benchmarks.step_tables import short_name
 from qerl_jax.run.statistics import half_interval
 
 BF16, ROUNDED, CALIBRATED = "bf16-lora", "nvfp4-rounded-lora", "nvfp4-lora"
-SAME_RATE = "nvfp4-lora-lr5e-5"  # calibrated, without noise, at the rate of the arms with noise
+# At the rate of the arms with noise in calibrated NVFP4: without noise, and with more entropy.
+SAME_RATE, _CONTROLS = "nvfp4-lora-lr5e-5", ("nvfp4-lora-temperature", "nvfp4-lora-entropy")
 # How the pages call the weights of these arms.
 WEIGHTS = {BF16: "bf16", CALIBRATED: "calibrated NVFP4", ROUNDED: "NVFP4 rounded to nearest"}
 
 # Arms with noise, by what follows the name of the arm without it.
 _NOISE = {
     "-aqn-paper": "with the paper's schedule",
-    "-aqn-kl0.01": "with noise held at a KL of 0.01",
+    "-aqn-kl0.01": "at a KL of 0.01",
 }
 
 
@@ -66,35 +68,35 @@ def cost_sentence(runs: Runs) -> str:
 
 def noise_sentence(runs: Runs) -> str:
     """What adaptive quantization noise gains after training, with intervals, in a few sentences."""
-    gains = []
-    for base in (CALIBRATED, ROUNDED):
-        texts = [
-            f"{_gain(runs[base], runs[arm])} {name}"
-            for arm, name in _arms_with_noise(base, runs).items()
-        ]
-        if texts:
-            gains.append(f"in {WEIGHTS[base]} by {_series(texts)}")
-    if not gains:
+    gains = {base: _gains(base, base, runs) for base in (CALIBRATED, ROUNDED)}
+    texts = [f"in {WEIGHTS[base]} by {part}" for base, part in gains.items() if part]
+    if not texts:
         return "What noise gains was not measured."
     sentences = [
-        f"Adaptive quantization noise (AQN) changes the accuracy after training {'; '.join(gains)}."
+        "Adaptive quantization noise (AQN) changes the accuracy after training, in points with "
+        f"95 % intervals over seeds, {'; '.join(texts)}."
     ]
-    compared = [
-        arm for base in (CALIBRATED, ROUNDED) for arm in (base, *_arms_with_noise(base, runs))
-    ]
-    if len({runs[arm][0]["learning_rate"] for arm in compared if arm in runs}) > 1:
-        sentences.append(
-            "Each arm has the learning rate that is best for it, so a part may be the rate."
-        )
     noisy = _arms_with_noise(CALIBRATED, runs)
-    if SAME_RATE in runs and noisy:
-        texts = [f"{_gain(runs[SAME_RATE], runs[arm])} {name}" for arm, name in noisy.items()]
-        sentences.append(
-            f"At the same rate it changes that in {WEIGHTS[CALIBRATED]} by {_series(texts)}."
-        )
-    if not any(arm.startswith(f"{CALIBRATED}-aqn") for arm in runs):
+    if not noisy:
         sentences.append(f"In {WEIGHTS[CALIBRATED]}, a GPU's default, it was not measured yet.")
+    elif not any(_excludes_zero(_gain(runs[CALIBRATED], runs[arm])[0]) for arm in noisy):
+        sentences.append(f"In {WEIGHTS[CALIBRATED]}, a GPU's default, no gain can be told from 0.")
+    compared = [arm for base in gains for arm in (base, *_arms_with_noise(base, runs))]
+    if len({runs[arm][0]["learning_rate"] for arm in compared if arm in runs}) > 1:
+        sentences.append("Each arm has its best learning rate, so a part may be the rate.")
+    if same := SAME_RATE in runs and _gains(SAME_RATE, CALIBRATED, runs):
+        sentences.append(f"At the same rate it changes that in {WEIGHTS[CALIBRATED]} by {same}.")
     return " ".join(sentences)
+
+
+def _gains(reference: str, base: str, runs: Runs) -> str:
+    """How far the arms with noise on the weights of a base end above a reference."""
+    texts = []
+    for arm, name in _arms_with_noise(base, runs).items():
+        gain, of_seeds = _gain(runs[reference], runs[arm])
+        few = "" if of_seeds else f" (over problems, {len(runs[arm])} seeds)"
+        texts.append(f"{difference_text(gain)}{few} {name}")
+    return _series(texts) if texts else ""
 
 
 def _arms_with_noise(base: str, runs: Runs) -> dict[str, str]:
@@ -103,14 +105,14 @@ def _arms_with_noise(base: str, runs: Runs) -> dict[str, str]:
     return {arm: name for arm, name in arms.items() if base in runs and arm in runs}
 
 
-def _gain(reference: list[Row], rows: list[Row]) -> str:
-    """By how much runs end above others, with the interval over seeds or, of few, over problems."""
-    gain = np.mean(ends(rows)) - np.mean(ends(reference))
-    interval, name = over_seeds(ends(reference), ends(rows)), "seeds"
-    if interval is None:
-        interval, name = over_problems(reference, rows), f"problems, {len(rows)} seeds"
-    ends_text = f"{interval.low:+.1f} to {interval.high:+.1f} over {name}"
-    return f"{gain:+.1f} points (95 % interval: {ends_text})"
+def _gain(reference: list[Row], rows: list[Row]) -> tuple[Difference, bool]:
+    """By how much runs end above others; over seeds, which it says, or where few over problems."""
+    difference = over_seeds(ends(reference), ends(rows))
+    return difference or over_problems(reference, rows), difference is not None
+
+
+def _excludes_zero(difference: Difference) -> bool:
+    return not difference.low <= 0 <= difference.high
 
 
 def _cost(reference: list[Row], rows: list[Row]) -> str:
@@ -324,8 +326,8 @@ def _is_compared(reference: str, arm: str) -> bool:
         return arm != BF16
     if reference in (CALIBRATED, ROUNDED) and arm.startswith(f"{reference}-"):
         return True
-    if reference == SAME_RATE:
-        return arm in _same_rate_arms([arm])
+    if reference in (SAME_RATE, *_CONTROLS):
+        return _has_the_rate_of(reference, arm)
     if reference in ("nf4-lora", "bf16-full"):
         return arm.startswith("nvfp4-")
     return (reference, arm) == (ROUNDED, CALIBRATED)
@@ -362,46 +364,40 @@ def exploration_table(runs: Runs, results: pathlib.Path) -> str:
 
 
 def same_rate_table(runs: Runs, results: pathlib.Path) -> str:
-    """What noise, and more entropy without it, change at the same learning rate, over seeds.
+    """What noise changes at one learning rate, against none and against other exploration.
 
     Args:
         runs: the runs by arm.
         results: folder of gsm8k.json.
 
     Returns:
-        A table with a column for each arm that has run; '' without one, or without the reference.
+        A table with a line for each pair of arms that have run; '' without one.
     """
-    arms = _same_rate_arms(runs)
-    if SAME_RATE not in runs or not arms:
-        return ""
     measures: dict[str, Callable[[list[Row]], list[float]]] = {
-        f"{label}, {half} half of the steps": lambda rows, name=name, number=number: halves(
-            rows, results, name
-        )[number]
-        for name, label in (
-            ("entropy", "entropy, nats"),
-            ("mixed_groups", "share of mixed groups"),
-            ("reward", "reward"),
-        )
-        for number, half in enumerate(("first", "second"))
+        "entropy, nats, first half": lambda rows: halves(rows, results, "entropy")[0],
+        "second half": lambda rows: halves(rows, results, "entropy")[1],
+        "mixed groups, second half": lambda rows: halves(rows, results, "mixed_groups")[1],
+        "pass@64 after, points": lambda rows: sample_values(rows, "samples", "pass@64"),
+        "pass@1 after, points": ends,
     }
-    for name in ("pass@16", "pass@64"):
-        measures[f"{name} after, points"] = lambda rows, name=name: sample_values(
-            rows, "samples", name
-        )
-    measures["pass@1 after, points"] = ends
     lines = []
-    for label, values in measures.items():
-        spec = "+.1f" if "points" in label else "+.3f"
-        reference = values(runs[SAME_RATE])
-        cells = (difference_text(over_seeds(reference, values(runs[arm])), spec) for arm in arms)
-        lines.append([label, *cells])
-    return markdown((f"difference from `{SAME_RATE}`", *(f"`{arm}`" for arm in arms)), lines)
+    for reference, arm in itertools.product((SAME_RATE, *_CONTROLS), runs):
+        if reference in runs and _has_the_rate_of(reference, arm):
+            cells = (
+                difference_text(
+                    over_seeds(values(runs[reference]), values(runs[arm])),
+                    "+.1f" if "points" in name else "+.3f",
+                )
+                for name, values in measures.items()
+            )
+            lines.append([f"`{reference}`", f"`{arm}`", *cells])
+    return markdown(("from", "to", *measures), lines) if lines else ""
 
 
-def _same_rate_arms(arms: Iterable[str]) -> list[str]:
-    """The arms that differ from the one of the same rate in their noise or their entropy alone."""
-    return [arm for arm in arms if arm.startswith(f"{CALIBRATED}-") and arm != SAME_RATE]
+def _has_the_rate_of(reference: str, arm: str) -> bool:
+    """Whether an arm differs from a reference of its learning rate in how it explores."""
+    has_noise = arm.startswith(f"{CALIBRATED}-aqn-")
+    return has_noise or (reference == SAME_RATE and arm in _CONTROLS)
 
 
 def grid_table(grids: dict[str, list[dict[str, Any]]]) -> str:

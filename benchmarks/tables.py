@@ -270,7 +270,7 @@ def cost_text() -> str:
 def noise_text() -> str:
     """What the README states of the gain of noise."""
     text = noise_sentence(runs_by_arm(_read("gsm8k.json")))
-    text += " `docs/evidence.md` goes through the claims of the paper."
+    text += " Claim by claim: `docs/evidence.md`."
     return _filled(text)
 
 

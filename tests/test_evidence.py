@@ -683,18 +683,23 @@ def test_an_arm_is_compared_with_what_it_changes():
 
 
 def test_what_noise_changes_at_one_rate_by_hand(results):
-    arms = differences.runs_by_arm(gsm8k.read_results(results))
-    assert evidence_tables.same_rate_table(arms, results) == ""
-    runs = {evidence_tables.SAME_RATE: arms[ARM], ARM: arms[ARM]}
-    runs[ARM] = [row | {"pass1_end": row["pass1_end"] + 10.0} for row in runs[ARM]]
+    rows = differences.runs_by_arm(gsm8k.read_results(results))[ARM]
+    more = [row | {"pass1_end": row["pass1_end"] + 10.0} for row in rows]
+    assert evidence_tables.same_rate_table({ARM: rows}, results) == ""
+    control = "nvfp4-lora-temperature"
+    runs = {ARM: more, evidence_tables.SAME_RATE: rows, control: rows[:2]}
     header, _, *lines = evidence_tables.same_rate_table(runs, results).splitlines()
-    assert header == f"| difference from `{evidence_tables.SAME_RATE}` | `{ARM}` |"
-    assert len(lines) == 9
-    assert "| entropy, nats, second half of the steps | +0.000 [" in lines[1]
+    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+    assert [line[:2] for line in cells] == [
+        [evidence_tables.SAME_RATE, ARM],
+        [evidence_tables.SAME_RATE, control],
+        [control, ARM],
+    ]
+    assert header.endswith("| pass@64 after, points | pass@1 after, points |")
     # 50, 75 and 25 and 10 points more: t(0.975, 4) = 2.776 times sqrt(2) times 14.43.
-    assert lines[-1] == "| pass@1 after, points | +10.0 [-46.7, +66.7] |"
-    runs[ARM] = runs[ARM][:2]
-    assert evidence_tables.same_rate_table(runs, results).endswith("| pass@1 after, points | - |")
+    assert cells[0][-1] == "+10.0 [-46.7, +66.7]"
+    assert cells[0][2].startswith("+0.000 [")
+    assert cells[1][2:] == cells[2][2:] == ["-"] * 5  # of two seeds
 
 
 def test_intervals_by_hand():
@@ -947,31 +952,27 @@ def test_what_noise_gains(costs):
     runs["nvfp4-rounded-lora-aqn-paper"] = runs["bf16-lora"]
     text = evidence_tables.noise_sentence(runs)
     assert text.startswith(
-        "Adaptive quantization noise (AQN) changes the accuracy after training in NVFP4 rounded to "
-        "nearest by +50.0 points (95 % interval: +"
+        "Adaptive quantization noise (AQN) changes the accuracy after training, in points with 95 "
+        "% intervals over seeds, in NVFP4 rounded to nearest by +50.0 [+"
     )
     assert text.endswith(
-        "over seeds) with the paper's schedule. Each arm has the learning rate that is best for "
-        "it, so a part may be the rate. In calibrated NVFP4, a GPU's default, it was not measured "
-        "yet."
+        "] with the paper's schedule. In calibrated NVFP4, a GPU's default, it was not measured "
+        "yet. Each arm has its best learning rate, so a part may be the rate."
     )
-    runs["nvfp4-rounded-lora-aqn-kl0.01"] = runs["bf16-lora"][
-        :2
-    ]  # of two seeds, no interval over them
+    few = runs["bf16-lora"][:2]  # of two seeds, no interval over them
+    runs["nvfp4-rounded-lora-aqn-kl0.01"] = few
     text = evidence_tables.noise_sentence(runs)
-    assert re.search(r"over problems, 2 seeds\) with noise held at a KL of 0\.01\.", text)
+    assert "] (over problems, 2 seeds) at a KL of 0.01." in text
     runs["nvfp4-lora-aqn-paper"] = runs["bf16-lora"]
     text = evidence_tables.noise_sentence(runs)
-    assert text.startswith(
-        "Adaptive quantization noise (AQN) changes the accuracy after training in calibrated NVFP4 "
-        "by +8.3 points"
-    )
-    assert "not measured" not in text
+    assert "over seeds, in calibrated NVFP4 by +8.3 [-" in text
+    assert "In calibrated NVFP4, a GPU's default, no gain can be told from 0." in text
     assert "At the same rate" not in text
     runs[evidence_tables.SAME_RATE] = runs["bf16-lora"]
     text = evidence_tables.noise_sentence(runs)
-    assert "At the same rate it changes that in calibrated NVFP4 by +0.0 points (95 %" in text
-    assert text.endswith("over seeds) with the paper's schedule.")
+    assert "At the same rate it changes that in calibrated NVFP4 by +0.0 [-" in text
+    runs["nvfp4-lora"] = [row | {"pass1_end": 1.0 + row["seed"]} for row in runs["nvfp4-lora"]]
+    assert "told from 0" not in evidence_tables.noise_sentence(runs)
 
 
 def test_the_readme_says_what_noise_gains():
