@@ -541,10 +541,32 @@ def test_the_working_directory_stays(tmp_path, monkeypatch):
 def test_failures_are_missing_and_reported_once(reward, message):
     scores = score({"bad": reward, "good": lambda *_: 1.0}, count=3)
     assert np.isnan(scores.parts["bad"]).all()
-    assert scores.total.tolist() == [1.0, 1.0, 1.0]
+    assert scores.parts["good"].tolist() == [1.0, 1.0, 1.0]
+    assert np.isnan(scores.total).all()
     (line,) = scores.errors
     assert line.startswith("reward 'bad' is missing for 3 of 3 completions: " + message)
     assert "\n" not in line
+
+
+def test_a_completion_without_a_reward_that_failed_has_no_total():
+    def fails_once(prompt, completion, answer, num_tokens, finished):
+        return 1 / num_tokens
+
+    def applies_once(prompt, completion, answer, num_tokens, finished):
+        return None if num_tokens else 5.0
+
+    rewards = {"r": (fails_once, 1.0), "s": (applies_once, 1.0), "t": (lambda *_: 2.0, 1.0)}
+    texts = ["x"] * 3
+    scores = scoring.score(rewards, texts, texts, texts, [1, 0, 2], [True] * 3)
+    assert scores.total.tolist()[::2] == [3.0, 2.5]
+    assert np.isnan(scores.total[1])
+    # Nor does it take part where advantages are made of the single rewards.
+    (group,) = scores.parts_of_groups(3)["t"]
+    assert group[::2].tolist() == [2.0, 2.0]
+    assert np.isnan(group[1])
+    rewards["r"] = (fails_once, 0.0)  # only logged
+    scores = scoring.score(rewards, texts, texts, texts, [1, 0, 2], [True] * 3)
+    assert scores.total.tolist() == [2.0, 7.0, 2.0]
 
 
 def test_keyboard_interrupt_passes_through():

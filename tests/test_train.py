@@ -807,7 +807,7 @@ def test_a_reward_whose_column_is_missing_ends_the_run_at_once(tiny, tmp_path):
 def test_a_token_is_nowhere_in_the_run_folder(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "s3cr3t-t0ken")
     config = tiny.config({"eval.every": 0, "steps": 1})
-    judge = {"function": "http://127.0.0.1:9/", "weight": 1.0, "token_env": "JUDGE_TOKEN"}
+    judge = {"function": "http://127.0.0.1:9/", "weight": 0.0, "token_env": "JUDGE_TOKEN"}
     with config.unlocked():
         config.rewards.judge = judge | {"retries": 0, "time_limit": 5.0}
     run = train(config, workdir=tmp_path / "run")
@@ -815,6 +815,10 @@ def test_a_token_is_nowhere_in_the_run_folder(tiny, tmp_path, monkeypatch):
     assert row["rewards_missing"] == 8
     assert row["reward/judge"] is None
     assert all(b"s3cr3t" not in data for data in tiny_run.contents(run).values())
+    with config.unlocked():
+        config.rewards.judge.weight = 1.0  # beside `correctness`, which has no failure
+    with pytest.raises(UserError, match="nothing can be learned: reward 'judge' is missing for 8"):
+        train(config, workdir=tmp_path / "judged")
     monkeypatch.delenv("JUDGE_TOKEN")
     with pytest.raises(UserError, match="the environment variable that its token_env names"):
         train(config, workdir=tmp_path / "other")

@@ -53,8 +53,9 @@ def score(
     """Scores B completions with every reward.
 
     A reward that raises, exceeds the time limit, or returns a value that is not a finite number is
-    missing (NaN) for that completion, and `errors` reports it. A reward that returns None is
-    missing without a report.
+    missing (NaN) for that completion, and `errors` reports it; if it has a weight, the completion
+    has no total. A reward that returns None does not apply to the completion: it is missing without
+    a report, and the total is that of the others.
 
     Args:
         rewards: reward functions and their weights, by name, or as `table_of` takes them.
@@ -131,6 +132,7 @@ class Scoring:
         }
         self._on_wait = on_wait or (lambda: None)
         self._parts = {name: np.full(count, np.nan) for name in rewards}
+        self._has_failed = np.zeros(count, bool)  # in a reward with a weight
         self._completions: dict[int, Completion] = {}
         self._waiting: dict[concurrent.futures.Future, tuple[str, list[int], float]] = {}
         self._failures: dict[str, dict[Any, str]] = {name: {} for name in rewards}
@@ -181,6 +183,8 @@ class Scoring:
         weighted = [weight * self._parts[name] for name, weight in self._weights.items() if weight]
         size = len(self._completions)
         present = ~np.isnan(weighted).all(axis=0) if weighted else np.zeros(size, bool)
+        # The sum of the others would punish a completion for a reward that nobody knows.
+        present &= ~self._has_failed
         return Scores(
             total=np.where(present, np.nansum(weighted, axis=0), np.nan),
             parts=self._parts,
@@ -265,6 +269,7 @@ class Scoring:
                 if error is not reward and not isinstance(error, Exception | SystemExit):
                     raise
                 kind, message = _cause(error, self._limits[name])
+                self._has_failed[index] |= bool(self._weights[name])
                 self._failures[name].setdefault(kind, message)
                 self._counts[name, kind] += 1
 

@@ -23,8 +23,8 @@ class Scores:
     """The rewards of B completions.
 
     Attributes:
-        total: float64 [B] weighted sums of the rewards that are present; NaN where no reward with a
-            non-zero weight is present.
+        total: float64 [B] weighted sums of the rewards that are present; NaN where none with a
+            non-zero weight is present, or where one has failed.
         parts: float64 [B] unweighted values of each reward, by name; NaN where a reward is missing.
         errors: one line for each distinct failure, with its count.
         seconds: time in which this process called rewards or waited for them.
@@ -34,3 +34,11 @@ class Scores:
     parts: dict[str, np.ndarray]
     errors: list[str]
     seconds: float = 0.0
+
+    def parts_of_groups(self, group_size: int) -> dict[str, np.ndarray]:
+        """The rewards [P, G] by name; NaN in a completion without a total, which takes no part."""
+        has_total = ~np.isnan(self.total)
+        return {
+            name: np.where(has_total, part, np.nan).reshape(-1, group_size)
+            for name, part in self.parts.items()
+        }

@@ -350,7 +350,7 @@ def _total_differs(scores: Scores, options: CollectConfig) -> np.ndarray:
     """Returns bool [groups]: whether the advantages of a group are not all 0."""
     if options.advantage == "grpo":
         return _differ(scores.total, options.sampler.group_size)
-    parts = {n: part.reshape(-1, options.sampler.group_size) for n, part in scores.parts.items()}
+    parts = scores.parts_of_groups(options.sampler.group_size)
     return gdpo_advantages(parts, options.weights, eps=options.advantage_eps).any(axis=1)
 
 

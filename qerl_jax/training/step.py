@@ -239,12 +239,10 @@ def take_step(
 def _advantages(setup: StepSetup, scores: Scores) -> np.ndarray:
     """The advantages [B] of the completions of a step."""
     rl, group_size = setup.config.rl, setup.config.rollout.group_size
+    total, parts = scores.total.reshape(-1, group_size), scores.parts_of_groups(group_size)
     if rl.advantage == "gdpo":
-        parts = {name: part.reshape(-1, group_size) for name, part in scores.parts.items()}
         return gdpo_advantages(parts, setup.collect.weights, eps=rl.advantage_eps).reshape(-1)
-    total = scores.total.reshape(-1, group_size)
     if names_function(rl.advantage):
-        parts = {name: part.reshape(-1, group_size) for name, part in scores.parts.items()}
         return custom_advantages(rl.advantage, total, parts).reshape(-1)
     return group_advantages(total, scale=rl.advantage_scale, eps=rl.advantage_eps).reshape(-1)
 
