@@ -6,7 +6,7 @@
 
     --config, --config.FIELD=VALUE    the run, as in the experiment that trains it
     --card=NAME                       h100-80gb (the default), rtx-3090, rtx-4090, rtx-5090, l4,
-                                      a100-40gb, a100-80gb, dgx-spark, h200-141gb
+                                      l40s, a100-40gb, a100-80gb, dgx-spark, h200-141gb
     --memory-gb=GB                    other memory than that of --card, in 10^9 bytes
     --json                            the plan as JSON
 

@@ -12,6 +12,7 @@ CARDS = {
     "rtx-4090": (_usable(24), False),
     "rtx-5090": (_usable(32), False),
     "l4": (_usable(24), False),
+    "l40s": (_usable(48), False),
     "a100-40gb": (42_331_013_120, False),
     "a100-80gb": (85_100_068_864, False),
     "dgx-spark": (_usable(119), False),  # of 128 GB, which the host shares
