@@ -146,9 +146,8 @@ def describe_row(row: Field) -> list[str]:
         lines.append(f"From {lower:,} to {upper[0]:,}." if has_upper else f"At least {lower:,}.")
     if row.read_if:
         lines.append(f"Needs {row.read_if.text}.")
-    if row.resume != "fixed":
-        fixed = f" Not with {row.fixed_if.text}." if row.fixed_if else ""
-        lines.append(_RESUME[row.resume] + fixed)
+    if row.resume != "fixed" and not row.fixed_if:
+        lines.append(_RESUME[row.resume])
     return lines
 
 
