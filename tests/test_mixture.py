@@ -360,6 +360,8 @@ def test_evaluation_problems_come_from_every_source_or_have_their_own(tmp_path, 
     train_, held_out = load_mixture(twice, eval_source="held_out", eval_size=4)
     assert [int(p.answer) for p in held_out] == [37, 39, 38]  # one question of both sources
     assert [len(found) for found in train_.values()] == [37, 37]
+    with pytest.raises(UserError, match=r"long.jsonl: .* its share of eval.problems, 40, .*lower"):
+        load_mixture(sources, eval_source="held_out", eval_size=80)
     with pytest.raises(UserError, match=r"mixture.short: all questions of .*short.jsonl are eval"):
         load_mixture(sources, eval_path=files["short"], eval_size=5)
     (tmp_path / "empty.jsonl").touch()

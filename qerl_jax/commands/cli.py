@@ -173,9 +173,19 @@ def _config_message(error: Exception, argv: Sequence[str]) -> str:
     if isinstance(error, flags.UnrecognizedFlagError):
         return f"{error}{_flag_hint(error)}"
     if isinstance(error, flags.Error):
-        # absl's error for a boolean flag ends with a tuple, its arguments.
-        return re.sub(r"\('(Non-boolean argument to boolean flag)', .*\)$", r"\1", str(error))
+        return _plain_flag_message(str(error))
     raise error
+
+
+def _plain_flag_message(text: str) -> str:
+    """Returns absl's error for a value of a flag, without the words of Python's conversions."""
+    for pattern, expected in (
+        (r"invalid literal for int\(\) with base 10: .*", "a whole number"),
+        (r"could not convert string to float: .*", "a number"),
+        (r"\('Non-boolean argument to boolean flag', .*\)", "true or false"),
+    ):
+        text = re.sub(f"{pattern}$", f"it must be {expected}", text)
+    return text
 
 
 def _field_hint(key: str, argv: Sequence[str]) -> str:

@@ -54,6 +54,7 @@ class ProblemConfig:
             and at most a tenth of the training problems if they are held out (of fewer than ten,
             one).
         eval_most: largest number of evaluation problems where `eval_size` is None.
+        is_part: whether it is a source of a mixture, with its share of the evaluation problems.
         rewards: functions that score completions of the problems, as in `Selection`.
         levels: difficulties to train on, compared with the field `level` (`3` or `Level 3`); ()
             selects all.
@@ -72,6 +73,7 @@ class ProblemConfig:
     eval_path: str = ""
     eval_size: int | None = 0
     eval_most: int = MOST_HELD_OUT
+    is_part: bool = False
     rewards: Sequence[Reward] | None = None
     levels: Sequence[int] = ()
     max_question_chars: int = 0
@@ -211,6 +213,7 @@ def load_mixture(
             eval_path="",
             eval_size=0 if separate else size,
             eval_most=shares[name],
+            is_part=True,
             levels=source.levels,
             fields=source.fields,
             options=source.options,
@@ -245,6 +248,9 @@ def _too_few(config: ProblemConfig, split: str, others: int, *, separate: bool) 
     if split == "train" and others:
         asked = f"eval.problems={config.eval_size}" if config.eval_size else "an evaluation"
         lower = f"pass --config.eval.problems={others - 1} or lower" if others > 1 else "add some"
+        if config.is_part:
+            asked = f"its share of eval.problems, {config.eval_size or others},"
+            lower = "lower --config.eval.problems"
         return (
             f"{place}: no problems for train: it has {others} different questions, and {asked} "
             f"holds out all of them: {lower}, an own --config.data.eval_path, or "

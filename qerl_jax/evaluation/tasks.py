@@ -35,7 +35,6 @@ from qerl_jax.rewards.functions import Reward
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.saved_fields import check_meta
-from qerl_jax.system.command import command_name
 
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 RUN = "run"
@@ -267,10 +266,7 @@ def _make_task(
         reward = {} if run is None else run["rewards"].get("correctness", {})
         from_python = reward.get("function") == ""
         reason = " that can be imported, the run's was given in Python" if from_python else ""
-        raise UserError(
-            f"{name}: it has no scorer{reason}; {command_name('evaluate')} takes "
-            "--judge=MODULE:FUNCTION"
-        )
+        raise UserError(f"{name}: it has no scorer{reason}; pass --judge=MODULE:FUNCTION")
     # Without a scorer, the answers decide.
     scorers = [reader(settings["scorer"])] if "scorer" in settings else None
     if file is not None:
