@@ -215,9 +215,15 @@ def test_unknown_preset_lists_all(preset):
         ({"rollout.kv_cache_dtype": "int4"}, ["kv_cache_dtype 'int4'", "'', bfloat16, float8"]),
         ({"rollout.head_format": "fp8"}, ["head_format 'fp8'", "'', nvfp4"]),
         (
-            {"rollout.head_format": "nvfp4", "train.parameters": "full"},
+            {
+                "rollout.head_format": "nvfp4",
+                "train.parameters": "full",
+                "model.format": "bf16",
+            },
             ["head_format='nvfp4'", "parameters='full'"],
         ),
+        ({"train.parameters": "full"}, ["model.format='nvfp4'", "pass model.format=bf16"]),
+        ({"optimizer.learning_rate": 1e300}, ["learning_rate=1e+300", "from 0 to 100"]),
         ({"rollout.stop": ("",)}, ["stop=('',)", "('</answer>',)"]),
     ],
 )

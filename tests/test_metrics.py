@@ -20,6 +20,7 @@ from qerl_jax.run import metrics, terminal
 from qerl_jax.run.folder import open_run
 from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.training.dry_run import check_start
 from qerl_jax.training.loop import _metrics_log
 
 
@@ -181,6 +182,9 @@ def test_missing_tracker_names_the_command(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=f"uv sync --extra {name}"):
         open_log(tmp_path, **{name: True})
+    config = tiny_run.Tiny(tmp_path, tmp_path, tmp_path).config({f"log.{name}": True})
+    with pytest.raises(UserError, match=f"pass --config.log.{name}=false"):
+        check_start(config)  # before a model is loaded
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

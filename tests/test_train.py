@@ -155,6 +155,9 @@ def test_a_finished_run_is_left_alone(finished, tiny, capsys):
         assert f"{before['question']}\n  before: {before['completion']} (" in out
         assert f"\n  after:  {after['completion']} (" in out
     assert f"--workdir={finished} --config.steps=8" in out
+    fewer = {"log.tensorboard": True, "aqn.stages": 4, "steps": 3}
+    train(tiny.config(fewer), workdir=finished)
+    assert "steps=3: the run has taken 4, nothing is trained\n" in capsys.readouterr().out
 
 
 def answers_of(run):
@@ -231,6 +234,8 @@ def test_recipes_whose_learning_rate_decays_to_zero(preset, changes, ends):
     # A run that ended before the end of its schedule can be extended up to there.
     shorter = how_to_train_on(config, 60, workdir=Path("run"), **options)
     assert shorter.endswith(f"--config.steps={80 if ends else 120}")
+    own = how_to_train_on(config, 60, workdir=Path("run"), **options, python_rewards=True)
+    assert f"train(config, workdir='run', rewards=...) with steps={80 if ends else 120}" in own
     spaced = how_to_train_on(config, 60, workdir=Path("my run"), **options)
     assert "python -m experiments.grpo_gsm8k --workdir='my run' --config.steps=" in spaced
     config.steps = 81

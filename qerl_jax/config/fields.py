@@ -865,7 +865,7 @@ FIELDS: tuple[Section | Field, ...] = (
         choices=("adamw",),
         function=True,
     ),
-    Field("optimizer.learning_rate", 1e-5, "Largest learning rate.", limits=(0,)),
+    Field("optimizer.learning_rate", 1e-5, "Largest learning rate.", limits=(0, 100)),
     Field(
         "optimizer.schedule",
         "constant",

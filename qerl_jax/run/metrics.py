@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
 from qerl_jax.run.event_file import EventFile
@@ -243,6 +244,20 @@ def _tag(key: str) -> str:
     if key.endswith(("_seconds", "_per_second")):
         return f"time/{key}"
     return f"{_SECTION_OF.get(key, 'train')}/{key}"
+
+
+def check_trackers(config: ConfigDict) -> None:
+    """Refuses a tracker that is on and not installed.
+
+    Args:
+        config: the resolved config.
+
+    Raises:
+        UserError: the package of a tracker cannot be imported.
+    """
+    for name in ("wandb", "trackio"):
+        if config.log[name]:
+            _optional_module(name)
 
 
 def _optional_module(name: str) -> ModuleType:

@@ -34,7 +34,7 @@ from qerl_jax.quantization.base import describe_cost
 from qerl_jax.rewards.from_config import rewards_of
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.run.folder import RunFolder, check_run_folder, default_folder
-from qerl_jax.run.metrics import read_steps
+from qerl_jax.run.metrics import check_trackers, read_steps
 from qerl_jax.system.paths import user_path
 from qerl_jax.training.init_from import check_origin
 from qerl_jax.training.saving import policy_folder
@@ -104,10 +104,11 @@ def check_start(config: ConfigDict, *, workdir: str | Path | None = None) -> int
         The number of steps that the schedules span.
 
     Raises:
-        UserError: a value is out of range, the mesh has devices that are absent, or the folder
-            holds no run, or one that this config cannot go on.
+        UserError: a value is out of range, a tracker is not installed, the mesh has devices that
+            are absent, or the folder holds no run, or one that this config cannot go on.
     """
     validate(config)
+    check_trackers(config)
     data, tensor = config.mesh.data, config.mesh.tensor
     if read_rank(os.environ, devices=data * tensor) is None:  # One process sees all devices.
         make_mesh(data, tensor)

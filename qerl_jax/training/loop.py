@@ -37,7 +37,7 @@ from qerl_jax.rewards.functions import Reward
 from qerl_jax.rewards.table import Rewards, table_of
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, record_fact
-from qerl_jax.run.metrics import MetricsLog
+from qerl_jax.run.metrics import MetricsLog, check_trackers
 from qerl_jax.run.ownership import adopt, trusts
 from qerl_jax.run.saved_fields import check_run
 from qerl_jax.run.terminal import format_row, line_columns
@@ -103,6 +103,7 @@ def train(
     """
     config = with_problems(config, problems)
     validate(config)
+    check_trackers(config)
     table = None if rewards is None else table_of(rewards)
     python_rewards, rewards = reward_entries(table), rewards_of(config, table)
     with (
@@ -134,6 +135,8 @@ def _train_in(
         finished = last >= config.steps and folder.finished_steps() == last
         last, finished = processes.broadcast_from_first([last, finished])
         if finished:
+            if config.steps < last:
+                print(f"steps={config.steps}: the run has taken {last}, nothing is trained")
             announce_finished(folder, last, config)
             return
         target = policy_folder(folder, config)

@@ -18,7 +18,8 @@ from qerl_jax.data.order import Order
 from qerl_jax.environments.episodes import Episode
 from qerl_jax.environments.roles import ENDINGS
 from qerl_jax.policy.trainable import Trainable, checksum, current_policy
-from qerl_jax.run.folder import OpenRun, RunFolder
+from qerl_jax.rewards.from_config import PYTHON_REWARDS
+from qerl_jax.run.folder import OpenRun, RunFolder, read_run
 from qerl_jax.run.metrics import read_answers
 from qerl_jax.run.plots import plot_run
 from qerl_jax.run.terminal import format_answers, line_columns
@@ -117,8 +118,14 @@ def announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
     for line in format_answers(answers.get(0, []), answers.get(steps, []), line_columns()):
         print(line, flush=True)
     target = policy_folder(folder, config)
+    saved = read_run(folder.config) or {}
     advice = how_to_train_on(
-        config, steps, schedule_steps=folder.schedule_steps, workdir=folder.path, target=target
+        config,
+        steps,
+        schedule_steps=folder.schedule_steps,
+        workdir=folder.path,
+        target=target,
+        python_rewards=bool(saved.get(PYTHON_REWARDS)),
     )
     print(f"finished after step {steps}: {target}, {folder.curves}; {advice}", flush=True)
 

@@ -96,6 +96,11 @@ def validate(config: ConfigDict) -> None:
             f"mesh.tensor={config.mesh.tensor} with train.parameters='full': a trained weight that "
             "is cut between devices cannot be saved, pass mesh.tensor=1 or train.parameters=lora"
         )
+    if config.train.parameters == "full" and config.model.format != "bf16":
+        raise UserError(
+            f"train.parameters='full' with model.format={config.model.format!r}: packed weights "
+            "have no gradient, pass model.format=bf16 or train.parameters=lora"
+        )
     if config.rollout.head_format and config.train.parameters == "full":
         raise UserError(
             f"rollout.head_format={config.rollout.head_format!r} with train.parameters='full': the "
@@ -162,7 +167,13 @@ def check_extension(config: ConfigDict, *, schedule_steps: int, target: Path) ->
 
 
 def how_to_train_on(
-    config: ConfigDict, steps: int, *, schedule_steps: int, workdir: Path, target: Path
+    config: ConfigDict,
+    steps: int,
+    *,
+    schedule_steps: int,
+    workdir: Path,
+    target: Path,
+    python_rewards: bool = False,
 ) -> str:
     """Returns the advice that a finished run prints, as part of a sentence.
 
@@ -172,10 +183,14 @@ def how_to_train_on(
         schedule_steps: number of steps that the schedule of the learning rate spans.
         workdir: the run folder.
         target: folder of the adapter or model that the run has written.
+        python_rewards: whether its rewards were given in Python, so that no command has them.
     """
     more_steps = 2 * steps
     if _decays_to_zero(config):
         more_steps = min(more_steps, schedule_steps)
+    if more_steps > steps and python_rewards:
+        call = f"train(config, workdir={str(workdir)!r}, rewards=...)"
+        return f"to train on: the same {call} with steps={more_steps} in the config"
     if more_steps > steps:
         return f"to train on: {command_to_go_on(workdir, steps=more_steps)}"
     options = _begin_from(config, target)
