@@ -106,7 +106,10 @@ def _arms_with_noise(base: str, runs: Runs) -> dict[str, str]:
 
 
 def _gain(reference: list[Row], rows: list[Row]) -> tuple[Difference, bool]:
-    """By how much runs end above others; over seeds, which it says, or where few over problems."""
+    """The difference of runs from others after training, and whether it is one over seeds.
+
+    Of few seeds it is one over problems.
+    """
     difference = over_seeds(ends(reference), ends(rows))
     return difference or over_problems(reference, rows), difference is not None
 
