@@ -80,7 +80,9 @@ def noise_sentence(runs: Runs) -> str:
     if not noisy:
         sentences.append(f"In {WEIGHTS[CALIBRATED]}, a GPU's default, it was not measured yet.")
     elif not any(_excludes_zero(_gain(runs[CALIBRATED], runs[arm])[0]) for arm in noisy):
-        sentences.append(f"In {WEIGHTS[CALIBRATED]}, a GPU's default, no gain can be told from 0.")
+        sentences.append(
+            f"In {WEIGHTS[CALIBRATED]}, a GPU's default, no gain differs clearly from 0."
+        )
     compared = [arm for base in gains for arm in (base, *_arms_with_noise(base, runs))]
     if len({runs[arm][0]["learning_rate"] for arm in compared if arm in runs}) > 1:
         sentences.append("Each arm has its best learning rate, so a part may be the rate.")

@@ -966,13 +966,13 @@ def test_what_noise_gains(costs):
     runs["nvfp4-lora-aqn-paper"] = runs["bf16-lora"]
     text = evidence_tables.noise_sentence(runs)
     assert "over seeds, in calibrated NVFP4 by +8.3 [-" in text
-    assert "In calibrated NVFP4, a GPU's default, no gain can be told from 0." in text
+    assert "In calibrated NVFP4, a GPU's default, no gain differs clearly from 0." in text
     assert "At the same rate" not in text
     runs[evidence_tables.SAME_RATE] = runs["bf16-lora"]
     text = evidence_tables.noise_sentence(runs)
     assert "At the same rate it changes that in calibrated NVFP4 by +0.0 [-" in text
     runs["nvfp4-lora"] = [row | {"pass1_end": 1.0 + row["seed"]} for row in runs["nvfp4-lora"]]
-    assert "told from 0" not in evidence_tables.noise_sentence(runs)
+    assert "clearly from 0" not in evidence_tables.noise_sentence(runs)
 
 
 def test_the_readme_says_what_noise_gains():

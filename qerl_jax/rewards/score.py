@@ -183,7 +183,7 @@ class Scoring:
         weighted = [weight * self._parts[name] for name, weight in self._weights.items() if weight]
         size = len(self._completions)
         present = ~np.isnan(weighted).all(axis=0) if weighted else np.zeros(size, bool)
-        # The sum of the others would punish a completion for a reward that nobody knows.
+        # The sum of the others would punish a completion for a reward that is not known.
         present &= ~self._has_failed
         return Scores(
             total=np.where(present, np.nansum(weighted, axis=0), np.nan),
