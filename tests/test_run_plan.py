@@ -216,6 +216,16 @@ def test_what_does_not_fit_is_refused_with_what_would():
             check_fits(plan, config, model)
 
 
+def test_the_longest_conversation_that_fits_counts_the_replies():
+    """The smallest buffer for a row holds the tokens of the environment, too."""
+    lengths = {"rollout__max_new_tokens": 768, "environment__function": "module:Class"}
+    _, config = planned("qwen2.5-7b", **lengths)
+    fitting = largest_length(config, ARCHITECTURES["qwen2.5-7b"], H100)
+    assert fitting > 768
+    lengths["rollout__max_new_tokens"] = fitting
+    assert planned("qwen2.5-7b", **lengths)[0].fits
+
+
 def test_the_sizes_of_a_user_are_kept_and_refused_where_they_do_not_fit():
     plan, _ = planned("qwen2.5-7b", rollout__max_rows=48, train__buffer_tokens=5000)
     assert (plan.rollout.rows, plan.buffer_tokens) == (48, 5120)

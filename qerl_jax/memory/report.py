@@ -10,6 +10,7 @@ from qerl_jax.memory.run_plan import Device, RunPlan, plan_run
 from qerl_jax.memory.update_plan import plan_update
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.tensor_parallel import shard_of
+from qerl_jax.rollout.config import completion_tokens
 from qerl_jax.rollout.shapes import cache_dtype, row_bytes
 
 _LESS = 0.9  # part of the bytes of an update that the next smaller one may take
@@ -92,7 +93,8 @@ def largest_length(config: ConfigDict, model: ModelConfig, device: Device) -> in
             other.rollout.max_new_tokens = new_tokens
             other.eval.max_new_tokens = new_tokens
             # The smallest buffer that holds a row.
-            other.train.buffer_tokens = config.data.max_prompt_tokens - 1 + new_tokens
+            completion = completion_tokens(other, new_tokens)
+            other.train.buffer_tokens = config.data.max_prompt_tokens - 1 + completion
         return plan_run(other, model, device).fits
 
     return _largest(fits, model.max_position - config.data.max_prompt_tokens)

@@ -115,7 +115,7 @@ def plan_update(
     if buffer_tokens and buffer_tokens < longest:
         raise UserError(
             f"train.buffer_tokens={buffer_tokens} is less than the {longest} tokens of the longest "
-            "row (prompt and rollout.max_new_tokens): raise it, or pass 0 to choose it"
+            "row (prompt and completion): raise it, or pass 0 to choose it"
         )
 
     def plan(tokens: int, again: tuple[str, ...]) -> MemoryPlan:
