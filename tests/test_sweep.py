@@ -239,6 +239,14 @@ def test_table_over_seeds(tmp_path):
     assert "Not finished: cosine-1." in text
 
 
+def test_a_table_of_a_folder_that_is_not_there_makes_none(tmp_path):
+    command = ["-m", "qerl_jax.commands.sweep", "--table", f"--workdir={tmp_path}/typo"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith("typo is not there, and holds no run of this sweep\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_damaged_run_of_a_sweep_is_one_line(tmp_path):
     run = write_run(tmp_path, {"seed": 0}, [0.1, 0.2])
     good = (run.folder / "metrics.jsonl").read_text()

@@ -182,6 +182,7 @@ def _plain_flag_message(text: str) -> str:
     for pattern, expected in (
         (r"invalid literal for int\(\) with base 10: .*", "a whole number"),
         (r"could not convert string to float: .*", "a number"),
+        (r"Failed to parse '.*' as a ConfigDict: .*", "a table, such as {} or {'difficulty': 1.0}"),
         (r"\('Non-boolean argument to boolean flag', .*\)", "true or false"),
     ):
         text = re.sub(f"{pattern}$", f"it must be {expected}", text)

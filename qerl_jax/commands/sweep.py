@@ -80,6 +80,8 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     part = _part(runs, _ONLY.value)
     devices = devices_of(_GPUS.value, os.environ)
 
+    if _TABLE.value and not folder.is_dir():
+        raise UserError(f"--table: {folder} is not there, and holds no run of this sweep")
     _make_folder(folder)
     for member in runs:
         check_folder(member.folder)

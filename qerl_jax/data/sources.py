@@ -20,6 +20,7 @@ from qerl_jax.rewards.calls import plain
 from qerl_jax.rewards.functions import Reward, math_answer, number_only_format
 from qerl_jax.rewards.references import COMPARING, can_read, is_prose, needs_answer
 from qerl_jax.system import hub
+from qerl_jax.system.live_line import waiting
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_readable, read_bytes
 
@@ -355,21 +356,26 @@ def generate_problems(
     fields = {field.name for field in dataclasses.fields(tasks[task][1])} - {"seed", "size"}
     for name in options:
         if name not in fields:
-            raise UserError(f"{source}: no option {name!r}; it has {', '.join(sorted(fields))}")
+            raise UserError(
+                f"{source}: no option {name!r}; it has {', '.join(sorted(fields))}: pass them as "
+                "data.options, or --config.data.options={} for none"
+            )
     draws = 4 * size  # enough to draw nearly every question of a task that has few
     try:
         entries = reasoning_gym.create_dataset(task, **options, seed=seed, size=draws)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"{source}: options {dict(options)}: {error}") from error
     problems: dict[str, Problem] = {}
-    for index in range(draws):
-        entry = entries[index]
-        question, answer = entry["question"], entry["answer"]
-        if not isinstance(answer, str):
-            raise UserError(f"{source}: its problems have no single answer to compare with")
-        problems.setdefault(question, Problem(question, answer, columns=entry))
-        if len(problems) == size:
-            break
+    with waiting(f"{source}: generating problems") as say:  # minutes for tasks like countdown
+        for index in range(draws):
+            entry = entries[index]
+            question, answer = entry["question"], entry["answer"]
+            if not isinstance(answer, str):
+                raise UserError(f"{source}: its problems have no single answer to compare with")
+            problems.setdefault(question, Problem(question, answer, columns=entry))
+            say(f"{source}: generated {len(problems)} of {size} problems")
+            if len(problems) == size:
+                break
     check_generated(source, rewards, problems.values())
     return list(problems.values())
 
@@ -380,7 +386,7 @@ def _own_rows(source: str, options: Mapping[str, Any], seed: int) -> list[dict[s
         raise UserError(f"{source}: no such task; there is {OWN_TASKS}{sums.__name__}")
     for name in options:
         if name != "largest":
-            raise UserError(f"{source}: no option {name!r}; it has largest")
+            raise UserError(f"{source}: no option {name!r}; it has largest: pass data.options={{}}")
     return sums(seed=seed, **options)
 
 

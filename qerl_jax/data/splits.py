@@ -250,7 +250,7 @@ def _too_few(config: ProblemConfig, split: str, others: int, *, separate: bool) 
         lower = f"pass --config.eval.problems={others - 1} or lower" if others > 1 else "add some"
         if config.is_part:
             asked = f"its share of eval.problems, {config.eval_size or others},"
-            lower = "lower --config.eval.problems"
+            lower = "pass a lower --config.eval.problems"
         return (
             f"{place}: no problems for train: it has {others} different questions, and {asked} "
             f"holds out all of them: {lower}, an own --config.data.eval_path, or "

@@ -282,7 +282,8 @@ def _saved_config(folder: RunFolder) -> dict[str, Any]:
     saved = read_run(folder.config)
     if saved is None:
         raise UserError(
-            f"init_from={folder.path} is not a run folder: no run wrote {folder.config}"
+            f"init_from={folder.path} is not a run folder: no run wrote {folder.config}; pass "
+            f"FOLDER of a run, or FOLDER{BEST} for its best adapter"
         )
     check_run(folder.config, saved)
     return saved["config"]
