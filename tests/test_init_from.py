@@ -304,6 +304,8 @@ def test_another_base_is_refused(origin, begun, tmp_path):
 
 
 def test_runs_without_anything_to_begin_from(origin, begun, tmp_path):
+    with pytest.raises(UserError, match="is not a run folder"):
+        begun({"init_from": str(tmp_path)})
     with pytest.raises(UserError, match=r"is not a run folder.*FOLDER:best for its best adapter"):
         begun({"init_from": f"{tmp_path}:last"})
     empty = shutil.copytree(origin, tmp_path / "empty")
