@@ -20,7 +20,7 @@ from benchmarks.differences import (
     sample_values,
     unpaired,
 )
-from benchmarks.evidence_tables import BF16, CALIBRATED, ROUNDED, SAME_RATE
+from benchmarks.evidence_tables import BF16, CALIBRATED, NOISE, ROUNDED, SAME_RATE
 from benchmarks.result_tables import markdown
 
 
@@ -98,9 +98,7 @@ _MIXED = _Measure("share of mixed groups, second half", "+.2f", _half("mixed_gro
 _REWARD = _Measure("reward, first half", "+.3f", _half("reward", 0))
 
 _QUANTIZED = [(BF16, CALIBRATED), (BF16, ROUNDED)]
-_NOISY = [
-    f"{base}-{noise}" for base in (CALIBRATED, ROUNDED) for noise in ("aqn-paper", "aqn-kl0.01")
-]
+_NOISY = [f"{base}{noise}" for base in (CALIBRATED, ROUNDED) for noise in NOISE]
 # In calibrated NVFP4 at the same rate first, then each arm at the rate that is best for it.
 _NOISE = [
     *((SAME_RATE, arm) for arm in _NOISY if arm.startswith(CALIBRATED)),

@@ -40,7 +40,6 @@ _PANELS = {
     "length": "completion length, tokens",
     "logprob_diff_mean": "rollout against trainer",
 }
-_LINE_STYLES = ("-", "--")  # of the first ten arms, for which there are colors, and of the others
 _WINDOW = 5  # steps of the moving average of the curves
 
 
@@ -205,8 +204,7 @@ def draw_curves(data: dict[str, Any]) -> "Figure":
                 continue
             steps = 1 + np.flatnonzero(measured)
             mean = np.nanmean(values[:, measured], axis=0)
-            style = {"color": f"C{number % 10}", "linestyle": _LINE_STYLES[number // 10]}
-            axes.plot(steps, _smooth(mean), **style, linewidth=1.8, label=arm)
+            axes.plot(steps, _smooth(mean), **_style(number), linewidth=1.8, label=arm)
         axes.set(xlabel="step", title=label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e6e6e6")
@@ -222,14 +220,14 @@ def draw_accuracy(data: dict[str, Any]) -> "Figure":
     figure = Figure(figsize=(12, 1.8 + 0.36 * len(data)), layout="constrained")
     left, right = figure.subplots(1, 2)
     for number, part in enumerate(data.values()):
-        color = f"C{number % 10}"
+        style = _style(number)
+        color = style["color"]
         mean = float(np.mean(part["ends"]))
         left.plot(part["start"], number, "o", color="white", markeredgecolor=color)
         left.errorbar(mean, number, xerr=part["ci95"], fmt="D", color=color, capsize=3)
         left.plot(part["ends"], [number + 0.25] * len(part["ends"]), ".", color=color)
         ks = [int(k) for k in part["pass_at"]]
-        line = _LINE_STYLES[number // 10]
-        right.plot(ks, list(part["pass_at"].values()), f"o{line}", color=color, markersize=3)
+        right.plot(ks, list(part["pass_at"].values()), **style, marker="o", markersize=3)
     left.set_yticks(range(len(data)), list(data))
     left.set_ylim(len(data) - 0.5, -0.5)
     left.set(title="greedy accuracy, %: start (open), mean and seeds at the end")
@@ -240,6 +238,11 @@ def draw_accuracy(data: dict[str, Any]) -> "Figure":
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e6e6e6")
     return figure
+
+
+def _style(number: int) -> dict[str, str]:
+    """The line of an arm; ten have a color of their own, and the next ten dashes."""
+    return {"color": f"C{number % 10}", "linestyle": ("-", "--")[number // 10]}
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

@@ -36,7 +36,7 @@ SAME_RATE, _CONTROLS = "nvfp4-lora-lr5e-5", ("nvfp4-lora-temperature", "nvfp4-lo
 WEIGHTS = {BF16: "bf16", CALIBRATED: "calibrated NVFP4", ROUNDED: "NVFP4 rounded to nearest"}
 
 # Arms with noise, by what follows the name of the arm without it.
-_NOISE = {
+NOISE = {
     "-aqn-paper": "with the paper's schedule",
     "-aqn-kl0.01": "at a KL of 0.01",
 }
@@ -69,55 +69,52 @@ def cost_sentence(runs: Runs) -> str:
 def noise_sentence(runs: Runs) -> str:
     """What adaptive quantization noise gains after training, with intervals, in a few sentences."""
     gains = {base: _gains(base, base, runs) for base in (CALIBRATED, ROUNDED)}
-    texts = [f"in {WEIGHTS[base]} by {part}" for base, part in gains.items() if part]
+    texts = [f"in {WEIGHTS[base]} by {_gain_text(part)}" for base, part in gains.items() if part]
     if not texts:
         return "What noise gains was not measured."
     sentences = [
         "Adaptive quantization noise (AQN) changes the accuracy after training, in points with "
         f"95 % intervals over seeds, {'; '.join(texts)}."
     ]
-    noisy = _arms_with_noise(CALIBRATED, runs)
-    if not noisy:
-        sentences.append(f"In {WEIGHTS[CALIBRATED]}, a GPU's default, it was not measured yet.")
-    elif not any(_excludes_zero(_gain(runs[CALIBRATED], runs[arm])[0]) for arm in noisy):
-        sentences.append(
-            f"In {WEIGHTS[CALIBRATED]}, a GPU's default, no gain differs clearly from 0."
-        )
-    compared = [arm for base in gains for arm in (base, *_arms_with_noise(base, runs))]
+    calibrated = f"In {WEIGHTS[CALIBRATED]}, a GPU's default,"
+    if not gains[CALIBRATED]:
+        sentences.append(f"{calibrated} it was not measured yet.")
+    elif all(gain.low <= 0 <= gain.high for gain, _ in gains[CALIBRATED].values()):
+        sentences.append(f"{calibrated} no gain differs clearly from 0.")
+    compared = [arm for base in gains for arm in (base, *gains[base])]
     if len({runs[arm][0]["learning_rate"] for arm in compared if arm in runs}) > 1:
         sentences.append("Each arm has its best learning rate, so a part may be the rate.")
-    if same := SAME_RATE in runs and _gains(SAME_RATE, CALIBRATED, runs):
-        sentences.append(f"At the same rate it changes that in {WEIGHTS[CALIBRATED]} by {same}.")
+    if same := _gains(SAME_RATE, CALIBRATED, runs):
+        text = _gain_text(same)
+        sentences.append(f"At the same rate it changes that in {WEIGHTS[CALIBRATED]} by {text}.")
     return " ".join(sentences)
 
 
-def _gains(reference: str, base: str, runs: Runs) -> str:
-    """How far the arms with noise on the weights of a base end above a reference."""
-    texts = []
-    for arm, name in _arms_with_noise(base, runs).items():
-        gain, of_seeds = _gain(runs[reference], runs[arm])
-        few = "" if of_seeds else f" (over problems, {len(runs[arm])} seeds)"
-        texts.append(f"{difference_text(gain)}{few} {name}")
-    return _series(texts) if texts else ""
+def _gains(reference: str, base: str, runs: Runs) -> dict[str, tuple[Difference, str]]:
+    """How far arms with noise end above a reference, and the text that follows the difference.
 
+    Args:
+        reference: the arm that they are compared with.
+        base: the arm of the same weights without noise.
+        runs: the runs by arm.
 
-def _arms_with_noise(base: str, runs: Runs) -> dict[str, str]:
-    """The arms that differ from another one in their noise, and the names of the noise."""
-    arms = {f"{base}{suffix}": name for suffix, name in _NOISE.items()}
-    return {arm: name for arm, name in arms.items() if base in runs and arm in runs}
-
-
-def _gain(reference: list[Row], rows: list[Row]) -> tuple[Difference, bool]:
-    """The difference of runs from others after training, and whether it is one over seeds.
-
-    Of few seeds it is one over problems.
+    Returns:
+        By the name of the arm, of those that have run. Of few seeds a difference is over problems.
     """
-    difference = over_seeds(ends(reference), ends(rows))
-    return difference or over_problems(reference, rows), difference is not None
+    gains = {}
+    for suffix, name in NOISE.items():
+        arm = f"{base}{suffix}"
+        if reference in runs and arm in runs:
+            gain, few = over_seeds(ends(runs[reference]), ends(runs[arm])), ""
+            if gain is None:
+                gain = over_problems(runs[reference], runs[arm])
+                few = f" (over problems, {len(runs[arm])} seeds)"
+            gains[arm] = gain, f"{few} {name}"
+    return gains
 
 
-def _excludes_zero(difference: Difference) -> bool:
-    return not difference.low <= 0 <= difference.high
+def _gain_text(gains: dict[str, tuple[Difference, str]]) -> str:
+    return _series([f"{difference_text(gain)}{text}" for gain, text in gains.values()])
 
 
 def _cost(reference: list[Row], rows: list[Row]) -> str:
