@@ -246,11 +246,13 @@ def _too_few(config: ProblemConfig, split: str, others: int, *, separate: bool) 
             "(data.eval_path, data.eval_source) has all of its questions: add others"
         )
     if split == "train" and others:
-        asked = f"eval.problems={config.eval_size}" if config.eval_size else "an evaluation"
-        lower = f"pass --config.eval.problems={others - 1} or lower" if others > 1 else "add some"
         if config.is_part:
             asked = f"its share of eval.problems, {config.eval_size or others},"
             lower = "pass a lower --config.eval.problems"
+        else:
+            asked = f"eval.problems={config.eval_size}" if config.eval_size else "an evaluation"
+            fewer = f"pass --config.eval.problems={others - 1} or lower"
+            lower = fewer if others > 1 else "add some"
         return (
             f"{place}: no problems for train: it has {others} different questions, and {asked} "
             f"holds out all of them: {lower}, an own --config.data.eval_path, or "
