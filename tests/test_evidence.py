@@ -340,7 +340,8 @@ def save(*_):
     sys.exit(130)
 signal.signal(signal.SIGINT, save)
 print("ready", flush=True)
-time.sleep(60)
+for _ in range(6000):
+    time.sleep(0.01)  # Short: a signal just before a sleep is handled after it.
 """
 
 

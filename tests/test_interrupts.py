@@ -10,12 +10,14 @@ import time
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-# A package that waits when it is imported, and hides an interrupt as extension modules do.
+# A package that waits when it is imported, and hides an interrupt as extension modules do. Its
+# sleeps are short: Python calls the handler of a signal that arrives just before a sleep after it.
 SLOW = """
 import pathlib, time
 try:
     pathlib.Path(__file__).with_name("importing").touch()
-    time.sleep(60)
+    for _ in range(6000):
+        time.sleep(0.01)
 except KeyboardInterrupt:
     raise ImportError("encountered an error while initializing the extension") from None
 """
