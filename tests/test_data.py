@@ -16,6 +16,7 @@ import pytest
 import reasoning_gym
 from problem_sets import load_problems, load_splits
 
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.data import sources as problem_sources
 from qerl_jax.data import splits
 from qerl_jax.data.prompts import Problem, PromptConfig, encode_prompts, render_prompt
@@ -71,6 +72,8 @@ def numbered(count):
         ({"problem": "q", "solution": r"<think>\boxed{6}</think> So 7"}, Problem("q", "So 7")),
         ({"prompt": "q", "solution": "42"}, Problem("q", "42")),
         ({"problem": "q", "solution": r"\boxed{7}", "answer": "8"}, Problem("q", "8")),
+        ({"question": "q", "answer": r"\boxed{7}"}, None),
+        ({"question": "q", "answer": r"Either \boxed{3} or \boxed{4}"}, None),
         ({"question": "q", "answer": 18}, Problem("q", "18")),
         ({"question": "a\u2028b \u00e9", "answer": "1"}, Problem("a\u2028b \u00e9", "1")),
     ],
@@ -79,7 +82,8 @@ def test_jsonl_rows(tmp_path, row, problem):
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8-sig")
     expected = problem or Problem("q", row["answer"])
-    assert load_problems("openai/gsm8k", path=str(path)) == [expected]
+    for fields in ({}, get_config().data.fields.to_dict()):  # absent, and '' as in a config
+        assert load_problems("openai/gsm8k", path=str(path), fields=fields) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -245,11 +249,12 @@ def test_rows_may_name_their_fields(tmp_path):
     assert found == [Problem("q0", "g0"), Problem("q1", "g1")]
     with pytest.raises(UserError, match=r"no field meta.lost \(data.fields.answer\); it has quest"):
         load_problems("", path=path, fields={"answer": "meta.lost"})
-    # A named field is an answer as it stands.
-    text = "Add. So it is."
-    path = write(tmp_path / "b.jsonl", [{"question": "q", "gold": text}])
-    (found,) = load_problems("", path=path, fields={"answer": "gold"}, rewards=[])
-    assert found.answer == text
+    # Of a solution its box is the answer, and any other field is an answer as it stands.
+    text = r"Add. So \boxed{7} it is."
+    path = write(tmp_path / "b.jsonl", [{"question": "q", "gold": text, "solution": text}])
+    for name, answer in (("gold", text), ("solution", "7")):
+        (problem,) = load_problems("", path=path, fields={"answer": name}, rewards=[])
+        assert problem.answer == answer
 
 
 CHAT = [

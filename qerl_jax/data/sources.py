@@ -79,7 +79,7 @@ class Selection:
         name, value = self._read_field(row, "answer", _ANSWER_FIELDS, where, optional=not needed)
         answer = _text(value, f"{where}: {name}")
         self._check_level(row, where)
-        answer = _short_answer(answer, name != self.fields.get("answer", "answer"), needed)
+        answer = _short_answer(answer, name == "solution", needed)
         return self.keep(Problem(question, answer, messages, row))
 
     def keep(self, problem: Problem) -> Problem:
