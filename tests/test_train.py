@@ -654,6 +654,29 @@ def test_a_round_whose_rewards_all_fail_is_one_without_usable_groups(fails, tiny
     assert all("missing for 8 of 8 completions: ConnectionError" in line for line in warnings)
 
 
+@pytest.mark.parametrize("fails", ["round", "wrong"])
+def test_a_group_whose_completions_have_no_total_is_not_informative(fails, tiny, tmp_path):
+    """Its correctness differs, but a judge that has a weight as well was out of reach."""
+    calls = iter(range(1, 100))
+
+    def correctness(completions):
+        return [0.0, 1.0] * (len(completions) // 2)
+
+    async def judge(completions):
+        if fails == "round" and next(calls) == 1:
+            raise ConnectionError("out of reach")
+        # Without a number only the correct completions of a group have a total, and it is equal.
+        return [float(i % 2) if i % 2 or fails == "round" else "?" for i in range(len(completions))]
+
+    changes = {"rl.dynamic_sampling": True, "rl.dynamic_sampling_rounds": 2, "steps": 1}
+    config = tiny.config(changes | {"eval.every": 0})
+    rewards = {"correctness": (correctness, 1.0), "judge": (judge, 0.5)}
+    (row,) = tiny_run.results(train(config, workdir=tmp_path / "run", rewards=rewards))
+    assert row["sampled_groups"] == 4
+    assert (row["grad_norm"] > 0) == (fails == "round")
+    assert row["advantage_zero_groups"] == (0.5 if fails == "round" else 1.0)
+
+
 async def waiting(prompt, completion, answer, num_tokens, finished, question):
     """A reward that waits, and gets a column of its row."""
     await asyncio.sleep(0.2)

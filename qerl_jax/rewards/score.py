@@ -182,7 +182,7 @@ class Scoring:
         # A reward of weight 0 is only logged: it does not make up for a missing reward.
         weighted = [weight * self._parts[name] for name, weight in self._weights.items() if weight]
         size = len(self._completions)
-        present = ~np.isnan(weighted).all(axis=0) if weighted else np.zeros(size, bool)
+        present = ~np.isnan(weighted).all(axis=0) if weighted else np.zeros_like(self._has_failed)
         # The sum of the others would punish a completion for a reward that is not known.
         present &= ~self._has_failed
         return Scores(

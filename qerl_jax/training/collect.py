@@ -341,8 +341,9 @@ def _choose_groups(
 
 def _is_informative(scores: Scores, options: CollectConfig) -> np.ndarray:
     """Returns bool [groups]: whether the metric of dynamic sampling differs within a group."""
-    if options.metric in scores.parts:
-        return _differ(scores.parts[options.metric], options.sampler.group_size)
+    parts = scores.parts_of_groups(options.sampler.group_size)
+    if options.metric in parts:
+        return _differ(parts[options.metric], options.sampler.group_size)
     return _total_differs(scores, options)
 
 
