@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import random
 import subprocess
 import sys
 import time
@@ -76,6 +77,19 @@ class BrokenTool:
         if what == "hang":
             time.sleep(1000)
         return "\ud800"
+
+
+class Dice:
+    """Draws with Python's `random` when it is made and in each reset."""
+
+    def __init__(self):
+        self.rolls = [random.random()]
+
+    def reset(self, question):
+        self.rolls = [random.random() for _ in range(3)]
+
+    def step(self, text):
+        return "", 1.0, True
 
 
 class NeedsColumn:

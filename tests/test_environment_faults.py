@@ -14,7 +14,7 @@ from tiny_checkpoints import write_tokenizer
 from qerl_jax.environments.episodes import Contract, Environments, Episodes
 from qerl_jax.environments.pool import CallError, Pool
 from qerl_jax.environments.replies import ReplyWriter
-from qerl_jax.environments.roles import ANSWER, CONTEXT, FAILURE, OPEN, TOKENS, TURNS, Turn
+from qerl_jax.environments.roles import ANSWER, CONTEXT, DONE, FAILURE, OPEN, TOKENS, TURNS, Turn
 from qerl_jax.environments.tools import NO_ID, read_calls, tool_format
 from qerl_jax.errors import UserError
 from qerl_jax.weights.tokenizer import from_folder
@@ -35,7 +35,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool():
-    names = ("Faults", "Calculator", "BrokenTool", "Echo")
+    names = ("Faults", "Calculator", "BrokenTool", "Echo", "Dice")
     pool = Pool({name.lower(): f"environment_cases:{name}" for name in names})
     yield pool
     pool.close()
@@ -170,6 +170,18 @@ def test_a_group_must_see_one_reset(pool, tokenizer):
         assert take_turn(episodes, 0).ending == OPEN
         assert take_turn(episodes, 1).ending == FAILURE
         assert "another thing" in episodes.episodes[1].error
+
+
+def test_a_new_process_and_a_used_one_draw_the_same(pool, tokenizer):
+    """The constructor, which only the first episode of a process runs, draws as well."""
+    columns, texts = [{"question": "t1"}] * 2, []
+    one = environments(pool, tokenizer, "dice", processes=1, max_turns=1)
+    for _ in range(2):
+        with Episodes(one, columns, [7, 7], [None, None]) as episodes:
+            for row in range(2):
+                assert take_turn(episodes, row).ending == DONE
+                texts.append(episodes.episodes[row].facts["rolls"])
+    assert texts == [texts[0]] * 4
 
 
 def test_few_processes_serve_many_rows(pool, tokenizer):
@@ -363,10 +375,14 @@ def test_arguments_that_cannot_be_sent_cost_the_row(pool):
         (ADD[:30], {"complete": False, "space": 0}, TOKENS),
         (ADD, {"complete": True, "space": 0}, TOKENS),
         (ADD, {"complete": True, "space": 5}, CONTEXT),
+        ("no call", {"complete": True, "space": 0}, ANSWER),
         ("no call", {"complete": False}, TOKENS),
         (ADD[:30], {"complete": False}, OPEN),
     ],
-    ids=["half a call", "a call at the limit", "no tokens for a reply", "cut", "half a turn"],
+    ids=[
+        *("half a call", "a call at the limit", "no tokens for a reply", "an answer at the limit"),
+        *("cut", "half a turn"),
+    ],
 )
 def test_limits_end_a_row(pool, text, options, ending):
     replies, actual, _ = calculate(pool, [text], **options)

@@ -268,10 +268,10 @@ class Episodes:
 
     def _ending_of_calls(self, turn: Turn, calls: Sequence[Call], episode: Episode) -> int:
         """What a turn of an environment of tools ends the row with; OPEN where calls are made."""
-        if not turn.space or (not turn.complete and not calls):
-            return TOKENS
         if not calls:
-            return ANSWER
+            return ANSWER if turn.complete else TOKENS
+        if not turn.space:
+            return TOKENS
         return TURNS if episode.turns >= self._all.max_turns else OPEN
 
     def _request(self, row: int, request: dict[str, Any], limit: float | None = None) -> None:

@@ -213,11 +213,10 @@ class _Host:
 
     def reset(self, name: str, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Begins an episode; the instance of the last one is used again, as in TRL."""
-        random.seed(seed)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(seed % 2**32)
+        _seed(seed)
         if self._environment is None or name != self._name:
             self._environment, self._name = self._make(name, columns), name
+        _seed(seed)  # The constructor, which only the first episode of a process runs, may draw.
         environment = self._environment
         if not hasattr(environment, "reset"):  # skyrl-gym: the constructor gets the columns.
             with contextlib.suppress(Exception):
@@ -282,6 +281,12 @@ class _Host:
             extras = {"reward_spec": {"ground_truth": columns.get("answer", "")}} | dict(columns)
             return make({}, extras)
         return make()
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
 
 
 def _is_skyrl(make: Any) -> bool:
