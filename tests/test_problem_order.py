@@ -146,14 +146,19 @@ def test_the_share_of_the_curriculum_and_of_the_epoch():
     taken, cursor = draw(order, start, 160)
     assert len(set(taken)) == 160
     in_order = cursor.positions[""].index
-    assert taken[:in_order] == draw(single(400, seed=1), Cursor(), in_order)[0]
+    epoch = draw(single(400, seed=1), Cursor(), in_order)[0]
+    assert set(epoch) <= set(taken)
     assert abs(160 - in_order - 40) < 3 * np.sqrt(160 * 0.25 * 0.75)
-    assert all(place < 200 for place in taken[in_order:])
+    of_curriculum = [place not in epoch for place in taken]
+    assert all(place < 200 for place in np.array(taken)[of_curriculum])
+    # A step that trains on the first groups of a larger rollout has its share of both kinds.
+    assert abs(np.mean(of_curriculum[:80]) - np.mean(of_curriculum)) < 0.15
     # A draw for which no such problem is left goes on in the epoch; so does an unmeasured run.
     few = measured(order, [0.5, 0.0])
     taken, cursor = draw(order, few, 100, exclude=[0])
     assert cursor.positions[""].index == 100
-    assert draw(order, Cursor(), 100)[0] == draw(single(400, seed=1), Cursor(), 100)[0]
+    unmeasured = draw(order, Cursor(), 100)[0]
+    assert sorted(unmeasured) == sorted(draw(single(400, seed=1), Cursor(), 100)[0])
 
 
 def test_problems_that_are_sometimes_solved_are_drawn_more_often():

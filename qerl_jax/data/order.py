@@ -231,7 +231,9 @@ def draw_turns(
         )
         if order.curriculum_share:
             position = dataclasses.replace(position, decided=position.decided + count)
-        problems = (*epoch_problems, *curriculum_problems, *fill)
+        problems = [*epoch_problems, *curriculum_problems, *fill]
+        if order.curriculum_share:  # A larger rollout keeps its first groups, of either kind.
+            rng.shuffle(problems)
         places.append(iter([start + problem for problem in problems]))
         cursor = cursor.at(source, position)
     return [next(places[number]) for number in turns], cursor
