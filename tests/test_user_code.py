@@ -41,6 +41,9 @@ def surprising(mask, advantages, logprobs):
 def short(prompt, completion, answer, num_tokens, finished):
     return 1.0 - num_tokens / 6 if finished else None
 
+def penalty(rewards, parts):
+    return parts["low"] + parts["overlong"] - rewards.mean(axis=1, keepdims=True)
+
 def pg(ratio, advantages, logprobs, mask):
     return -ratio * advantages * mask
 
@@ -126,6 +129,17 @@ def test_a_schedule_that_fails_at_a_later_step_is_refused_before_the_model_is_lo
         with pytest.raises(UserError, match=message or "/absent") as caught:
             prepare(config, {"low": (tiny_run.low_fraction, 1.0)}, schedule_steps=4)
         assert "\n" not in str(caught.value)
+
+
+def test_the_parts_of_an_own_advantage_are_those_of_a_step(tiny, tmp_path, module):
+    """The check before the run names the length penalty, too."""
+    changes = {"steps": 1, "eval.every": 0, "rl.advantage": f"{module}:penalty"}
+    rewards = {"low": (tiny_run.low_fraction, 1.0)}
+    config = tiny.config(changes | {"rl.overlong_buffer": 3})
+    (row,) = tiny_run.results(train(config, workdir=tmp_path / "run", rewards=rewards))
+    assert row["grad_norm"] > 0
+    with pytest.raises(UserError, match="penalty' failed: KeyError: 'overlong'"):
+        train(tiny.config(changes), workdir=tmp_path / "off", rewards=rewards)
 
 
 @pytest.mark.slow  # 13 s

@@ -145,7 +145,7 @@ def check_method(
             config.rl.advantage,
             groups=config.rollout.prompts_per_step,
             group_size=config.rollout.group_size,
-            names=list(rewards),
+            names=[*rewards, *(["overlong"] if config.rl.overlong_buffer else [])],
         )
     if config.lora.init and config.train.parameters != "full":
         read_peft_config(config.lora.init)
