@@ -117,8 +117,9 @@ def open_policy(
             the base alone, and any other text is the path of an adapter folder.
         base: model to load instead of the one that the run or the adapter names; '' keeps it.
             Where neither names one, as for a model, it is an error.
-        format: format of the weights, as in `load`. '' is the format of the run; without a run it
-            is the format of the run in whose folder the adapter lies, or the stored format.
+        format: format of the weights, as in `load`. '' is the format of the run, for a model that
+            `adapter` names the stored format; without a run it is the format of the run in whose
+            folder the adapter lies, or the stored format.
         dtype: dtype of the activations, as in `load`; '' is the dtype of the run, or bfloat16.
         bases: holds the base that was loaded last, which is not loaded again; {} at first. None
             loads it.
@@ -195,7 +196,10 @@ def _names(source: str, *, adapter: str, base: str, format: str, dtype: str) -> 
         settings = run["config"]["model"]
         folder, base_source = _adapter_folder(path, adapter), _base_of_run(path, settings["source"])
         if folder is not None and not (folder / peft.CONFIG_FILE).exists():
+            _check_model_folder(folder, RunFolder(path))
             folder, base_source, names_base = None, str(folder), False
+            # Rounded to the format of the run, a merged model would be its base again.
+            settings = settings | {"format": "stored"}
     elif adapter not in ("", "none"):
         folder, names_base = user_path(adapter), False
     elif (path / peft.CONFIG_FILE).exists():
@@ -399,6 +403,17 @@ def _adapter_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:
         "checkpoint (--config.checkpoint.every) and when a signal stops it, and the best one after "
         "an evaluation; --adapter=none loads the base alone"
     )
+
+
+def _check_model_folder(folder: pathlib.Path, run: RunFolder) -> None:
+    """Refuses an adapter of a run of which a part is missing, as it is no model either."""
+    others = {run.adapter(best=best) for best in (True, False)}
+    if folder in others:
+        (other,) = others - {folder}
+        remedy = f"; --adapter={other.name} is another one" if other.is_dir() else ""
+        raise UserError(
+            f"{folder}: the adapter is incomplete, {peft.CONFIG_FILE} is missing{remedy}"
+        )
 
 
 def _user_adapter(adapter: str, folders: Sequence[pathlib.Path]) -> pathlib.Path:

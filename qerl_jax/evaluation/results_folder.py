@@ -249,8 +249,10 @@ def _policy_name(policy: LoadedPolicy, config: EvaluateConfig) -> str:
     """Returns a name that distinguishes the policies of a source, '' if there is only one."""
     if policy.adapter is not None:
         return "" if policy.adapter == user_path(config.source) else policy.adapter.name
-    if policy.run is not None and policy.model.path.parent == user_path(config.source):
-        return policy.model.path.name  # a run that trained all parameters
+    folder = policy.model.path
+    models = {user_path(adapter) for adapter in config.adapters}
+    if policy.run is not None and (folder.parent == user_path(config.source) or folder in models):
+        return folder.name  # of a run that trained all parameters, or of an export
     return "base" if policy.run is not None or "none" in config.adapters else ""
 
 
