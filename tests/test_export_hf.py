@@ -23,6 +23,7 @@ from qerl_jax.commands import evaluate, export_hf
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.evaluation.load_policy import open_policy
+from qerl_jax.evaluation.results_folder import EvaluateConfig, locate_results
 from qerl_jax.export import merge, model_card, scores
 from qerl_jax.export import write as export_lib
 from qerl_jax.export.model_card import Card, serve_lines
@@ -229,6 +230,9 @@ def test_an_adapter_with_norms_names_the_remedy(tiny, tmp_path, capsys):
     out = run_export(run, "peft")
     assert json.loads((out / "adapter_config.json").read_text())["modules_to_save"]
     assert "--with-base" in capsys.readouterr().out
+    card = (out / "README.md").read_text()
+    assert f'AutoModelForCausalLM.from_pretrained("{out}-base"' in card
+    assert f"python -m experiments.quantize {tiny.model} {out}-base\n# vLLM" in card
     again = open_policy(str(out), dtype="float32")
     np.testing.assert_array_equal(logits(again), logits(open_policy(str(run))))
 
@@ -310,7 +314,9 @@ def test_what_bfloat16_keeps_of_norms(tiny, tmp_path, capsys):
 @pytest.mark.parametrize("form", ["merged", "nvfp4", "peft", "full"])
 def test_small_updates_of_norms_are_kept(form, tiny, tmp_path):
     """Updates of less than 4e-3, which bfloat16 rounds away next to 1, are what training makes."""
-    run = finished_run.write_run(tmp_path / "run", tiny, norms=True)
+    full = {"train.parameters": "full", "model.format": "bf16"}
+    changes = full if form == "full" else {}
+    run = finished_run.write_run(tmp_path / "run", tiny, norms=True, **changes)
     base = load(str(tiny.model), format="stored")
     trained = finished_run.random_adapter(base.config, norms=True)
     params = jax.tree.map(lambda norm: np.ones_like(norm) + norm * 1e-3, trained.params)
@@ -497,8 +503,51 @@ def test_a_run_that_trained_everything(tiny, tmp_path):
     stored = load(str(folder / "model"), format="bf16")
     one, other = stored.params, load(str(merged), format="bf16").params
     jax.tree.map(np.testing.assert_array_equal, one, other)
-    assert "all parameters" in (merged / "README.md").read_text()
-    assert load(str(run_export(folder, "nvfp4")), format="stored").format == "nvfp4"
+    packed = run_export(folder, "nvfp4")
+    assert load(str(packed), format="stored").format == "nvfp4"
+    for out, rounded in ((merged, "in bfloat16"), (packed, "rounded to NVFP4")):
+        card = (out / "README.md").read_text()
+        # The model of the run is what was trained, and not its base.
+        assert f"{tiny.model}, trained with reinforcement learning on its weights in bf16" in card
+        assert f"all parameters.\n\nThese are the trained weights, {rounded}" in card
+        assert "merged" not in card.partition("## Use")[0]
+
+
+@pytest.mark.parametrize("form", ["merged", "nvfp4"])
+def test_an_exported_model_is_evaluated_as_it_is_written(form, run, tmp_path):
+    """Rounded to the format of the run, a merged model would be the base again."""
+    out = run_export(run, form, out=str(tmp_path / "mine"))
+    policy = open_policy(str(run), adapter=str(out))
+    written = load(str(out), format="stored", dtype="float32")
+    assert policy.base.format == written.format == ("bf16" if form == "merged" else "nvfp4")
+    jax.tree.map(np.testing.assert_array_equal, policy.model.params, written.params)
+    config = EvaluateConfig(source=str(run), adapters=("none", str(out)))
+    names = [locate_results(open_policy(str(run), adapter=a), config)[0] for a in config.adapters]
+    assert names == ["base", "mine"]
+    with pytest.raises(UserError, match="no adapter to export; to write a model in NVFP4"):
+        run_export(run, "nvfp4", adapter=str(out), out=str(tmp_path / "again"))
+
+
+def test_the_card_says_which_adapter_it_is(tiny, tmp_path, capsys):
+    run = finished_run.write_run(tmp_path / "run", tiny)
+    shutil.copytree(run / "adapter", run / "best_adapter")
+    (run / "best.json").write_text('{"step": 2, "accuracy": 0.5}')
+    for adapter, words in (("", "the best adapter, of step 2"), ("adapter", "the last adapter")):
+        out = run_export(run, "peft", adapter=adapter, out=str(tmp_path / f"out{adapter}"))
+        assert f"4 steps; this is {words}: commit" in (out / "README.md").read_text()
+        assert f"{run}: exporting {words}\n" in capsys.readouterr().out
+    (run / "best_adapter" / "adapter_config.json").unlink()
+    words = "incomplete, adapter_config.json is missing; --adapter=adapter is another one"
+    with pytest.raises(UserError, match=words):
+        run_export(run, "peft", out=str(tmp_path / "incomplete"))
+
+
+def test_the_base_of_an_adapter_has_a_card(run, tmp_path):
+    run_export(run, "peft", out=str(tmp_path / "mine"), with_base=True)
+    card = (tmp_path / "mine-base" / "README.md").read_text()
+    assert "# mine-base\n" in card
+    assert f"in NVFP4: the weights that the adapter {tmp_path / 'mine'} was trained on" in card
+    assert 'tags: ["nvfp4"]' in card
 
 
 # --- The card -------------------------------------------------------------------------------------
@@ -584,6 +633,9 @@ def test_a_folder_of_another_trainer_is_no_run(run, tmp_path):
     with pytest.raises(UserError, match=r"theirs is not a run folder.*--out=FOLDER"):
         run_export(source, "merged")
     assert not (source / "exports").exists()
+    for options in ({}, {"out": str(tmp_path / "out")}):
+        with pytest.raises(UserError, match="is neither a run nor a PEFT adapter; pass one of"):
+            run_export(tmp_path, "peft", **options)
 
 
 def test_a_run_that_is_not_finished(tiny, tmp_path, capsys):

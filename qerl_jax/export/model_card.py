@@ -71,6 +71,7 @@ class Card:
         trained_norms: whether the exported adapter contains norms.
         run: content of config.json of the run, or None.
         steps: number of steps of the run, or None if it is not finished.
+        weights: which weights of the run these are, such as 'the best adapter, of step 4'.
         norms: dtype of the norms in the written model; '' is that of its other dense weights.
         problems: number of problems that the scores were measured on.
         scores: names of policies and their greedy pass@1.
@@ -91,6 +92,7 @@ class Card:
     trained_norms: bool
     run: Mapping[str, Any] | None
     steps: int | None
+    weights: str = ""
     norms: str = ""
     problems: int = 0
     scores: list[tuple[str, float]] = dataclasses.field(default_factory=list)
@@ -123,7 +125,20 @@ def model_card(card: Card) -> str:
     if card.divergences:
         parts += [_DIVERGENCE, divergence_table(card.divergences)]
     if card.run is not None:
-        parts += _training(card.run, card.steps)
+        parts += _training(card.run, card.steps, card.weights)
+    return without_keys("\n\n".join(parts)) + "\n"
+
+
+def base_card(card: Card) -> str:
+    """Returns the text of README.md of a base that is written with its adapter."""
+    text = (
+        f"{card.base} in NVFP4: the weights that the adapter {card.folder} was trained on. On top "
+        "of others the adapter is a different policy."
+    )
+    if card.norms:
+        text += " The norms that were trained with the adapter are in these weights."
+    matter = _front_matter(dataclasses.replace(card, format="nvfp4", run=None))
+    parts = [matter, f"# {card.name}-base", text]
     return without_keys("\n\n".join(parts)) + "\n"
 
 
@@ -134,12 +149,13 @@ def serve_lines(card: Card) -> list[str]:
     if card.base_format not in ("nvfp4", "bf16"):
         form = FORMAT_NAMES[card.base_format]
         return [f"# vLLM cannot serve this base in {form}: export with --format=merged"]
-    if card.trained_norms:
-        return ["# vLLM accepts no adapter with norms: --with-base puts the norms into the base"]
     base, lines = card.served_base, []
     if not base:
         base = f"{card.folder}-base"
         lines.append(f"{command_name('quantize')} {shlex.join([card.source, base])}")
+    if card.trained_norms:
+        reason = "vLLM accepts no adapter with norms: --with-base puts the norms into the base"
+        return [*lines, f"# {reason}"]
     rank = str(vllm_rank(card.rank))
     serve = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", rank]
     # The sampling of the base, such as a repetition penalty, is not that of the scores.
@@ -219,6 +235,9 @@ def _about(card: Card) -> list[str]:
         f"{card.base}, trained with reinforcement learning on its weights in {form}: {parameters}."
     ]
     match card.format, card.onto:
+        case form, _ if not card.rank:
+            rounded = "in bfloat16" if form == "merged" else "rounded to NVFP4 as by llm-compressor"
+            lines.append(f"These are the trained weights, {rounded}.")
         case "peft", _ if card.base_format != "bf16":
             lines.append(
                 f"The adapter belongs to these {form} weights: it was trained with their rounding "
@@ -295,8 +314,9 @@ def _python(card: Card) -> str:
     return "\n".join(imports + lines)
 
 
-def _training(run: Mapping[str, Any], steps: int | None) -> list[str]:
+def _training(run: Mapping[str, Any], steps: int | None, weights: str) -> list[str]:
     state = "Not finished yet" if steps is None else f"{steps} steps"
+    state += f"; this is {weights}" if weights else ""
     facts = []
     if git := run.get("git"):
         facts.append(f"commit {git['commit']}" + (" with changes" if git.get("dirty") else ""))

@@ -25,6 +25,7 @@ from qerl_jax.export.merge import merged_layers, norm_retention
 from qerl_jax.export.model_card import (
     FORMAT_NAMES,
     Card,
+    base_card,
     divergence_table,
     model_card,
     retention_table,
@@ -45,11 +46,13 @@ from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.system import json_file
 from qerl_jax.system.command import command_name
+from qerl_jax.system.jsonl import read_number
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_folder, check_inside
 from qerl_jax.system.staging import check_free, scratch_of, staged_folder
 from qerl_jax.weights import names, peft
 from qerl_jax.weights.load import LoadedModel, load
+from qerl_jax.weights.model_source import base_name
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint, is_nested
 
 FORMATS = ("peft", "merged", "nvfp4")
@@ -115,6 +118,7 @@ def export(config: ExportConfig) -> Path:
             the folder exists.
     """
     _validate(config)
+    _check_source(config)
     out = _out_folder(config)
     base_out = out.with_name(f"{out.name}-base") if config.with_base else None
     for folder in filter(None, (out, base_out)):
@@ -206,6 +210,13 @@ def _validate(config: ExportConfig) -> None:
         raise UserError(f"--with-base: --format={config.format} needs no base; leave it out")
 
 
+def _check_source(config: ExportConfig) -> None:
+    folder = user_path(config.source)
+    is_model = (folder / "config.json").exists()  # refused later, with what exports it
+    if folder.is_dir() and not is_model and not (folder / peft.CONFIG_FILE).exists():
+        raise UserError(f"{config.source} is neither a run nor a PEFT adapter; pass one of them")
+
+
 def _out_folder(config: ExportConfig) -> Path:
     if config.out:
         return user_path(config.out)
@@ -218,7 +229,7 @@ def _out_folder(config: ExportConfig) -> Path:
 
 
 def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
-    trains_all = policy.lora is None and policy.run is not None and config.adapter != "none"
+    trains_all = _trains_all(policy) and config.adapter != "none"
     if policy.lora is None and not trains_all:
         raise UserError(
             f"{config.source}: there is no adapter to export; to write a model in NVFP4, use "
@@ -254,6 +265,11 @@ def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
         )
 
 
+def _trains_all(policy: LoadedPolicy) -> bool:
+    """Whether it is of a run that trained all parameters, and so has no adapter."""
+    return policy.run is not None and policy.run["config"]["train"]["parameters"] == "full"
+
+
 def _export_adapter(
     config: ExportConfig, policy: LoadedPolicy, out: Path, base_out: Path | None
 ) -> Card:
@@ -287,7 +303,7 @@ def _export_adapter(
             fill_checkpoint(
                 folders.enter_context(staged_folder(base_out)),
                 checkpoint_tensors(policy.model.params, base.config, norms=card.norms),
-                files=base_files,
+                files=base_files | {"README.md": base_card(card).encode()},
             )
         # A base that is written here is the text model alone.
         nested = base_out is None and is_nested(base.path)
@@ -359,17 +375,21 @@ def _make_card(
     trained_norms: bool = False,
 ) -> Card:
     source, base, steps = user_path(config.source), policy.base, None
-    if (summary := RunFolder(source).summary).exists():
-        steps = json_file.read_object(summary).get("steps")
+    folder, weights = RunFolder(source), ""
+    if folder.summary.exists():
+        steps = json_file.read_object(folder.summary).get("steps")
     elif policy.run is not None:
         print(f"{config.source}: the run is not finished; this is what it has so far")
+    if policy.run is not None:
+        weights = _weights(policy, folder)
+        print(visible(f"{config.source}: exporting {weights}"), flush=True)
+    source_name = base.source if policy.run is None else policy.run["config"]["model"]["source"]
+    # The base of a policy whose parameters were all trained is that policy itself.
+    origin = base_name(source_name) if _trains_all(policy) else base.source
     # A card that is uploaded names no folder of this machine.
-    hides = config.push and Path(base.source).is_absolute()
-    public = config.base_name or (Path(base.source).name if hides else base.source)
+    hides = config.push and Path(origin).is_absolute()
+    public = config.base_name or (Path(origin).name if hides else origin)
     served = public if base.format == "bf16" or base.packed else str(base.calibrated or "")
-    source_name = (
-        policy.base.source if policy.run is None else policy.run["config"]["model"]["source"]
-    )
     read_from = config.base or source_name
     return Card(
         name=source.resolve().name,
@@ -384,8 +404,21 @@ def _make_card(
         trained_norms=trained_norms,
         run=policy.run,
         steps=steps,
+        weights=weights,
         evaluate=_evaluate_command(config, out, base_out),
     )
+
+
+def _weights(policy: LoadedPolicy, folder: RunFolder) -> str:
+    """Says which weights of a run are exported: 'the best adapter, of step 4'."""
+    kind = "model" if policy.adapter is None else "adapter"
+    path = policy.adapter or policy.model.path
+    if path in (folder.adapter(best=True), folder.model(best=True)):
+        step = f", of step {read_number(folder.best, 'step'):g}" if folder.best.exists() else ""
+        return f"the best {kind}{step}"
+    if path in (folder.adapter(), folder.model()):
+        return f"the last {kind}"
+    return f"the {kind} {path.name}"
 
 
 def _evaluate_command(config: ExportConfig, out: Path, base_out: Path | None) -> str:

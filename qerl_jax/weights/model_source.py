@@ -57,6 +57,14 @@ def locate(source: str, *, weights: bool = True) -> tuple[pathlib.Path, str]:
     return _download(source, weights=weights), source
 
 
+def base_name(source: str) -> str:
+    """Returns the second result of `locate` without a look for the weights, which may be gone."""
+    if (package := source.removeprefix("package:")) != source and package in _PACKAGES:
+        return _PACKAGES[package][1]
+    path = user_path(source)
+    return str(path.resolve()) if path.exists() else source
+
+
 def _package_file(package: str) -> tuple[pathlib.Path, str]:
     if package not in _PACKAGES:
         raise UserError(f"'package:{package}': known packages: {', '.join(_PACKAGES)}")
