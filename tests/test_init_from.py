@@ -339,6 +339,8 @@ def test_a_full_run_begins_from_a_model(origin, begun, tmp_path):
     full = {"train.parameters": "full", "model.format": "bf16", "init_from": f"{run}:best"}
     with pytest.raises(UserError, match=f"--config.model.source={run}/best_model"):
         begun(full)
+    with pytest.raises(UserError, match=f"or begin from its model, --config.model.source={run}/"):
+        begun({"init_from": str(run)})
 
 
 def test_a_damaged_checkpoint_is_skipped_and_left(origin, begun, tmp_path):

@@ -6,6 +6,7 @@ import shutil
 import tracemalloc
 import types
 
+import finished_run
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,10 +256,13 @@ def test_the_command_refuses(tmp_path, monkeypatch, source, text, changes, named
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_refuses_packed_and_unreadable_sources(tmp_path, source, text):
+def test_the_command_refuses_packed_and_unreadable_sources(tiny, tmp_path, source, text):
     packed = str(GOLDEN / "nvfp4_llama")
     with pytest.raises(UserError, match="in NVFP4 already"):
         command.run(options(model=packed, out=str(tmp_path / "out")))
+    run = finished_run.write_run(tmp_path / "run", tiny)
+    with pytest.raises(UserError, match=r"is a run, .* experiments.export_hf .*--format=nvfp4"):
+        command.run(options(model=str(run), out=str(tmp_path / "out")))
     (source / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="needs a tokenizer"):
         command.run(options(model=str(source), out=str(tmp_path / "out"), calibrate=text))

@@ -36,6 +36,7 @@ _DEFAULTS = {"windows": 160, "width": 512}
 def run(arguments: argparse.Namespace) -> None:
     """Quantizes, and prints the errors and how far the weights are from those in 16 bits."""
     from qerl_jax.errors import UserError
+    from qerl_jax.evaluation.load_policy import read_run
     from qerl_jax.quantization.calibration import CalibrationOptions, calibrated_layers
     from qerl_jax.quantization.rounding import PackedLayer, fill_packed, round_layers
     from qerl_jax.system.paths import user_path
@@ -49,6 +50,11 @@ def run(arguments: argparse.Namespace) -> None:
         )
     arguments.out = user_path(arguments.out)
     check_free(arguments.out)
+    if read_run(user_path(arguments.model)) is not None:
+        raise UserError(
+            f"{arguments.model} is a run, not a model: its policy is written in NVFP4 by "
+            f"{command_name('export')} {arguments.model} --format=nvfp4"
+        )
     checkpoint = open_checkpoint(arguments.model)
     if checkpoint.packed:
         raise UserError(f"{checkpoint.path}: its weights are in NVFP4 already")

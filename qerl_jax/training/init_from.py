@@ -87,9 +87,12 @@ def check_origin(config: ConfigDict) -> None:
         text = ", ".join(
             f"{name}: {json.dumps(a)} -> {json.dumps(b)}" for name, (a, b) in changes.items()
         )
+        other = "begin without its adapter"
+        if saved_fields["train.parameters"] == "full":
+            other = f"begin from its model, --config.model.source={folder.model(best=best)}"
         raise UserError(
             f"init_from={config.init_from}: the run trains other parameters ({text}); keep these "
-            "fields, or begin without its adapter"
+            f"fields, or {other}"
         )
     if config.train.parameters == "full" and (best or config.rl.kl_coef):
         reason = BEST if best else f"rl.kl_coef={config.rl.kl_coef}"
