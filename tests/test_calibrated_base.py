@@ -173,6 +173,25 @@ def test_weights_that_changed_are_calibrated_anew(tiny, tmp_path, monkeypatch):
     assert cache.weights_digest(model) != first
 
 
+@pytest.mark.parametrize(
+    "changes", [{"rms_norm_eps": 0.5}, {"rollout.kv_cache_dtype": "float8"}], ids=str
+)
+def test_another_config_has_a_base_of_its_own(run, home, changes, tiny, tmp_path, monkeypatch):
+    """The architecture is that of config.json, and the text of a base depends on the rollout."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shutil.copytree(home, tmp_path / "cache")))
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    fields = CALIBRATED | {"model.source": str(model), "steps": 1}
+    if "rms_norm_eps" in changes:
+        content = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(content | changes))
+    else:
+        fields |= changes
+    other = qerl_jax.train(tiny.config(fields), workdir=tmp_path / "run")
+    assert digest_of(other) != digest_of(run)
+    policy = open_policy(str(other), adapter="none")
+    assert policy.model.config == load(str(model), format="stored").config
+
+
 def test_a_killed_calibration_leaves_nothing_half_written(tiny, tmp_path, monkeypatch):
     from qerl_jax.quantization import base
 

@@ -96,6 +96,9 @@ def calibrated_base(
     facts = _facts(checkpoint) | {
         "prompts": cache.key_of({"ids": [list(ids) for ids in chosen]}),
         "text": dataclasses.asdict(text),
+        # The policy that samples the text rounds by them.
+        "dtype": config.model.dtype,
+        "kv_cache_dtype": config.rollout.kv_cache_dtype,
     }
 
     def sample() -> np.ndarray:
@@ -181,6 +184,7 @@ def _named_as(model: LoadedModel, entry: Entry, checkpoint: Checkpoint) -> Loade
     assert checkpoint.tokenizer is not None
     return dataclasses.replace(
         model,
+        config=checkpoint.config,
         tokenizer=checkpoint.tokenizer,
         source=checkpoint.source,
         path=checkpoint.path,
@@ -239,6 +243,7 @@ def describe_base_of_run(
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "weights": cache.weights_digest(checkpoint.path),
+        "architecture": repr(checkpoint.config),  # which config.json may change without them
         "options": dataclasses.asdict(CalibrationOptions()),
         "version": _VERSION,
         "versions": {name: versions()[name] for name in ("qerl-jax", "jax")},
