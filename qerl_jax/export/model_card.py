@@ -314,7 +314,7 @@ def _python(card: Card) -> str:
     return "\n".join(imports + lines)
 
 
-def _training(run: Mapping[str, Any], steps: int | None, weights: str) -> list[str]:
+def _training(run: Mapping[str, Any], steps: int | None, weights: str = "") -> list[str]:
     state = "Not finished yet" if steps is None else f"{steps} steps"
     state += f"; this is {weights}" if weights else ""
     facts = []
