@@ -297,6 +297,48 @@ def test_the_best_adapter_outlives_an_evaluation_that_is_not_repeated(
     assert json.loads((run / "summary.json").read_text())["best_accuracy"] == 0.5
 
 
+def test_a_start_without_a_checkpoint_has_no_best_adapter(tiny, tmp_path, monkeypatch, scores):
+    """The best one of a start that was killed before its first checkpoint is that of no run."""
+    scores += [0.1, 0.5, 0.4, 0.3, 0.2]
+    run, config = tmp_path / "run", tiny.config(CHANGES | {"eval.every": 1, "steps": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(qerl_jax.training.loop, "_save_or_stop", lambda run: kill())
+        with pytest.raises(KilledError):
+            train(config, workdir=run)
+    assert best_adapter(run)
+    train(config, workdir=run)
+    assert tiny_run.evaluations(run) == {0: 0.4, 1: 0.3, 2: 0.2}
+    assert not (run / "best_adapter").exists()
+    assert open_policy(str(run)).adapter.name == "adapter"
+
+
+def test_an_evaluation_with_missing_scores_is_logged_once(tiny, tmp_path, monkeypatch):
+    made = []
+
+    def greedy_accuracy(*_, **__):
+        made.append(len(made))
+        return GreedyScore(accuracy=0.5, truncated=0.0, missing=len(made) == 2)
+
+    monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
+    save = qerl_jax.training.loop._save_or_stop
+
+    def save_and_die(run):
+        save(run)
+        if run.progress.step == 2:
+            raise KilledError
+
+    run, changes = tmp_path / "run", CHANGES | {"eval.every": 2, "checkpoint.every": 2, "steps": 4}
+    with monkeypatch.context() as patch:
+        patch.setattr(qerl_jax.training.loop, "_save_or_stop", save_and_die)
+        with pytest.raises(KilledError):
+            train(tiny.config(changes), workdir=run)
+    train(tiny.config(changes), workdir=run)
+    rows = [row for row in read_jsonl(run / "metrics.jsonl") if "eval_seconds" in row]
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert [row.get("eval_missing") for row in rows] == [None, 1, None]
+    assert len(made) == 3
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -191,6 +191,16 @@ def read_evaluations(path: str | Path) -> dict[int, float]:
     return accuracies
 
 
+def read_evaluated_steps(path: str | Path) -> list[int]:
+    """The steps of all evaluations in a metrics.jsonl, also of those in which scores are missing.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    rows = (row for row in _objects(path) if "eval_seconds" in row)
+    return [row["step"] for row in rows if type(row.get("step")) is int]
+
+
 def read_answers(path: str | Path) -> dict[int, list[dict[str, Any]]]:
     """The answers that evaluations logged, by step; step 0 is before training.
 

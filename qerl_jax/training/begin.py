@@ -21,14 +21,15 @@ from qerl_jax.rl.losses import custom_loss_digest
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, config_dict, flatten, record_places
-from qerl_jax.run.metrics import MetricsLog, read_evaluations
+from qerl_jax.run.metrics import MetricsLog, read_evaluated_steps, read_evaluations
 from qerl_jax.run.provenance import versions
 from qerl_jax.run.saved_fields import check_meta
 from qerl_jax.system.import_path import names_function
+from qerl_jax.system.safe_files import remove_tree
 from qerl_jax.training.init_from import begin_from, restore_origin
 from qerl_jax.training.initial_policy import check_reference, first_trainable
 from qerl_jax.training.run import Run
-from qerl_jax.training.saving import save_checkpoint
+from qerl_jax.training.saving import policy_folder, save_checkpoint
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import Progress
 from qerl_jax.weights.peft import read_peft_config
@@ -76,6 +77,9 @@ def begin(
         if log is not None:
             log.truncate(-1)
             folder.best.unlink(missing_ok=True)
+            # Of a start that ended before its first checkpoint; no record says what it is.
+            if (best := policy_folder(folder, setup.config, best=True)).exists():
+                remove_tree(best)
         if setup.config.init_from:
             setup, progress = begin_from(setup, folder, digests)
         else:
@@ -113,9 +117,10 @@ def begin(
         print(f"resuming after step {step}", flush=True)
         noise = SigmaState(**meta["noise"])
         progress = Progress(step=step, state=state, cursor=read_cursor(meta["cursor"]), noise=noise)
-    evaluations = {}
+    evaluations: dict[int, float | None] = {}
     if processes.writes and folder.metrics.exists():
-        evaluations = read_evaluations(folder.metrics)
+        evaluations |= dict.fromkeys(read_evaluated_steps(folder.metrics))
+        evaluations |= read_evaluations(folder.metrics)
     if processes.count > 1:
         evaluations = dict(processes.broadcast_from_first(list(evaluations.items())))
     if processes.writes and folder.moved:

@@ -286,10 +286,10 @@ def _evaluate(run: Run) -> None:
         environments=setup.collect.environments,
     )
     seconds = time.perf_counter() - began
-    if not score.missing:
-        if run.log is not None and step and score.accuracy > best_so_far(run):
-            save_best(run.folder, setup, trainable, step=step, accuracy=score.accuracy)
-        run.evaluations[step] = score.accuracy
+    is_compared = run.log is not None and step > 0 and not score.missing
+    if is_compared and score.accuracy > best_so_far(run):
+        save_best(run.folder, setup, trainable, step=step, accuracy=score.accuracy)
+    run.evaluations[step] = None if score.missing else score.accuracy
     key = "eval_accuracy" if step else "eval_accuracy_before"
     row = {"step": step, key: score.accuracy, "eval_truncated": score.truncated}
     row |= {"eval_missing": score.missing} if score.missing else {}

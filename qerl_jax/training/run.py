@@ -22,7 +22,8 @@ class Run:
         checkpoints: saves `progress`.
         log: writes the rows of metrics; None in a process that writes nothing.
         progress: the part that the steps change.
-        evaluations: greedy accuracy by step, as logged; step 0 is before training.
+        evaluations: greedy accuracy by step, as logged, None where scores are missing; step 0 is
+            before training.
         problem_digests: digests of the training and the held-out problems.
         prompts_digest: digest of their prompts as token ids.
         compilations: what was compiled since the last row of metrics.
@@ -36,7 +37,7 @@ class Run:
     checkpoints: Checkpoints
     log: MetricsLog | None
     progress: Progress
-    evaluations: dict[int, float]
+    evaluations: dict[int, float | None]
     problem_digests: dict[str, str]
     prompts_digest: str
     compilations: Compilations

@@ -109,7 +109,8 @@ def best_so_far(run: Run) -> float:
     A run that ended between an evaluation and the next checkpoint has lost that step. It may take
     the step again without evaluating it, if the evaluation was due only at the run's earlier end.
     """
-    return max([*run.evaluations.values(), best_accuracy(run.folder)])
+    accuracies = (accuracy for accuracy in run.evaluations.values() if accuracy is not None)
+    return max([*accuracies, best_accuracy(run.folder)])
 
 
 def announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
