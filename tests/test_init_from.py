@@ -17,6 +17,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import Device, plan_run
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.trainable import checksum
+from qerl_jax.rl.train_step import TrainState
 from qerl_jax.run.checkpoints import Checkpoints, read_latest
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.training import init_from, saving
@@ -93,6 +94,26 @@ def test_adapter_optimizer_and_cursor_are_taken_over(origin, begun):
         "run": str(origin), "step": 2, "best": False, "optimizer": True, "cursor": meta["cursor"],
         "checksum": checksum(old.trainable),
     }  # fmt: skip
+
+
+def test_the_schedules_of_an_own_optimizer_begin_again():
+    transform = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1.0, 0.0, 10))
+    params = {"a": np.float32(1.0)}
+    fresh = state = transform.init(params)
+    first, _ = transform.update(params, fresh, params)
+    for _ in range(9):
+        _, state = transform.update(params, state, params)
+    zeroed = init_from._reset_schedule(TrainState(None, state, np.int32(3)))
+    again, _ = transform.update(params, zeroed.opt_state, params)
+    assert float(again["a"]) == pytest.approx(float(first["a"]), rel=1e-5)
+
+
+def test_another_architecture_of_the_same_weights_is_refused(origin, begun, tiny, tmp_path):
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    content = json.loads((model / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (model / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"the architecture \(config.json\) of .*model is not that"):
+        begun({"init_from": str(origin), "model.source": str(model)})
 
 
 def test_the_noise_and_the_draws_of_the_other_run_are_not_drawn_again(

@@ -403,6 +403,30 @@ def test_another_chat_template_is_refused(tiny, tmp_path):
     assert tiny_run.contents(run) == before
 
 
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        (
+            "config.json",
+            {"rms_norm_eps": 0.5},
+            r"the architecture \(config.json\) of .*model is not",
+        ),
+        ("generation_config.json", {"eos_token_id": [2, 5]}, "the tokens that end a reply .*model"),
+    ],
+)
+def test_another_config_beside_the_same_weights_is_refused(tiny, tmp_path, file, change, words):
+    model, run = shutil.copytree(tiny.model, tmp_path / "model"), tmp_path / "run"
+    changes = {"model.source": str(model), "eval.every": 0}
+    train(tiny.config(changes | {"steps": 1}), workdir=run)
+    before = tiny_run.contents(run)
+    path = model / file
+    saved = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(saved | change))
+    with pytest.raises(UserError, match=words):
+        train(tiny.config(changes | {"steps": 2}), workdir=run)
+    assert tiny_run.contents(run) == before
+
+
 def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
     tiny, tmp_path, monkeypatch
 ):

@@ -31,6 +31,7 @@ _SECONDS = 5.0  # for a call of a scorer where neither the command nor a run say
 _SAME_SETTINGS = (
     "fingerprint", "format", "dtype", "adapter_sha256", "samples", "temperature", "top_p", "seed",
 )  # fmt: skip
+_SAME_MODEL_FILES = ("architecture", "end_ids")  # from config.json and generation_config.json
 _SAME_TASK = (
     "problems_sha256", "system_prompt", "question_suffix", "max_new_tokens", "stop",
     "kv_cache_dtype", "chat_template_args", "examples",
@@ -147,6 +148,8 @@ def _settings(policy: LoadedPolicy, config: EvaluateConfig) -> dict[str, Any]:
         "source": config.source,
         "weights": str(policy.model.path),
         "fingerprint": policy.model.fingerprint,
+        "architecture": policy.model.architecture,
+        "end_ids": list(policy.model.tokenizer.eos_ids),
         "format": policy.model.format,
         "dtype": policy.model.params["embed_tokens"].dtype.name,
         "adapter": None if adapter is None else str(adapter),
@@ -207,7 +210,9 @@ def open_folder(
         saved_results = json_file.read_object(folder / _RESULTS)
         saved_tasks = _object(saved_results, "tasks", folder)
         saved_settings = _object(saved_results, "settings", folder)
-        _check_same(folder, "", saved_settings, settings, _SAME_SETTINGS)
+        # Results of an earlier version do not have all of them.
+        present = [key for key in _SAME_MODEL_FILES if key in saved_settings]
+        _check_same(folder, "", saved_settings, settings, (*_SAME_SETTINGS, *present))
         for task in task_entries.keys() & saved_tasks.keys():
             entry = _object(saved_tasks, task, folder)
             _check_same(folder, f"{task}.", entry, task_entries[task], _SAME_TASK)

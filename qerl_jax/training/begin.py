@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -103,6 +104,7 @@ def begin(
                 f"the weights of {setup.config.model.source} are not the weights that this run "
                 "began with; restore them or pass another --workdir"
             )
+        _check_model_files(setup, meta)
         check_reference(setup.config, meta["reference"], setup.reference_digest)
         _check_problems(setup.config, meta["problems"], digests)
         check_prompts(
@@ -163,6 +165,24 @@ def _check_processes(
         facts[f"code of {objective}"] = digest[:16]
     remedy = "give all of them the same model, problems, code and GPU memory"
     setup.processes.check_same(facts, remedy)
+
+
+def _check_model_files(setup: Setup, meta: Mapping[str, Any]) -> None:
+    """Refuses other values in config.json or generation_config.json beside the same weights."""
+    model = setup.model
+    found = {
+        "the architecture (config.json)": ("architecture", model.architecture),
+        "the tokens that end a reply (generation_config.json)": (
+            "end_ids",
+            list(model.tokenizer.eos_ids),
+        ),
+    }
+    for what, (name, value) in found.items():
+        if meta.get(name, value) != value:  # A checkpoint of an earlier version has neither.
+            raise UserError(
+                f"{what} of {setup.config.model.source} is not what this run began with; restore "
+                "the file or pass another --workdir"
+            )
 
 
 def _check_problems(

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from ml_collections import ConfigDict
 
 from qerl_jax.data.from_config import training_digests
@@ -132,6 +131,11 @@ def begin_from(
         raise UserError(
             f"init_from={config.init_from}: the run was trained on other weights than those of "
             f"{config.model.source}; pass its --config.model.source"
+        )
+    if meta.get("architecture", setup.model.architecture) != setup.model.architecture:
+        raise UserError(
+            f"init_from={config.init_from}: the architecture (config.json) of "
+            f"{config.model.source} is not that of the run; pass its --config.model.source"
         )
     reset_reason = _optimizer_reset_reason(config, _saved_config(origin), best=best)
     cursor, cursor_note = _cursor(setup, origin, meta, problem_digests)
@@ -333,12 +337,12 @@ def _reset_schedule(state: TrainState) -> TrainState:
     Adam's own count stays: it corrects the bias of the moments, which stay too.
     """
 
-    def begin(part: Any) -> Any:
-        if isinstance(part, optax.ScaleByScheduleState):
-            return part._replace(count=jnp.zeros_like(part.count))
-        return part
+    def is_schedule(part: Any) -> bool:
+        # A count alone: that of `optax.inject_hyperparams` has no public name.
+        return isinstance(part, tuple) and getattr(part, "_fields", ()) == ("count",)
 
-    schedules = jax.tree.map(
-        begin, state.opt_state, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState)
-    )
+    def begin(part: Any) -> Any:
+        return part._replace(count=jnp.zeros_like(part.count)) if is_schedule(part) else part
+
+    schedules = jax.tree.map(begin, state.opt_state, is_leaf=is_schedule)
     return dataclasses.replace(state, opt_state=schedules, skipped_in_a_row=jnp.int32(0))

@@ -78,6 +78,8 @@ def save_checkpoint(run: Run) -> None:
             "cursor": run.progress.cursor.to_json(),
             "noise": dataclasses.asdict(run.progress.noise),
             "fingerprint": run.setup.model.fingerprint,
+            "architecture": run.setup.model.architecture,
+            "end_ids": list(run.setup.model.tokenizer.eos_ids),
             "reference": run.setup.reference_digest,
             "problems": run.problem_digests,
             "prompts": run.prompts_digest,
