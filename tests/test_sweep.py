@@ -23,7 +23,7 @@ from qerl_jax.run.folder import config_dict
 from qerl_jax.run.jobs import environment_of
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.statistics import half_interval
-from qerl_jax.run.sweep import MEASURES, Run, format_table, make_table, settings
+from qerl_jax.run.sweep import MEASURES, Run, format_table, is_finished, make_table, settings
 from qerl_jax.training.loop import train
 
 # --- Overrides ----------------------------------------------------------------------------------
@@ -237,6 +237,17 @@ def test_table_over_seeds(tmp_path):
     assert "| aqn.schedule=off | 2 | 0.300 ± 1.271 | 0.500 ± 0.000 |" in text
     assert "| aqn.schedule=cosine | 1 | 0.000 | 0.500 |" in text
     assert "Not finished: cosine-1." in text
+
+
+def test_a_run_that_was_extended_by_hand_counts_with_the_steps_of_the_sweep(tmp_path):
+    run = write_run(tmp_path, {"seed": 0}, [0.1, 0.2])
+    expected = make_table([run])["settings"]
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "reward": 9.0, "entropy": 7.0, "sigma": 0.3}) + "\n")
+        file.write(json.dumps({"step": 3, "eval_accuracy": 1.0, "eval_seconds": 1.0}) + "\n")
+    (run.folder / "summary.json").write_text('{"steps": 3}')
+    assert is_finished(run)
+    assert make_table([run])["settings"] == expected
 
 
 def test_a_table_of_a_folder_that_is_not_there_makes_none(tmp_path):

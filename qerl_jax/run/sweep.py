@@ -54,8 +54,8 @@ class Run:
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the run has taken its steps and written the files that follow them."""
-    return RunFolder(run.folder).finished_steps() == run.config["steps"]
+    """Whether the run has taken its steps, or more, and written the files that follow them."""
+    return (RunFolder(run.folder).finished_steps() or 0) >= run.config["steps"]
 
 
 def train_all(
@@ -118,7 +118,9 @@ def make_table(runs: Sequence[Run]) -> dict[str, Any]:
         UserError: the files of a run are damaged.
     """
     finished_runs = [run for run in runs if is_finished(run)]
-    results = {run.name: _measure(RunFolder(run.folder)) for run in finished_runs}
+    results = {
+        run.name: _measure(RunFolder(run.folder), run.config["steps"]) for run in finished_runs
+    }
     rows = []
     for name, group in settings(runs).items():
         finished_group = [run for run in group if run.name in results]
@@ -165,8 +167,9 @@ def format_table(table: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measure(folder: RunFolder) -> dict[str, float | None]:
-    rows = _steps(folder)
+def _measure(folder: RunFolder, steps: int) -> dict[str, float | None]:
+    # A run that was extended by hand has further ones.
+    rows = [row for row in _steps(folder) if row["step"] <= steps]
     if not rows:
         raise UserError(f"{folder.path} is damaged: it is finished and has no step; remove it")
     last = rows[-max(1, len(rows) // 5) :]
