@@ -535,21 +535,25 @@ def _score(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) 
         if received:
             raise StoppedError(received[0])
 
+    # As in training, no scorer gets a conversation whose environment failed.
+    judged = [draft for draft in drafts if draft.get("ending") != ENDINGS[FAILURE]]
     scores = score_completions(
         job.scorers,
-        [job.prompts[draft["problem"]] for draft in drafts],
-        [draft["completion"] for draft in drafts],
-        [draft["tokens"] for draft in drafts],
-        [draft["finished"] for draft in drafts],
-        columns=None if job.environments is None else [_columns(job, draft) for draft in drafts],
+        [job.prompts[draft["problem"]] for draft in judged],
+        [draft["completion"] for draft in judged],
+        [draft["tokens"] for draft in judged],
+        [draft["finished"] for draft in judged],
+        columns=None if job.environments is None else [_columns(job, draft) for draft in judged],
         time_limit=results_folder.time_limit_of(job.config, job.policy.run),
         on_wait=on_wait,
     )
     rows: _Rows = {}
-    for i, draft in enumerate(drafts):
+    places = {(draft["problem"], draft["sample"]): i for i, draft in enumerate(judged)}
+    for draft in drafts:
         outcomes: dict[str, bool | None] = {"correct": None, "format": None}
+        i = places.get((draft["problem"], draft["sample"]))
         for name, values in scores.parts.items():
-            missing = np.isnan(values[i]) or draft.get("ending") == ENDINGS[FAILURE]
+            missing = i is None or np.isnan(values[i])
             outcomes[name] = None if missing else bool(is_correct(values[i]))
         prompt = job.prompts[draft["problem"]].text
         answer = extracted_answer(draft["completion"], job.task.scorer, prompt)
