@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from qerl_jax.compile.operation import Programs
@@ -101,8 +102,10 @@ def train_step(session: Session) -> tuple[Session, StepResult]:
         (`result.experience`), advantages, and metrics by name.
 
     Raises:
-        UserError: no completion has a reward.
+        UserError: no completion has a reward, or the session has taken its step.
     """
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(session.progress.state)):
+        raise UserError("this session has taken its step: use the one that train_step returned")
     result = take_step(
         session.setup,
         session.progress,
