@@ -54,11 +54,11 @@ def environments(pool, tokenizer, name, **options):
     )
 
 
-def take_turn(episodes, row=0, text="t3 t4", *, complete=True, space=1000):
+def take_turn(episodes, row=0, text="t3 t4", *, complete=True, space=1000, limit=TOKENS):
     """Hands in a turn, and returns its reply."""
     tokenizer = episodes._all.tokenizer
     ids = tokenizer.encode(text) + [tokenizer.eos_ids[-1]] * complete
-    episodes.submit(Turn(row, ids, complete, space))
+    episodes.submit(Turn(row, ids, complete, space, limit))
     ends = time.monotonic() + 20
     while time.monotonic() < ends:
         if replies := episodes.replies(0.2):
@@ -258,10 +258,12 @@ def test_arguments_have_the_types_of_their_tool():
     schema = {"properties": {name: {"type": type} for name, type in types.items()}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     values = {"a": "x1", "b": "-2.5", "c": "3\n<b>", "d": '[1, "x"]', "e": "True", "z": "4"}
+    values["y"] = "    return 1\n\n"  # The template writes one line break on either side.
     body = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
     text = f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
     (call,) = read_calls(text, "xml", tools=tools)
     expected = {"a": "x1", "b": -2.5, "c": "3\n<b>", "d": [1, "x"], "e": True, "z": "4"}
+    expected["y"] = values["y"]
     assert call.arguments == expected
     (call,) = read_calls("<tool_call><function=g></function></tool_call>", "xml", tools=tools)
     assert (call.name, call.arguments, call.error) == ("g", {}, "")
@@ -376,12 +378,14 @@ def test_arguments_that_cannot_be_sent_cost_the_row(pool):
         (ADD, {"complete": True, "space": 0}, TOKENS),
         (ADD, {"complete": True, "space": 5}, CONTEXT),
         ("no call", {"complete": True, "space": 0}, ANSWER),
+        (ADD, {"complete": True, "space": 0, "limit": CONTEXT}, CONTEXT),
+        (ADD[:30], {"complete": False, "space": 0, "limit": CONTEXT}, CONTEXT),
         ("no call", {"complete": False}, TOKENS),
         (ADD[:30], {"complete": False}, OPEN),
     ],
     ids=[
         *("half a call", "a call at the limit", "no tokens for a reply", "an answer at the limit"),
-        *("cut", "half a turn"),
+        *("no context for a reply", "no context for a call", "cut", "half a turn"),
     ],
 )
 def test_limits_end_a_row(pool, text, options, ending):

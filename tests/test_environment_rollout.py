@@ -35,7 +35,7 @@ class Dialog:
         number = self.turns.setdefault(turn.row, []).append(turn) or len(self.turns[turn.row])
         ids = random_tokens(2 + (turn.row + number) % 7, seed=100 * turn.row + number).tolist()
         if not turn.space:
-            reply = Reply(turn.row, (), TOKENS)
+            reply = Reply(turn.row, (), turn.limit)
         elif number == TURNS.max_turns:
             reply = Reply(turn.row, (), DONE)
         elif len(ids) > turn.space:
@@ -197,6 +197,8 @@ def test_the_context_ends_a_row():
     rollout = converse(Dialog(), limits).rollout
     assert CONTEXT in rollout.endings
     assert rollout.lengths.max() <= 12
+    # A row in which a token could still be sampled did not end by their limit.
+    assert not np.any((rollout.endings == TOKENS) & (rollout.sampled_lengths < 14))
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,12 @@ def turns_of(prompts, completions, turns, environments):
     return [len(one) for one in turns]
 
 
+def has_talked(completions, environments):
+    """A reward that reads what only an environment that has not failed is in the end."""
+    assert len(completions) == len(environments)
+    return [float(len(one.turns) > 0) for one in environments]
+
+
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory, compile_cache):
     """The inputs of runs, with a chat template whose turns end."""
@@ -235,6 +241,36 @@ def test_a_template_without_ends_of_turns_is_refused(tiny, tmp_path):
         train(tiny.config(CHANGES), workdir=tmp_path / "run")
 
 
+def test_a_failed_environment_costs_an_evaluation_its_own_rows(talker, tmp_path, capsys):
+    """A reward that takes lists gets the others, in the evaluations of a run and by command."""
+    rows = [
+        {"question": f"t{n} t{n // 7}", "environment": "bad" if n % 4 == 1 else "good"}
+        for n in range(16)
+    ]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = CHANGES | {
+        "environment.function": "good=environment_cases:Echo, bad=environment_cases:Broken",
+        "rewards.correctness.function": "test_environment_train:has_talked",
+        "rewards.format.function": "qerl_jax.rewards.functions:environment_reward",
+        "data.path": str(path),
+        "steps": 1,
+        "eval.every": 1,
+        "eval.problems": 4,
+    }
+    run = train(talker.config(changes), workdir=tmp_path / "run")
+    evaluations = [row for row in read_jsonl(run / "metrics.jsonl") if "eval_seconds" in row]
+    assert [row["eval_missing"] for row in evaluations] == [1, 1]
+    assert evaluations[1]["eval_accuracy"] == 1.0
+    (folder,) = evaluate(EvaluateConfig(source=str(run), samples=2, out=str(tmp_path / "out")))
+    judged = read_jsonl(folder / "run.jsonl")
+    assert len(judged) == 8
+    for row in judged:
+        assert row["correct"] is (None if row["ending"] == "failure" else True)
+    assert sum(row["ending"] == "failure" for row in judged) == 2
+    assert "AttributeError" not in capsys.readouterr().err
+
+
 def test_failures_cost_rows_their_reward(talker, tmp_path):
     problems = [
         {"question": f"t{n} t{n // 7}", "answer": "", "environment": name}
@@ -267,7 +303,10 @@ def test_roles_keep_tokens_of_environments_out_of_the_loss(talker, tmp_path):
     from qerl_jax.training.step import _batch
 
     config = talker.config(CHANGES | {"eval.every": 0})
-    session, result = train_step(open_session(config))
+    first = open_session(config)
+    session, result = train_step(first)
+    with pytest.raises(UserError, match="this session has taken its step"):
+        train_step(first)
     batch = _batch(session.setup, result.experience, result.advantages)
     roles = result.experience.rollout.roles[:, : batch.sampled.shape[1]]
     np.testing.assert_array_equal(batch.sampled, roles == SAMPLED)

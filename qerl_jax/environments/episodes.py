@@ -268,9 +268,11 @@ class Episodes:
 
     def _ending_of_calls(self, turn: Turn, calls: Sequence[Call], episode: Episode) -> int:
         """What a turn of an environment of tools ends the row with; OPEN where calls are made."""
-        if not calls:
-            return ANSWER if turn.complete else TOKENS
+        if turn.complete and not calls:
+            return ANSWER
         if not turn.space:
+            return turn.limit
+        if not calls:
             return TOKENS
         return TURNS if episode.turns >= self._all.max_turns else OPEN
 
@@ -329,7 +331,7 @@ class Episodes:
         if answer["done"]:
             self._finish(row, DONE)
         elif not turn.space:
-            self._finish(row, TOKENS)
+            self._finish(row, turn.limit)
         elif episode.turns >= self._all.max_turns:
             self._finish(row, TURNS)
         else:

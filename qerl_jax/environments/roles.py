@@ -22,13 +22,15 @@ class Turn(NamedTuple):
         ids: its sampled tokens.
         complete: whether the policy or a stop string ended it, and not a limit.
         space: largest number of tokens that an environment may add; 0 where the row cannot go on,
-            because the limit on sampled tokens is reached.
+            because a limit is reached.
+        limit: what ends the row where it cannot go on, TOKENS or CONTEXT.
     """
 
     row: int
     ids: Sequence[int]
     complete: bool
     space: int
+    limit: int = TOKENS
 
 
 class Reply(NamedTuple):

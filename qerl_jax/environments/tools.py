@@ -127,11 +127,13 @@ def _xml_call(body: str, types: Mapping[str, Mapping[str, Any]]) -> Call:
     for part in match[2].split("</parameter>")[:-1]:
         if (opening := _PARAMETER.search(part)) is None:
             continue
-        key, value = opening[1], part[opening.end() :].strip()
+        # The template puts a line break on either side of a value; all else is the value's own.
+        key = opening[1]
+        value = part[opening.end() :].removeprefix("\n").removesuffix("\n")
         arguments[key] = value
         if types.get(name, {}).get(key, {}).get("type", "string") != "string":
             with contextlib.suppress(*_NO_JSON):  # A wrong type is an error of the call.
-                arguments[key] = json.loads(_CONSTANTS.get(value, value))
+                arguments[key] = json.loads(_CONSTANTS.get(value.strip(), value))
     return Call(name, arguments)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from qerl_jax.environments.roles import ANSWER, DONE, OPEN, Reply, Turn
+from qerl_jax.environments.roles import ANSWER, CONTEXT, DONE, OPEN, TOKENS, Reply, Turn
 from qerl_jax.rollout.config import TurnConfig
 from qerl_jax.rollout.decode import Samples
 from qerl_jax.rollout.progress import Statistics
@@ -192,11 +192,12 @@ class TurnScheduler(Scheduler):
         self._turn[row] += 1
         self._sampled[row] += end - start
         space = min(turns.reply_tokens, turns.context_tokens - end - 1)
+        limit = CONTEXT
         if self._sampled[row] >= self._budget:
-            space = 0
+            space, limit = 0, TOKENS
         ids = completions.rollout.tokens[row, start:end].tolist()
         complete = bool(completions.rollout.finished[row])
-        self._dialog.submit(Turn(row, ids, complete, max(0, space)))
+        self._dialog.submit(Turn(row, ids, complete, max(0, space), limit))
 
     def _evict(self) -> None:
         """Takes the slots of rows that have waited for long, where others have none.
