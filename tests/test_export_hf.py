@@ -93,6 +93,9 @@ def test_peft(run, tiny, tmp_path, capsys):
         "tokenizer.json",
         "tokenizer_config.json",
     }
+    card = (out / "README.md").read_text()
+    assert "on its weights in NVFP4: LoRA of rank 4." in card
+    assert "The adapter belongs to these NVFP4 weights" in card
     stored = (run / "adapter" / "adapter_model.safetensors").read_bytes()
     assert (out / "adapter_model.safetensors").read_bytes() == stored
     written = json.loads((out / "adapter_config.json").read_text())

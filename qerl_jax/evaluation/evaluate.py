@@ -535,25 +535,21 @@ def _score(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) 
         if received:
             raise StoppedError(received[0])
 
-    # As in training, no scorer gets a conversation whose environment failed.
-    judged = [draft for draft in drafts if draft.get("ending") != ENDINGS[FAILURE]]
     scores = score_completions(
         job.scorers,
-        [job.prompts[draft["problem"]] for draft in judged],
-        [draft["completion"] for draft in judged],
-        [draft["tokens"] for draft in judged],
-        [draft["finished"] for draft in judged],
-        columns=None if job.environments is None else [_columns(job, draft) for draft in judged],
+        [job.prompts[draft["problem"]] for draft in drafts],
+        [draft["completion"] for draft in drafts],
+        [draft["tokens"] for draft in drafts],
+        [draft["finished"] for draft in drafts],
+        columns=None if job.environments is None else [_columns(job, draft) for draft in drafts],
         time_limit=results_folder.time_limit_of(job.config, job.policy.run),
         on_wait=on_wait,
     )
     rows: _Rows = {}
-    places = {(draft["problem"], draft["sample"]): i for i, draft in enumerate(judged)}
-    for draft in drafts:
+    for i, draft in enumerate(drafts):
         outcomes: dict[str, bool | None] = {"correct": None, "format": None}
-        i = places.get((draft["problem"], draft["sample"]))
         for name, values in scores.parts.items():
-            missing = i is None or np.isnan(values[i])
+            missing = np.isnan(values[i]) or draft.get("ending") == ENDINGS[FAILURE]
             outcomes[name] = None if missing else bool(is_correct(values[i]))
         prompt = job.prompts[draft["problem"]].text
         answer = extracted_answer(draft["completion"], job.task.scorer, prompt)

@@ -98,23 +98,20 @@ def greedy_accuracy(
                 {**prompt.problem.columns, **conversation_columns(episode)}
                 for prompt, episode in zip(own_prompts, episodes.episodes, strict=True)
             ]
-        # As in training, a reward gets no conversation whose environment failed: one that takes
-        # lists would fail for all others, too.
-        failed = np.zeros(len(texts), bool) if episodes is None else rollout.endings == FAILURE
-        judged = np.flatnonzero(~failed).tolist()
         scores = score_completions(
             {"correct": correctness},
-            [own_prompts[i] for i in judged],
-            [texts[i] for i in judged],
-            rollout.sampled_lengths[judged],
-            rollout.finished[judged],
-            columns=None if columns is None else [columns[i] for i in judged],
+            own_prompts,
+            texts,
+            rollout.sampled_lengths,
+            rollout.finished,
+            columns=columns,
             time_limit=time_limit,
             on_wait=on_wait,
         )
-        own_correct, finished = np.full(len(texts), np.nan), rollout.finished
-        own_correct[judged] = is_correct(scores.parts["correct"])
+        own_correct, finished = is_correct(scores.parts["correct"]), rollout.finished
         if episodes is not None:
+            failed = rollout.endings == FAILURE
+            own_correct = np.where(failed, np.nan, own_correct)
             for error in episodes.failures():
                 print(f"warning: {error}", file=sys.stderr, flush=True)
     results = processes.exchange({"right": own_correct, "finished": finished})

@@ -235,9 +235,10 @@ def _about(card: Card) -> list[str]:
         f"{card.base}, trained with reinforcement learning on its weights in {form}: {parameters}."
     ]
     match card.format, card.onto:
-        case form, _ if not card.rank:
-            rounded = "in bfloat16" if form == "merged" else "rounded to NVFP4 as by llm-compressor"
-            lines.append(f"These are the trained weights, {rounded}.")
+        case "merged", _ if not card.rank:
+            lines.append("These are the trained weights, in bfloat16.")
+        case "nvfp4", _ if not card.rank:
+            lines.append("These are the trained weights, rounded to NVFP4 as by llm-compressor.")
         case "peft", _ if card.base_format != "bf16":
             lines.append(
                 f"The adapter belongs to these {form} weights: it was trained with their rounding "
