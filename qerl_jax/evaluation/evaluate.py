@@ -542,6 +542,8 @@ def _score(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) 
         [draft["tokens"] for draft in drafts],
         [draft["finished"] for draft in drafts],
         columns=None if job.environments is None else [_columns(job, draft) for draft in drafts],
+        # As in training, no scorer gets a conversation whose environment failed.
+        unscored={i for i, d in enumerate(drafts) if d.get("ending") == ENDINGS[FAILURE]},
         time_limit=results_folder.time_limit_of(job.config, job.policy.run),
         on_wait=on_wait,
     )
@@ -549,8 +551,7 @@ def _score(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) 
     for i, draft in enumerate(drafts):
         outcomes: dict[str, bool | None] = {"correct": None, "format": None}
         for name, values in scores.parts.items():
-            missing = np.isnan(values[i]) or draft.get("ending") == ENDINGS[FAILURE]
-            outcomes[name] = None if missing else bool(is_correct(values[i]))
+            outcomes[name] = None if np.isnan(values[i]) else bool(is_correct(values[i]))
         prompt = job.prompts[draft["problem"]].text
         answer = extracted_answer(draft["completion"], job.task.scorer, prompt)
         rows[draft["problem"], draft["sample"]] = {**draft, "extracted": answer, **outcomes}

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -92,12 +92,14 @@ def greedy_accuracy(
                     on_progress(step.ended_rows, step.tokens)
         rollout = step.rollout
         texts, columns = detokenize(rollout, sampler.tokenizer.decode), None
+        failed: set[int] = set()
         if episodes is not None:
             texts = [episode.answer for episode in episodes.episodes]
             columns = [
                 {**prompt.problem.columns, **conversation_columns(episode)}
                 for prompt, episode in zip(own_prompts, episodes.episodes, strict=True)
             ]
+            failed.update(np.flatnonzero(rollout.endings == FAILURE).tolist())
         scores = score_completions(
             {"correct": correctness},
             own_prompts,
@@ -105,13 +107,12 @@ def greedy_accuracy(
             rollout.sampled_lengths,
             rollout.finished,
             columns=columns,
+            unscored=failed,
             time_limit=time_limit,
             on_wait=on_wait,
         )
         own_correct, finished = is_correct(scores.parts["correct"]), rollout.finished
         if episodes is not None:
-            failed = rollout.endings == FAILURE
-            own_correct = np.where(failed, np.nan, own_correct)
             for error in episodes.failures():
                 print(f"warning: {error}", file=sys.stderr, flush=True)
     results = processes.exchange({"right": own_correct, "finished": finished})
@@ -144,6 +145,7 @@ def score_completions(
     finished: Sequence[bool] | np.ndarray,
     *,
     columns: Sequence[Mapping[str, Any]] | None = None,
+    unscored: Set[int] = frozenset(),
     time_limit: float,
     on_wait: Callable[[], None] | None = None,
 ) -> Scores:
@@ -156,6 +158,7 @@ def score_completions(
         lengths: B completion lengths in tokens.
         finished: B flags, True where the completion ended by itself.
         columns: B rows of columns; None for those of the problems.
+        unscored: as in `score.score`.
         time_limit: time limit for one call of a reward in seconds, for rewards without their own.
         on_wait: as in `score.Scoring`.
 
@@ -170,6 +173,7 @@ def score_completions(
         lengths,
         finished,
         columns=columns or [prompt.problem.columns for prompt in prompts],
+        unscored=unscored,
         time_limit=time_limit,
         on_wait=on_wait,
     )

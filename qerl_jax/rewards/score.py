@@ -47,6 +47,7 @@ def score(
     finished: Sequence[bool] | np.ndarray,
     *,
     columns: Sequence[Mapping[str, Any]] | None = None,
+    unscored: Set[int] = frozenset(),
     time_limit: float = 5.0,
     on_wait: Callable[[], None] | None = None,
 ) -> Scores:
@@ -65,6 +66,8 @@ def score(
         num_tokens: B completion lengths in tokens.
         finished: B flags, True where the completion ended by itself.
         columns: B rows of the problems, whose columns reach the rewards; None for no columns.
+        unscored: places of completions that no reward gets, such as conversations whose environment
+            failed; their scores are NaN.
         time_limit: as in `Scoring`.
         on_wait: as in `Scoring`.
 
@@ -95,7 +98,8 @@ def score(
     rows = [{}] * len(prompts) if columns is None else columns
     records = zip(prompts, completions, answers, lengths, flags, rows, strict=True)
     with Scoring(rewards, len(prompts), time_limit=time_limit, on_wait=on_wait) as scoring:
-        scoring.add(dict(enumerate(map(Completion._make, records))))
+        completed = enumerate(map(Completion._make, records))
+        scoring.add({i: completion for i, completion in completed if i not in unscored})
         return scoring.finish()
 
 
