@@ -148,7 +148,7 @@ def _settings(policy: LoadedPolicy, config: EvaluateConfig) -> dict[str, Any]:
         "source": config.source,
         "weights": str(policy.model.path),
         "fingerprint": policy.model.fingerprint,
-        "architecture": policy.model.architecture,
+        "architecture": policy.model.config.digest,
         "end_ids": list(policy.model.tokenizer.eos_ids),
         "format": policy.model.format,
         "dtype": policy.model.params["embed_tokens"].dtype.name,

@@ -1,6 +1,7 @@
 """The architecture of a policy, read from a Hugging Face config.json."""
 
 import dataclasses
+import hashlib
 import math
 from typing import Any
 
@@ -166,6 +167,19 @@ class ModelConfig:
     def attention_layers(self) -> int:
         """Number of layers that have keys and values."""
         return self.num_layers - len(self.recurrent_layers)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the architecture, with which the same weights are another policy.
+
+        A field with its default is left out, so that a new one keeps the digests of old runs.
+        """
+        fields = {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+        return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
 
     def __post_init__(self):
         for field in ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "max_position"):

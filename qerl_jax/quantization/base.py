@@ -243,7 +243,7 @@ def describe_base_of_run(
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "weights": cache.weights_digest(checkpoint.path),
-        "architecture": repr(checkpoint.config),  # which config.json may change without them
+        "architecture": checkpoint.config.digest,  # which config.json may change without them
         "options": dataclasses.asdict(CalibrationOptions()),
         "version": _VERSION,
         "versions": {name: versions()[name] for name in ("qerl-jax", "jax")},

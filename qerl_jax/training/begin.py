@@ -169,15 +169,11 @@ def _check_processes(
 
 def _check_model_files(setup: Setup, meta: Mapping[str, Any]) -> None:
     """Refuses other values in config.json or generation_config.json beside the same weights."""
-    model = setup.model
-    found = {
-        "the architecture (config.json)": ("architecture", model.architecture),
-        "the tokens that end a reply (generation_config.json)": (
-            "end_ids",
-            list(model.tokenizer.eos_ids),
-        ),
-    }
-    for what, (name, value) in found.items():
+    end_ids = list(setup.model.tokenizer.eos_ids)
+    for name, value, what in (
+        ("architecture", setup.model.config.digest, "the architecture (config.json)"),
+        ("end_ids", end_ids, "the tokens that end a reply (generation_config.json)"),
+    ):
         if meta.get(name, value) != value:  # A checkpoint of an earlier version has neither.
             raise UserError(
                 f"{what} of {setup.config.model.source} is not what this run began with; restore "

@@ -132,7 +132,8 @@ def begin_from(
             f"init_from={config.init_from}: the run was trained on other weights than those of "
             f"{config.model.source}; pass its --config.model.source"
         )
-    if meta.get("architecture", setup.model.architecture) != setup.model.architecture:
+    architecture = setup.model.config.digest
+    if meta.get("architecture", architecture) != architecture:
         raise UserError(
             f"init_from={config.init_from}: the architecture (config.json) of "
             f"{config.model.source} is not that of the run; pass its --config.model.source"

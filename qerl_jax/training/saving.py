@@ -78,7 +78,7 @@ def save_checkpoint(run: Run) -> None:
             "cursor": run.progress.cursor.to_json(),
             "noise": dataclasses.asdict(run.progress.noise),
             "fingerprint": run.setup.model.fingerprint,
-            "architecture": run.setup.model.architecture,
+            "architecture": run.setup.model.config.digest,
             "end_ids": list(run.setup.model.tokenizer.eos_ids),
             "reference": run.setup.reference_digest,
             "problems": run.problem_digests,

@@ -72,19 +72,6 @@ class LoadedModel:
     fingerprint: str
     calibrated: pathlib.Path | None = None
 
-    @property
-    def architecture(self) -> str:
-        """Digest of the architecture, with which the same weights are another policy.
-
-        A field with its default is left out, so that a new one keeps the digests of old runs.
-        """
-        fields = {
-            field.name: value
-            for field in dataclasses.fields(self.config)
-            if (value := getattr(self.config, field.name)) != field.default
-        }
-        return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
-
     def __repr__(self) -> str:
         count = sum(map(math.prod, names.expected_shapes(self.config).values()))
         form = f"{self.format}, calibrated" if self.calibrated else self.format
