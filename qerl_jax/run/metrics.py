@@ -183,22 +183,22 @@ def read_evaluations(path: str | Path) -> dict[int, float]:
     Raises:
         UserError: the file is missing or damaged.
     """
-    accuracies = {}
+    evaluations = read_all_evaluations(path).items()
+    return {step: accuracy for step, accuracy in evaluations if accuracy is not None}
+
+
+def read_all_evaluations(path: str | Path) -> dict[int, float | None]:
+    """As `read_evaluations`, with None for the evaluations in which scores are missing."""
+    accuracies: dict[int, float | None] = {}
     for row in _objects(path):
+        if type(step := row.get("step")) is not int:
+            continue
         accuracy = row.get("eval_accuracy", row.get("eval_accuracy_before"))
-        if is_number(accuracy) and type(row.get("step")) is int and not row.get("eval_missing"):
-            accuracies[row["step"]] = accuracy
+        if is_number(accuracy) and not row.get("eval_missing"):
+            accuracies[step] = accuracy
+        elif "eval_seconds" in row:
+            accuracies.setdefault(step, None)
     return accuracies
-
-
-def read_evaluated_steps(path: str | Path) -> list[int]:
-    """The steps of all evaluations in a metrics.jsonl, also of those in which scores are missing.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
-    rows = (row for row in _objects(path) if "eval_seconds" in row)
-    return [row["step"] for row in rows if type(row.get("step")) is int]
 
 
 def read_answers(path: str | Path) -> dict[int, list[dict[str, Any]]]:

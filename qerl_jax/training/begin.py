@@ -22,7 +22,7 @@ from qerl_jax.rl.losses import custom_loss_digest
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, config_dict, flatten, record_places
-from qerl_jax.run.metrics import MetricsLog, read_evaluated_steps, read_evaluations
+from qerl_jax.run.metrics import MetricsLog, read_all_evaluations
 from qerl_jax.run.provenance import versions
 from qerl_jax.run.saved_fields import check_meta
 from qerl_jax.system.import_path import names_function
@@ -121,8 +121,7 @@ def begin(
         progress = Progress(step=step, state=state, cursor=read_cursor(meta["cursor"]), noise=noise)
     evaluations: dict[int, float | None] = {}
     if processes.writes and folder.metrics.exists():
-        evaluations |= dict.fromkeys(read_evaluated_steps(folder.metrics))
-        evaluations |= read_evaluations(folder.metrics)
+        evaluations = read_all_evaluations(folder.metrics)
     if processes.count > 1:
         evaluations = dict(processes.broadcast_from_first(list(evaluations.items())))
     if processes.writes and folder.moved:
