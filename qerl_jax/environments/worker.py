@@ -213,10 +213,10 @@ class _Host:
 
     def reset(self, name: str, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Begins an episode; the instance of the last one is used again, as in TRL."""
-        _seed(seed)
         if self._environment is None or name != self._name:
+            _seed(seed)
             self._environment, self._name = self._make(name, columns), name
-        _seed(seed)  # The constructor, which only the first episode of a process runs, may draw.
+        _seed(seed)  # Again, as the constructor may draw, which only a new process runs.
         environment = self._environment
         if not hasattr(environment, "reset"):  # skyrl-gym: the constructor gets the columns.
             with contextlib.suppress(Exception):
