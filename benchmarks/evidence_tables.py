@@ -82,11 +82,12 @@ def noise_sentence(runs: Runs) -> str:
     elif all(gain.low <= 0 <= gain.high for gain, _ in gains[CALIBRATED].values()):
         sentences.append(f"{calibrated} no gain differs clearly from 0.")
     compared = [arm for base in gains for arm in (base, *gains[base])]
-    if len({runs[arm][0]["learning_rate"] for arm in compared if arm in runs}) > 1:
+    same = _gains(SAME_RATE, CALIBRATED, runs)
+    if same:
+        text = f"at one rate, the gains in {WEIGHTS[CALIBRATED]} are {_gain_text(same)}"
+        sentences.append(f"Each arm has its best learning rate; {text}.")
+    elif len({runs[arm][0]["learning_rate"] for arm in compared if arm in runs}) > 1:
         sentences.append("Each arm has its best learning rate, so a part may be the rate.")
-    if same := _gains(SAME_RATE, CALIBRATED, runs):
-        text = _gain_text(same)
-        sentences.append(f"At the same rate it changes that in {WEIGHTS[CALIBRATED]} by {text}.")
     return " ".join(sentences)
 
 

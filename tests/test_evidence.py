@@ -968,10 +968,11 @@ def test_what_noise_gains(costs):
     text = evidence_tables.noise_sentence(runs)
     assert "over seeds, in calibrated NVFP4 by +8.3 [-" in text
     assert "In calibrated NVFP4, a GPU's default, no gain differs clearly from 0." in text
-    assert "At the same rate" not in text
+    assert "so a part may be the rate." in text
     runs[evidence_tables.SAME_RATE] = runs["bf16-lora"]
     text = evidence_tables.noise_sentence(runs)
-    assert "At the same rate it changes that in calibrated NVFP4 by +0.0 [-" in text
+    assert "best learning rate; at one rate, the gains in calibrated NVFP4 are +0.0 [-" in text
+    assert "so a part may be" not in text
     runs["nvfp4-lora"] = [row | {"pass1_end": 1.0 + row["seed"]} for row in runs["nvfp4-lora"]]
     assert "clearly from 0" not in evidence_tables.noise_sentence(runs)
 

@@ -70,9 +70,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "nvfp4-lora-aqn-paper": {},
     "nvfp4-lora-aqn-kl0.01": _kl(0.01),
     "nvfp4-lora-aqn-kl0.03": _kl(0.03),
-    # Controls at the learning rate of the arms with noise. There noise does not raise the entropy
-    # (docs/evidence.md), so a temperature of 1 and no bonus would match it: those with more of
-    # either ask whether more entropy helps.
+    # Controls at the learning rate of the arms with noise. The paper's noise and a KL of 0.01 leave
+    # the entropy as it is (docs/evidence.md), so the first control matches theirs. A temperature of
+    # 1.1 matches that of a KL of 0.03, and the bonus asks whether more of it at the end helps.
     "nvfp4-lora-lr5e-5": _OFF,
     "nvfp4-lora-temperature": _OFF | {"rollout.temperature": 1.1},
     "nvfp4-lora-entropy": _OFF | {"rl.entropy_coef": 1e-3},
