@@ -699,12 +699,21 @@ def write_adapter(folder, *, seed):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("changes", [{}, {"rollout.stop": ("t1", "t3")}])
-def test_a_run_is_evaluated_as_during_its_training(tiny, tmp_path, changes):
+@pytest.mark.parametrize(
+    "changes", [{}, {"rollout.stop": ("t1", "t3")}, {"data.examples": ("t5", "t6")}]
+)
+def test_a_run_is_evaluated_as_during_its_training(tiny, tmp_path, monkeypatch, changes):
     config = tiny.config({"eval.problems": 8, "eval.max_new_tokens": 6} | changes)
     with open_run(tmp_path / "run", config) as opened:
         run = opened.path
     write_adapter(run / "adapter", seed=1)
+    engines, compiled = [], qerl_jax.evaluation.evaluate._compile
+
+    def recording(job, sampler, received):
+        engines.append(sampler.engine)
+        return compiled(job, sampler, received)
+
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_compile", recording)
     (folder,) = evaluate(EvaluateConfig(source=str(run)))
     assert folder.parent == run / "evaluations"
     assert folder.name.startswith("adapter-greedy-")
@@ -734,10 +743,14 @@ def test_a_run_is_evaluated_as_during_its_training(tiny, tmp_path, changes):
     assert figures["accuracy"]["value"] == expected.accuracy
     assert figures["finished"] == pytest.approx(1 - expected.truncated)
     assert figures["problems"] == 8
+    # Shared tokens round differently, so that a run and the command share the same.
+    shared = setup.eval_sampler.engine.shared_tokens
+    assert [engine.shared_tokens for engine in engines] == [shared]
+    assert (shared > 0) == ("data.examples" in changes)
     # What is decoded beyond a stop string is another text.
     words = [word for completion, *_ in rewarded for word in completion.split()[:-1]]
     stopped = any(word.startswith(("t1", "t3")) for word in words)
-    assert stopped == (not changes)
+    assert stopped == ("rollout.stop" not in changes)
 
 
 def test_the_scores_of_an_export_end_at_the_stop_strings(run, monkeypatch):

@@ -363,6 +363,7 @@ def test_scores(tiny, tmp_path, monkeypatch, capsys):
         packed = isinstance(policy.params["layers"][0]["qkv_proj"], QuantTensor)
         new_tokens = sampler.sampling.max_new_tokens
         assert all("t5" in prompt.text for prompt in prompts)  # as in the training
+        assert sampler.engine.shared_tokens > 0
         asked.append((packed, policy.lora is not None, len(prompts), new_tokens))
         return GreedyScore(accuracy=len(asked) / 4, truncated=0.0)
 

@@ -32,7 +32,7 @@ from qerl_jax.evaluation.conversations import (
     has_environment,
     turns_of,
 )
-from qerl_jax.evaluation.greedy import is_correct, score_completions
+from qerl_jax.evaluation.greedy import is_correct, score_completions, tokens_of_examples
 from qerl_jax.evaluation.load_policy import (
     LoadedPolicy,
     describe_policy,
@@ -323,6 +323,9 @@ def _complete_problems(
         max_rows=min(max_rows, size * samples),
         prompt_width=_prompt_width(job),
         num_prompts=size,
+        shared_tokens=tokens_of_examples(
+            job.prompts, () if job.turns else job.task.prompt.examples
+        ),
         compact="once",
     )
 

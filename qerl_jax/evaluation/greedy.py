@@ -23,7 +23,7 @@ from qerl_jax.rewards.score import score
 from qerl_jax.rewards.scores import Scores
 from qerl_jax.rollout.completions import detokenize
 from qerl_jax.rollout.replicas import deal
-from qerl_jax.rollout.sampler import Sampler
+from qerl_jax.rollout.sampler import Sampler, shared_tokens
 
 _SHOWN = 2  # answers that a run shows before and after it
 
@@ -135,6 +135,19 @@ def greedy_accuracy(
             )
         ],
     )
+
+
+def tokens_of_examples(prompts: Sequence[Prompt], examples: Sequence[str]) -> int:
+    """How many tokens an evaluation prefills once for all prompts: those of solved examples.
+
+    What all prompts begin with rounds differently when it is shared. So rollouts compute whole
+    prompts, as updates do, and a system prompt alone, which is short, is not shared.
+
+    Args:
+        prompts: all prompts of the evaluation.
+        examples: the solved examples that they begin with; empty without.
+    """
+    return shared_tokens([prompt.ids for prompt in prompts]) if prompts and examples else 0
 
 
 def score_completions(

@@ -11,7 +11,7 @@ import numpy as np
 
 from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
 from qerl_jax.errors import UserError, visible
-from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy
+from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy, tokens_of_examples
 from qerl_jax.evaluation.load_policy import LoadedPolicy
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
 from qerl_jax.export.model_card import FORMAT_NAMES, Card
@@ -129,6 +129,7 @@ def open_held_out_set(
         chunk_steps=rollout["chunk_steps"],
         dequantize=dequantize_mode(policy.model.params, rollout["dequantize"]),
         kv_cache_dtype=task.kv_cache_dtype,
+        shared_tokens=tokens_of_examples(prompts, task.prompt.examples),
     )
 
     def accuracy(

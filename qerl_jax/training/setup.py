@@ -20,6 +20,7 @@ from qerl_jax.data.from_config import (
 from qerl_jax.data.order import Order
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.greedy import tokens_of_examples
 from qerl_jax.memory.report import check_fits
 from qerl_jax.memory.run_plan import RunPlan, plan_run, this_device
 from qerl_jax.policy import kl_control
@@ -42,7 +43,7 @@ from qerl_jax.rl.train_step import (
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, rollout_prompts, turn_config
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.replicas import largest_share
-from qerl_jax.rollout.sampler import Sampler, shared_tokens
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.system.import_path import names_function
 from qerl_jax.training.base import load_base
@@ -321,6 +322,8 @@ def _samplers(
         *(model.config, model.tokenizer, sampling, engine, config.rollout.group_size),
         turns=turn_config(config),
     )
+    # What an environment says at its reset changes the prompts.
+    examples = () if config.environment.function else config.data.examples
     if plan.evaluation:
         engine = dataclasses.replace(
             engine,
@@ -334,7 +337,7 @@ def _samplers(
         engine=dataclasses.replace(
             engine,
             num_prompts=largest_share(len(prompts.get(EVAL, [])), config.mesh.data),
-            shared_tokens=_shared_tokens(config, prompts.get(EVAL, [])),
+            shared_tokens=tokens_of_examples(prompts.get(EVAL, []), examples),
         ),
         group_size=1,
         turns=turn_config(config, max_new_tokens=config.eval.max_new_tokens),
@@ -347,17 +350,6 @@ def longest_prompt(config: ConfigDict, prompts: Mapping[str, Sequence[Prompt]]) 
     if config.environment.function:
         return config.data.max_prompt_tokens  # An environment may say something at its reset.
     return max(len(prompt.ids) for split_prompts in prompts.values() for prompt in split_prompts)
-
-
-def _shared_tokens(config: ConfigDict, prompts: Sequence[Prompt]) -> int:
-    """How many tokens an evaluation prefills once for all prompts: those of solved examples.
-
-    What all prompts begin with rounds differently when it is shared. So rollouts compute whole
-    prompts, as updates do, and a system prompt alone, which is short, is not shared.
-    """
-    if not prompts or config.environment.function or not config.data.examples:
-        return 0
-    return shared_tokens([prompt.ids for prompt in prompts])
 
 
 def make_method(config: ConfigDict, schedule_steps: int) -> Method:
