@@ -632,7 +632,8 @@ FIELDS: tuple[Section | Field, ...] = (
         "aqn.kl_target_start",
         1e-2,
         "With the schedule 'kl', the wanted KL(noisy, clean) of the first and of the last noisy "
-        "stage, in nats per token, and the largest sigma; sigma_start is the first one.",
+        "stage, in nats per token, and the largest sigma; sigma_start is the first one. With a "
+        "target of 0.03 one draw moved a policy of 1.5B by 0.24 nats (docs/evidence.md).",
         limits=(0,),
         read_if=_KL_TARGET,
     ),
