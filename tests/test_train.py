@@ -455,6 +455,21 @@ def test_equal_rewards_change_nothing_but_the_weight_decay(tiny, tmp_path):
         np.testing.assert_allclose(after, before * decay, rtol=1e-6)
 
 
+def test_the_total_is_the_weighted_sum_with_a_custom_advantage():
+    parts = {"correctness": np.array([1.0, 0, 1, 0]), "format": np.array([0.0, 2, 0, 0])}
+    weights = {"correctness": 1.0, "format": 0.5}
+    scores = Scores(total=parts["correctness"] + 0.5 * parts["format"], parts=parts, errors=[])
+    options = types.SimpleNamespace(
+        advantage="my_method:centered",
+        advantage_eps=1e-4,
+        weights=weights,
+        metric="total",
+        sampler=types.SimpleNamespace(group_size=2),
+    )
+    # pyrefly: ignore[bad-argument-type]  The part of the options that is read.
+    assert collect._is_informative(scores, options).tolist() == [False, True]
+
+
 def test_dynamic_sampling_replaces_uninformative_groups(tiny, tmp_path):
     changes = {"rl.dynamic_sampling": True, "rl.dynamic_sampling_rounds": 2, "steps": 3}
     changes |= {"rl.dynamic_sampling_prompts": 4}  # a step trains on two

@@ -64,7 +64,7 @@ class CollectConfig:
         metric: name of the reward that must differ within an informative group, as in
             `dynamic_sampling_metric`.
         order: rule by which the prompts are drawn.
-        advantage: 'grpo' or 'gdpo', whose differences count where the metric is 'total'.
+        advantage: as in `rl.advantage`; with 'gdpo' its sums count where the metric is 'total'.
         advantage_eps: `eps` of the advantages.
         environments: what the policy talks to; None without environments.
     """
@@ -349,7 +349,7 @@ def _is_informative(scores: Scores, options: CollectConfig) -> np.ndarray:
 
 def _total_differs(scores: Scores, options: CollectConfig) -> np.ndarray:
     """Returns bool [groups]: whether the advantages of a group are not all 0."""
-    if options.advantage == "grpo":
+    if options.advantage != "gdpo":  # A custom function gets the totals, too.
         return _differ(scores.total, options.sampler.group_size)
     parts = scores.parts_of_groups(options.sampler.group_size)
     return gdpo_advantages(parts, options.weights, eps=options.advantage_eps).any(axis=1)
