@@ -145,6 +145,9 @@ def test_bad_options(changes, message):
 def test_without_measurements_there_is_no_control(tiny):
     with pytest.raises(UserError, match=r"aqn.kl_every=0: sigma follows the measured KL, pass"):
         validate(tiny.config(RUN | {"aqn.kl_every": 0}))
+    with pytest.raises(UserError, match=r"aqn.kl_every=4 and steps=4: only the first step"):
+        validate(tiny.config(RUN | {"aqn.kl_every": 4}))
+    validate(tiny.config(RUN | {"aqn.kl_every": 3}))
 
 
 @pytest.fixture(scope="module")

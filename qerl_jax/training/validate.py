@@ -50,6 +50,11 @@ def validate(config: ConfigDict) -> None:
             "aqn.schedule='kl' with aqn.kl_every=0: sigma follows the measured KL, pass "
             "aqn.kl_every=1"
         )
+    if config.aqn.schedule == kl_control.SCHEDULE and 1 < config.steps <= config.aqn.kl_every:
+        raise UserError(
+            f"aqn.schedule='kl' with aqn.kl_every={config.aqn.kl_every} and steps={config.steps}: "
+            "only the first step, which has no noise, is measured; pass aqn.kl_every=1"
+        )
     if config.rl.overlong_buffer > config.rollout.max_new_tokens:
         raise UserError(
             f"rl.overlong_buffer={config.rl.overlong_buffer} is more than "
