@@ -132,6 +132,12 @@ def test_sizes_that_an_aggregation_needs(aggregation, missing):
         losses.token_weights(np.ones((2, 2), np.float32), aggregation, **SIZES | {missing: None})
 
 
+@pytest.mark.parametrize("sizes", [{}, SIZES])
+def test_an_unknown_aggregation_is_not_micro_batch(sizes):
+    with pytest.raises(UserError, match="unknown aggregation 'sequences': choose from token"):
+        losses.token_weights(np.ones((2, 2), np.float32), "sequences", **sizes)
+
+
 def by_the_equations(name, new, now, inputs, *, dual_clip, kl_coef, tis_cap):
     """Computes a loss in float64, token by token; terms without a gradient are taken at `now`."""
     old, ref, rollout = (

@@ -77,7 +77,8 @@ class LossConfig:
         kl_coef: factor of the KL to the reference policy; 0 leaves the KL out.
         kl_grad: how the KL is estimated. 'k3' is the plain estimator, whose gradient differs from
             the gradient of the KL. 'k3_clipped' is k3 bounded by 10, without a gradient beyond 10.
-            'unbiased' is k3 times the ratio, whose expected gradient is the gradient of the KL.
+            'unbiased' is k3 times the ratio, whose expected gradient is the gradient of the KL, but
+            not with the ratio of a sequence (as in TRL).
         tis_cap: upper bound of the truncated importance weight (TIS), the probability ratio of the
             old policy to the policy that sampled; None applies no weight.
         entropy_coef: factor of the entropy bonus; 0 leaves it out.
@@ -188,6 +189,7 @@ def token_weights(
         float32 [B, C] weights, 0 outside the mask.
 
     Raises:
+        UserError: the aggregation is unknown.
         ValueError: an argument that the aggregation needs is missing.
     """
     rows = len(mask)
@@ -201,6 +203,9 @@ def token_weights(
         if max_new_tokens is None:
             raise ValueError("the aggregation 'constant' needs max_new_tokens")
         return mask / np.float32(rows * max_new_tokens)
+    if aggregation != "micro_batch":
+        choices = ", ".join(AGGREGATIONS)
+        raise UserError(f"unknown aggregation {aggregation!r}: choose from {choices}")
     if micro_batch_rows is None:
         raise ValueError("the aggregation 'micro_batch' needs micro_batch_rows")
     starts = np.arange(0, rows, micro_batch_rows)
