@@ -66,6 +66,10 @@ class Sampler:
     executables: Executables | None = None
     turns: TurnConfig | None = None
 
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise UserError(f"group_size is {self.group_size!r}, expected at least 1")
+
     def at_temperature(self, temperature: float) -> "Sampler":
         """Returns the sampler with another temperature, for which it has the same programs."""
         sampling = dataclasses.replace(self.sampling, temperature=temperature)
@@ -114,10 +118,16 @@ class Sampler:
             dialog: the environments of the rows; needed if the sampler has `turns`.
 
         Raises:
-            UserError: there is no prompt, a prompt is empty or too long or does not begin as the
-                others, the memory does not hold a row, or several devices would share environments.
+            UserError: there is no prompt, a prompt is empty or too long, does not begin as the
+                others or has a token id that the model does not have, the key is not threefry, the
+                memory does not hold a row, or several devices would share environments.
             MissingProgramError: a program is missing from the executables.
         """
+        if "threefry" not in (kind := str(jax.random.key_impl(key))):
+            raise UserError(
+                f"a key of {kind}: its numbers depend on the batch; pass "
+                "jax.random.key(seed, impl='threefry2x32')"
+            )
         groups = sharding.groups_of(policy.params)
         if self.turns is not None and (len(groups) > 1 or sharding.mesh_of(policy.params)):
             raise UserError("environments work on one device: pass mesh.data=1 and mesh.tensor=1")
@@ -237,7 +247,7 @@ class Sampler:
         dialog: Dialog | None,
     ) -> Generator[RolloutProgress, None, Rollout]:
         """Samples as `steps` does, on one group of devices that hold the policy together."""
-        longest = _longest(prompts, self.engine)
+        longest = _longest(prompts, self.engine, self.model_config.vocab_size)
         shapes, config = self._plan(policy, len(prompts), longest)
         key, policy = commit((sharding.replicate_like(key, policy.params), policy))
         table = Programs(programs.operations(key, policy, shapes, config), self.executables)
@@ -287,12 +297,18 @@ class Sampler:
         return completions.rollout
 
 
-def _longest(prompts: Sequence[Sequence[int]], engine: EngineConfig) -> int:
+def _longest(prompts: Sequence[Sequence[int]], engine: EngineConfig, vocab_size: int) -> int:
     if not len(prompts):
         raise UserError("there is no prompt to complete: pass at least one")
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise UserError(f"prompt {number} is empty: it needs at least one token")
+        # The embedding would read another token in its place.
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise UserError(
+                f"prompt {number} has token ids from {min(prompt)} to {max(prompt)}, the model has "
+                f"those from 0 to {vocab_size - 1}: encode it with the tokenizer of the model"
+            )
     if engine.shared_tokens > (shared := shared_tokens(prompts)):
         raise UserError(
             f"shared_tokens={engine.shared_tokens}: only {shared} tokens are the same in all "
