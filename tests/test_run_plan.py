@@ -171,6 +171,17 @@ def test_two_cards_hold_what_one_does_not():
     assert rows > 8
 
 
+@pytest.mark.parametrize("name", ["rtx-4090", "l40s", "h100-80gb"])
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"])
+def test_the_most_rows_are_those_that_a_run_decodes_together(model, name):
+    plan, config = planned(model, card(name))
+    rows = largest_rows(plan, config, ARCHITECTURES[model]) if plan.fits else 0
+    if 0 < rows < plan.rollout.all_rows:
+        assert plan.rollout.rows == rows
+    else:
+        assert not rows or plan.rollout.rows == plan.rollout.all_rows
+
+
 @pytest.mark.parametrize("name", ["h100-80gb", "h200-141gb"])
 @pytest.mark.parametrize("model", models.MODELS)
 def test_every_preset_starts(model, name):
@@ -216,6 +227,28 @@ def test_what_does_not_fit_is_refused_with_what_would():
             check_fits(plan, config, model)
 
 
+@pytest.mark.parametrize(("buffer", "fits"), [(20000, False), (8192, True)])
+def test_the_length_that_fits_does_so_with_the_buffer_of_the_user(buffer, fits):
+    options = {"device": card("l4"), "train__buffer_tokens": buffer}
+    plan, config = planned("qwen2.5-14b", **options, rollout__max_new_tokens=7800)
+    assert plan.fits == fits
+    fitting = largest_length(config, ARCHITECTURES["qwen2.5-14b"], options["device"])
+    assert fitting == (8192 + 1 - config.data.max_prompt_tokens if fits else 0)
+    if fits:
+        assert planned("qwen2.5-14b", **options, rollout__max_new_tokens=fitting)[0].fits
+    else:
+        with pytest.raises(UserError, match=r"leave out train\.buffer_tokens"):
+            check_fits(plan, config, ARCHITECTURES["qwen2.5-14b"])
+
+
+def test_a_model_of_which_all_parameters_do_not_fit_is_offered_an_adapter():
+    whole = {"train__parameters": "full", "model__format": "bf16"}
+    plan, config = planned("qwen2.5-32b", **whole)
+    with pytest.raises(UserError, match=r"parameters=lora with \S+format=nvfp4"):
+        check_fits(plan, config, ARCHITECTURES["qwen2.5-32b"])
+    assert planned("qwen2.5-32b", train__parameters="lora", model__format="nvfp4")[0].fits
+
+
 def test_the_longest_conversation_that_fits_counts_the_replies():
     """The smallest buffer for a row holds the tokens of the environment, too."""
     lengths = {"rollout__max_new_tokens": 768, "environment__function": "module:Class"}
@@ -231,7 +264,7 @@ def test_the_sizes_of_a_user_are_kept_and_refused_where_they_do_not_fit():
     assert (plan.rollout.rows, plan.buffer_tokens) == (48, 5120)
     plan, config = planned("qwen2.5-32b", train__recompute="none", train__buffer_tokens=12288)
     assert not plan.fits
-    with pytest.raises(UserError, match="max_new_tokens="):
+    with pytest.raises(UserError, match=r"leave out train\.buffer_tokens"):
         check_fits(plan, config, ARCHITECTURES["qwen2.5-32b"])
 
 

@@ -11,7 +11,7 @@ from qerl_jax.memory.update_plan import plan_update
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.config import completion_tokens
-from qerl_jax.rollout.shapes import cache_dtype, row_bytes
+from qerl_jax.rollout.shapes import cache_dtype, round_down, row_bytes
 
 _LESS = 0.9  # part of the bytes of an update that the next smaller one may take
 
@@ -37,6 +37,9 @@ def check_fits(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> None:
         remedy = f"--config.rollout.max_new_tokens={longest} fits"
     elif config.train.buffer_tokens or config.train.recompute != "auto":
         remedy = "leave out train.buffer_tokens and train.recompute, or take a smaller model"
+    elif config.train.parameters == "full":
+        nvfp4 = "--config.train.parameters=lora with --config.model.format=nvfp4"
+        remedy = f"pass {nvfp4}, or take a smaller model"
     elif config.model.format == "bf16":
         remedy = "pass --config.model.format=nvfp4, or take a smaller model"
     else:
@@ -92,16 +95,16 @@ def largest_length(config: ConfigDict, model: ModelConfig, device: Device) -> in
         with other.unlocked():
             other.rollout.max_new_tokens = new_tokens
             other.eval.max_new_tokens = new_tokens
-            # The smallest buffer that holds a row.
-            completion = completion_tokens(other, new_tokens)
-            other.train.buffer_tokens = config.data.max_prompt_tokens - 1 + completion
-        return plan_run(other, model, device).fits
+            # The smallest buffer that holds a row, or that of the user.
+            row = config.data.max_prompt_tokens - 1 + completion_tokens(other, new_tokens)
+            other.train.buffer_tokens = config.train.buffer_tokens or row
+        return row <= other.train.buffer_tokens and plan_run(other, model, device).fits
 
     return _largest(fits, model.max_position - config.data.max_prompt_tokens)
 
 
 def largest_rows(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> int | None:
-    """Returns how many rows could decode together; None where the memory is unknown."""
+    """Returns how many rows could decode together, as a run chooses; None if that is unknown."""
     usable = plan.device.usable
     if usable is None:
         return None
@@ -110,7 +113,8 @@ def largest_rows(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> int |
     free -= rollout.temporary
     dtype = cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
     model = shard_of(model, config.mesh.tensor)
-    return max(0, free // row_bytes(model, positions=rollout.positions, dtype=dtype))
+    rows = free // row_bytes(model, positions=rollout.positions, dtype=dtype)
+    return round_down(rows) if rows > 0 else 0
 
 
 def format_plan(plan: RunPlan, config: ConfigDict) -> str:

@@ -217,7 +217,7 @@ def fit_rows(
                 f"kv_cache_bytes={budget}: one row of {positions} positions and its prompt take "
                 f"{of_row + of_prompt} bytes; raise it or lower max_new_tokens"
             )
-        max_rows = min(max_rows, _round_down(fitting))
+        max_rows = min(max_rows, round_down(fitting))
     if free is None:
         return max_rows, prefill
     row = row_bytes(model_config, positions=positions, dtype=dtype)
@@ -227,7 +227,7 @@ def fit_rows(
             model_config, num_prompts=size, width=width, dtype=dtype, compute=compute
         )
         if (fitting := (free - prompt_bytes) // row) > 0:
-            return min(max_rows, _round_down(fitting)), size
+            return min(max_rows, round_down(fitting)), size
     return 0, 1
 
 
@@ -353,7 +353,7 @@ def dense_bytes(params: dict) -> int:
     return numbers // shards * device.product_dtype(params["embed_tokens"].dtype).itemsize
 
 
-def _round_down(rows: int) -> int:
+def round_down(rows: int) -> int:
     """Returns the largest of 1, 2, 3, 4, 6, 8, ..., 48, 64, 80, 96, 112, 128, 160, ... <= rows."""
     power = 1 << (rows.bit_length() - 1)
     step = max(1, power // (4 if power >= _FINE_FROM else 2))
@@ -364,10 +364,10 @@ def _smaller_batches(rows: int, compact: str) -> list[int]:
     """Returns the sizes that a batch of this many rows is compacted to, one after the other."""
     fewest = _FEWEST_ROWS_ON_GPU if jax.default_backend() == "gpu" else _FEWEST_ROWS
     if compact == "once":
-        return [_round_down(max(fewest, rows // _ONCE_DIVISOR))] if rows > fewest else []
+        return [round_down(max(fewest, rows // _ONCE_DIVISOR))] if rows > fewest else []
     sizes = []
     while rows > fewest:
-        rows = _round_down(rows - 1)
+        rows = round_down(rows - 1)
         sizes.append(rows)
     return sizes
 
