@@ -1,5 +1,6 @@
 """The calibrated base of a run: made once, recorded, and exactly the same wherever it is used."""
 
+import errno
 import json
 import os
 import shutil
@@ -128,6 +129,27 @@ def test_a_damaged_base_is_made_again(run, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "damaged" in out
     assert "calibrated on" in out
+
+
+def test_a_base_is_read_where_the_cache_cannot_be_written(run, home, tmp_path, monkeypatch, capsys):
+    """Such as a copy on a file system that is read-only, or full."""
+    shutil.copytree(home, tmp_path / "copy")
+    (tmp_path / "copy" / "qerl_jax" / "calibrated" / "digests.json").unlink()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "copy"))
+
+    def refuse(*arguments, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(cache, "write_json", refuse)
+    open_policy(str(run))
+    assert "damaged" not in capsys.readouterr().out
+
+
+def test_a_cache_that_cannot_be_made_is_one_line(tiny, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="cannot be written: Not a directory; set XDG_CACHE_HOME"):
+        qerl_jax.train(tiny.config(CALIBRATED), workdir=tmp_path / "run")
 
 
 def test_other_bytes_are_refused(run, tmp_path, monkeypatch):

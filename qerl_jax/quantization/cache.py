@@ -63,7 +63,8 @@ def key_of(facts: Mapping[str, Any]) -> str:
 def weights_digest(path: Path) -> str:
     """SHA-256 over all bytes of the weights of a model, in hex digits.
 
-    Digests are remembered by path, size and time of change, so that a file is read once.
+    Digests are remembered by path, size and time of change, so that a file is read once where the
+    cache can be written.
 
     Args:
         path: a .gguf file, or a folder of safetensors files.
@@ -85,7 +86,8 @@ def weights_digest(path: Path) -> str:
         digests.append(saved[1])
     if is_new:
         known = {name: value for name, value in known.items() if os.path.exists(name)}
-        write_json(memory, known, indent=0)
+        with contextlib.suppress(OSError):  # A folder that only others write is read the same way.
+            write_json(memory, known, indent=0)
     return _digest_of_all(digests)
 
 
