@@ -192,9 +192,26 @@ def test_the_command_prints_errors_sizes_and_perplexities(tmp_path, capsys, sour
     assert isinstance(load(out).params["layers"][0]["o_proj"], QuantTensor)
 
 
-def test_the_command_calibrates(tmp_path, capsys, source, text):
+@pytest.mark.parametrize("recurrent", [(0, 1), (1, 2)])
+def test_the_table_of_a_model_with_recurrent_layers(tmp_path, capsys, recurrent):
+    config = model_config("qwen3_5", recurrent_layers=recurrent)
+    source = write_folder(tmp_path / "source", config, random_tensors(config))
+    command.run(options(model=str(source), out=str(tmp_path / "out")))
+    lines = capsys.readouterr().out.splitlines()[1:6]
+    _, *layers, mean = cells = [line.split()[1:] for line in lines]
+    assert {len(row) for row in cells} == {7}
+    for layer, row in enumerate(layers):
+        assert row[:4].count("-") == (4 if layer in recurrent else 0)
+    (attention,) = {0, 1, 2} - set(recurrent)
+    assert mean[:4] == layers[attention][:4]
+    assert float(mean[4]) == pytest.approx(np.mean([float(row[4]) for row in layers]), abs=1e-4)
+
+
+@pytest.mark.parametrize("same", ["", "text.jsonl", "source/../text.jsonl"])
+def test_the_command_calibrates(tmp_path, capsys, source, text, same):
     out = str(tmp_path / "out")
-    command.run(options(model=str(source), out=out, calibrate=text))
+    measured = f"{tmp_path}/{same}" if same else ""
+    command.run(options(model=str(source), out=out, calibrate=text, perplexity=measured))
     printed = capsys.readouterr().out
     assert printed.startswith("relative rounding error of the outputs")
     mean, rounded = (

@@ -83,6 +83,7 @@ def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
     """The windows to calibrate with and the windows to measure on, or None."""
     from qerl_jax.errors import UserError, check_limits
     from qerl_jax.evaluation.perplexity import read_documents, windows
+    from qerl_jax.system.paths import user_path
 
     options = {"windows": arguments.windows, "width": arguments.width}
     if not arguments.calibrate and not arguments.perplexity:
@@ -109,7 +110,8 @@ def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
             f"--calibrate={arguments.calibrate}: it is one document, and half of the documents "
             "are kept to measure on; pass more (paragraphs of a text, or lines of a .jsonl)"
         )
-    if arguments.perplexity in ("", arguments.calibrate):
+    places = [user_path(text).resolve() for text in (arguments.calibrate, arguments.perplexity)]
+    if not arguments.perplexity or places[0] == places[1]:
         held_out = documents[half:]
     else:
         held_out = read_documents(arguments.perplexity)
@@ -122,12 +124,16 @@ def _table(errors: list[dict[str, float]], rounded_errors: list[dict[str, float]
     def line(start: Any, values: Iterable[Any]) -> str:
         return f"{start:>12}  " + "  ".join(f"{value:>9}" for value in values)
 
-    def mean(rows: list[dict[str, float]]) -> list[str]:
-        return [f"{math.fsum(row[name] for row in rows) / len(rows):.4f}" for name in rows[0]]
+    names = max(errors, key=len)  # A recurrent layer has fewer projections.
 
-    lines = [line("layer", errors[0])]
+    def mean(rows: list[dict[str, float]]) -> list[str]:
+        columns = ([row[name] for row in rows if name in row] for name in names)
+        return [f"{math.fsum(values) / len(values):.4f}" for values in columns]
+
+    lines = [line("layer", names)]
     for layer, row in enumerate(errors):
-        lines.append(line(layer, (f"{value:.4f}" for value in row.values())))
+        values = (f"{row[name]:.4f}" if name in row else "-" for name in names)
+        lines.append(line(layer, values))
     lines.append(line("mean", mean(errors)))
     if rounded_errors:
         lines.append(line("if rounded", mean(rounded_errors)))
