@@ -194,6 +194,7 @@ def test_samples_follow_the_seed(tiny, capsys):
         ({"max_new_tokens": 0}, "--max-new-tokens=0"),
         ({"max_new_tokens": 500}, "smaller --max-new-tokens"),
         ({"adapter": "best_adapter"}, "no best_adapter yet"),
+        ({"adapter": "best_adapter"}, "better than the one before training; --adapter=adapter is"),
         ({"adapter": "absent"}, "--adapter=absent: there is no such folder.* has adapter;"),
     ],
 )

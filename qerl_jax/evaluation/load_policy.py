@@ -398,10 +398,13 @@ def _adapter_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:
     for path in folders:
         if path.is_dir():
             return path
+    last = [path.name for path in (folder.adapter(), folder.model()) if path.is_dir()]
+    others = "".join(f"--adapter={name} is the last one, " for name in last)
     raise UserError(
         f"{run}: the run has no {adapter or 'adapter'} yet: it writes the last one with each "
         "checkpoint (--config.checkpoint.every) and when a signal stops it, and the best one after "
-        "an evaluation; --adapter=none loads the base alone"
+        f"an evaluation that is better than the one before training; {others}"
+        "--adapter=none loads the base alone"
     )
 
 
