@@ -85,6 +85,9 @@ def test_the_last_step_and_the_curves(tmp_path):
     # It is extended: summary.json and config.json are those of before.
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "reward": 0.4}) + "\n")
+    with (run / "completions.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "reward": 0.4}) + "\n")
+    assert "\nstep 4/4  reward  0.400" in printed(run)
     for summary in ('{"steps": 3}', '{"steps": null}', "{}", "[]", ""):
         (run / "summary.json").write_text(summary)
         assert printed(run).startswith("run: 4 steps, last row ")
@@ -220,6 +223,17 @@ def test_lines_fit_their_column():
         *("abcdef", "abc...", "日..."),
     ]
     assert shorten("abcdefg", 2) == "..."
+
+
+@pytest.mark.parametrize("columns", ["1", "2", "3"])
+def test_a_terminal_of_few_columns_ends(columns, tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path / "run")
+    (folder / "completions.jsonl").write_text(
+        json.dumps({"step": 1, "reward": 1.0, "prompt": "日本語", "completion": "one two"}) + "\n"
+    )
+    monkeypatch.setenv("COLUMNS", columns)
+    command.run(command.make_parser().parse_args([str(folder)]))
+    assert "  one two\n" in capsys.readouterr().out
 
 
 class Reader(html.parser.HTMLParser):

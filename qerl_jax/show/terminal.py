@@ -156,9 +156,12 @@ def _show_step(
     if conditions and not count:
         return 0
     for view in views:
+        total = view.setting("steps")
         for row in view.rows:
             if row["step"] == step:
-                write(format_row(row, view.setting("steps") or step, columns))
+                # An extended run keeps the number of its first start.
+                last = max(view.rows[-1]["step"], total if isinstance(total, int) else 0)
+                write(format_row(row, last, columns))
     if len(views) == 2:
         half = max(20, (columns - len(_GAP)) // 2)
         for sample_left, sample_right in itertools.zip_longest(*selection):
