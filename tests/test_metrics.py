@@ -187,6 +187,16 @@ def test_missing_tracker_names_the_command(tmp_path, monkeypatch, name):
         check_start(config)  # before a model is loaded
 
 
+def test_a_folder_of_wandb_is_not_the_package(tmp_path, monkeypatch):
+    """W&B keeps its runs in a folder of its own name, which Python would import."""
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    config = tiny_run.Tiny(tmp_path, tmp_path, tmp_path).config({"log.wandb": True})
+    with pytest.raises(UserError, match="wandb is not installed; run `uv sync --extra wandb`"):
+        metrics.check_trackers(config)
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_tracker_gets_config_rows_and_finish(tmp_path, monkeypatch, name):
     calls = []

@@ -272,7 +272,10 @@ def check_trackers(config: ConfigDict) -> None:
 
 def _optional_module(name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
+        if not hasattr(module, "init"):  # A folder of this name, in which W&B keeps its runs.
+            raise ImportError(f"{name} is a folder and no package")
+        return module
     except ImportError as error:
         raise UserError(
             f"log.{name} is on and {name} is not installed; run `uv sync --extra {name}` "
