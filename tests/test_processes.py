@@ -389,6 +389,8 @@ SLURM = {
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
         (SLURM | {"SLURM_STEP_NODELIST": "a-b7,a-b9"}, Rank("a-b7:61443", 2, 1)),
         (SLURM | {"SLURM_STEP_NODELIST": "gpu[3,5]"}, Rank("gpu3:61443", 2, 1)),
+        (SLURM | {"SLURM_STEP_NODELIST": "node[1-2,4]-ib"}, Rank("node1-ib:61443", 2, 1)),
+        (SLURM | {"SLURM_STEP_NODELIST": "r[1-2]n[3-4]"}, Rank("r1n3:61443", 2, 1)),
         (SLURM | {"SLURM_JOB_ID": str(2**31 + 4097)}, Rank("node07:61443", 2, 1)),  # a federation
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),  # a batch script
     ],

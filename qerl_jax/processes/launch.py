@@ -185,10 +185,10 @@ def _connection_error(rank: Rank) -> str:
 
 def _slurm_address(environment: Mapping[str, str]) -> str:
     """The first host of a SLURM step, with a port that differs between the steps of a job."""
-    nodes = environment["SLURM_STEP_NODELIST"]  # such as node7, node7,node9 or node[07-12,15],gpu1
-    first = re.match(r"([^,\[]*)(?:\[([^],-]*))?", nodes)
-    assert first is not None, "all parts of the pattern may be empty"
-    host = "".join(part or "" for part in first.groups())
+    # Such as node7, node7,node9, node[07-12,15],gpu1, node[1-2]-ib or rack[1-2]node[1-4].
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])*", environment["SLURM_STEP_NODELIST"])
+    assert first is not None, "the pattern may be empty"
+    host = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0])
     step = _number("SLURM_JOB_ID", environment["SLURM_JOB_ID"])
     step += _number("SLURM_STEP_ID", environment["SLURM_STEP_ID"])
     return f"{host}:{_FIRST_PORT + step % _PORTS}"
