@@ -81,7 +81,8 @@ class TextCalculator(Calculator):
         expressions = re.findall(r"<calculate>(.*?)</calculate>", text, re.DOTALL)
         try:
             values = [self.calculate(expression) for expression in expressions]
-        except (ArithmeticError, SyntaxError, ValueError) as error:
+        # Thousands of signs in a row are too deep for Python.
+        except (ArithmeticError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
             return f"error: {error}", 0.0, False
         return "\n".join(values), 0.0, not expressions
 

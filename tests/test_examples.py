@@ -45,6 +45,15 @@ def test_the_judge_answers_a_reward_by_url():
     assert scores.total.tolist() == [1.0, 0.5, 0.0]
 
 
+@pytest.mark.parametrize("expression", ["1 / 0", "2 +", "x", "9" * 5000, "-" * 5000 + "1"])
+def test_the_calculator_answers_what_has_no_value(expression):
+    calculator = example("calculator").TextCalculator()
+    calculator.reset()
+    text, reward, done = calculator.step(f"<calculate>{expression}</calculate>")
+    assert text.startswith("error: ")
+    assert (reward, done, calculator.results) == (0.0, False, [])
+
+
 @pytest.mark.slow  # each is a run of a tiny model
 @pytest.mark.parametrize("name", ["own_reward", "judge_by_url"])
 def test_an_example_trains(name, tiny, tmp_path, monkeypatch):
