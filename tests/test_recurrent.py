@@ -524,3 +524,8 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path):
     )
     weights = [(run / "adapter" / peft.WEIGHTS_FILE).read_bytes() for run in (whole, resumed)]
     assert weights[0] == weights[1]
+
+
+def test_a_convolution_of_one_position_is_refused():
+    with pytest.raises(UserError, match="window of the recurrent layers is 1, must be at least 2"):
+        dataclasses.replace(SHAPES, window=1)

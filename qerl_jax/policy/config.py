@@ -76,6 +76,10 @@ class RecurrentConfig:
                     f"model config: {field.name} of the recurrent layers is "
                     f"{getattr(self, field.name)}, must be positive"
                 )
+        if self.window < 2:
+            raise UserError(
+                f"model config: window of the recurrent layers is {self.window}, must be at least 2"
+            )
         if self.value_heads % self.key_heads:
             raise UserError(
                 f"model config: {self.value_heads} value heads of the recurrent layers are not a "
