@@ -125,6 +125,19 @@ def test_what_moves_only_memory_may_change_and_is_said(tmp_path, capsys):
     ]
 
 
+def test_a_start_that_is_refused_records_no_change(tmp_path, capsys):
+    """Such as one whose memory does not suffice, or with more devices than there are."""
+    begin(tmp_path)
+    before = (tmp_path / "config.json").read_bytes()
+    refused = folder.open_run(tmp_path, make_config(rollout__max_rows=64))
+    with pytest.raises(UserError, match="does not fit"), refused:
+        raise UserError("this run does not fit")
+    assert (tmp_path / "config.json").read_bytes() == before
+    capsys.readouterr()
+    with folder.open_run(tmp_path, make_config()):
+        assert capsys.readouterr().out == ""
+
+
 def test_a_finished_run_keeps_the_values_that_it_ran_with(tmp_path, capsys):
     begin(tmp_path)
     (tmp_path / "summary.json").write_text('{"steps": 10}')

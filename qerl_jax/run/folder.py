@@ -259,7 +259,17 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
                 content = {"config": config_dict(config), "schedule_steps": schedule_steps}
                 content |= provenance()
                 write_config(folder.config, content)
-            yield OpenRun(folder.path, schedule_steps=schedule_steps, resumed=resumed, moved=moved)
+            steps = set(folder.checkpoints.glob("*"))
+            try:
+                yield OpenRun(
+                    folder.path, schedule_steps=schedule_steps, resumed=resumed, moved=moved
+                )
+            except UserError:
+                # A start that is refused has taken no step with the fields that it changed.
+                same_steps = set(folder.checkpoints.glob("*")) == steps
+                if resumed and same_steps and read_run(folder.config) != saved_run:
+                    write_config(folder.config, saved_run, signs=has_own_tag(saved_run))
+                raise
 
 
 def record_places(folder: OpenRun, config: ConfigDict) -> None:
