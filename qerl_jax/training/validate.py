@@ -45,16 +45,8 @@ def validate(config: ConfigDict) -> None:
     for row in rows:
         if row.choices:
             _check_choice(row, _value(config, row.name))
-    if config.aqn.schedule == kl_control.SCHEDULE and not config.aqn.kl_every:
-        raise UserError(
-            "aqn.schedule='kl' with aqn.kl_every=0: sigma follows the measured KL, pass "
-            "aqn.kl_every=1"
-        )
-    if config.aqn.schedule == kl_control.SCHEDULE and 1 < config.steps <= config.aqn.kl_every:
-        raise UserError(
-            f"aqn.schedule='kl' with aqn.kl_every={config.aqn.kl_every} and steps={config.steps}: "
-            "only the first step, which has no noise, is measured; pass aqn.kl_every=1"
-        )
+    if config.aqn.schedule == kl_control.SCHEDULE:
+        _check_measurements(config)
     if config.rl.overlong_buffer > config.rollout.max_new_tokens:
         raise UserError(
             f"rl.overlong_buffer={config.rl.overlong_buffer} is more than "
@@ -124,6 +116,20 @@ def validate(config: ConfigDict) -> None:
     start, stop = config.profile.start, config.profile.stop
     if (start, stop) != (0, 0) and not 1 <= start <= stop:
         raise UserError(f"profile.start={start}, profile.stop={stop}: 1 <= start <= stop, or 0, 0")
+
+
+def _check_measurements(config: ConfigDict) -> None:
+    """Refuses a schedule that follows the KL where none of a noisy step is measured."""
+    if not config.aqn.kl_every:
+        raise UserError(
+            "aqn.schedule='kl' with aqn.kl_every=0: sigma follows the measured KL, pass "
+            "aqn.kl_every=1"
+        )
+    if 1 < config.steps <= config.aqn.kl_every:
+        raise UserError(
+            f"aqn.schedule='kl' with aqn.kl_every={config.aqn.kl_every} and steps={config.steps}: "
+            "only the first step, which has no noise, is measured; pass aqn.kl_every=1"
+        )
 
 
 def _check_environment(config: ConfigDict) -> None:
