@@ -155,7 +155,7 @@ def config_errors(argv: Sequence[str] = ()) -> Generator[None]:
         raise UserError(_config_message(error, argv)) from error
 
 
-def _config_message(error: Exception, argv: Sequence[str]) -> str:
+def _config_message(error: BaseException, argv: Sequence[str]) -> str:
     text = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {text}"
@@ -395,7 +395,17 @@ class _ConfigParser(flags.ArgumentParser):
             return _read_saved(argument)
         if not is_installed(argument):
             allow_working_directory()  # The file may import what lies there.
-        config = self._parser.parse(argument)
+        try:
+            config = self._parser.parse(argument)
+        except (TypeError, ValueError) as error:
+            # ml_collections raises it a second time, with the traceback of the first as its text.
+            cause = error.__context__ or error
+            raise UserError(_config_message(cause, ())) from cause
+        if config is None or isinstance(config, dict):
+            raise UserError(
+                f"{argument}: get_config() returned a {type(config).__name__}: return a ConfigDict"
+                ", such as that of qerl_jax.get_config, with the fields that you change"
+            )
         if isinstance(config, ConfigDict):  # else the file could not be read
             name_rewards(config, self._fields)
             name_sources(config, self._fields)
