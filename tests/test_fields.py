@@ -245,3 +245,21 @@ def test_a_field_is_explained():
     assert "data.fields" in sections
     with pytest.raises(UserError, match=r"--explain=rl.clip_hihg: .* did you mean rl.clip_high"):
         describe.explain("rl.clip_hihg", config)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("beta", "rl.kl_coef"),
+        ("num_generations", "rollout.group_size"),
+        ("max_completion_length", "rollout.max_new_tokens"),
+        ("rl.epsilon", "rl.clip_low"),
+        ("learning_rate", "optimizer.learning_rate"),
+    ],
+)
+def test_a_name_of_trl_leads_to_the_field(name, field):
+    assert describe.similar_fields(name) == [field]
+
+
+def test_the_fields_of_other_names_exist():
+    assert set(describe._OTHER_NAMES.values()) <= ROWS.keys()

@@ -95,14 +95,39 @@ def explain(name: str, config: ConfigDict) -> str:
     return name_commands("\n".join(_explain_row(row, config) for row in rows))
 
 
+# What TRL and transformers call a field, where the name is not like that of the field.
+_OTHER_NAMES = {
+    "beta": "rl.kl_coef",
+    "dataset_name": "data.source",
+    "delta": "rl.dual_clip",
+    "epsilon": "rl.clip_low",
+    "eval_steps": "eval.every",
+    "gradient_checkpointing": "train.recompute",
+    "importance_sampling_level": "rl.loss",
+    "lr_scheduler_type": "optimizer.schedule",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_steps": "steps",
+    "model_name_or_path": "model.source",
+    "num_generations": "rollout.group_size",
+    "num_iterations": "rl.updates_per_rollout",
+    "report_to": "log.wandb",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "scale_rewards": "rl.advantage_scale",
+}
+
+
 def similar_fields(name: str) -> list[str]:
     """Returns at most three fields that a text may mean, the likeliest first.
 
     Args:
         name: a text such as 'optimizer.lr', 'lr' or 'rl.clip_hgh': the beginnings of the words of a
-            field stand for it.
+            field stand for it, and so does its name in TRL, such as 'num_generations'.
     """
     section, _, last = name.rpartition(".")
+    if last in _OTHER_NAMES:
+        return [_OTHER_NAMES[last]]
     fields = [row.name for row in FIELDS if isinstance(row, Field) and "NAME" not in row.name]
     ends = {field: field.rpartition(".")[2] for field in fields}
     same = [field for field in fields if ends[field] == last]
