@@ -206,6 +206,8 @@ def test_the_names_of_the_parts_of_a_split(tmp_path, name):
     [
         ("a.json", b"[{}, 1]", "a.json:2: a JSON object is needed, not int"),
         ("a.json", b'[{"question": ', "a.json: not a JSON object in UTF-8"),
+        ("a.csv", b"question,answer\nq,1\n", "(char 0); problems are one object on a line, an"),
+        ("a.json", b'{\n  "question": "q"\n}', "(char 1); problems are one object on a line, an"),
         ("a.json", b"[]", "a.json: no problems: the file is empty"),
         ("a.parquet", b"PAR1", "a.parquet: not a parquet file"),
     ],

@@ -297,7 +297,10 @@ def _json(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not a JSON object in UTF-8: {error}") from error
+        raise UserError(
+            f"{where}: not a JSON object in UTF-8: {error}; problems are one object on a line, an "
+            "array in a file .json, or a file .parquet"
+        ) from error
 
 
 def _parquet_rows(file: Path, name: str) -> list[dict[str, Any]]:
