@@ -435,6 +435,15 @@ def test_a_tokenizer_with_more_ids_than_the_embedding(tmp_path):
         load.load(str(tmp_path))
 
 
+def test_a_folder_of_something_else_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"is an adapter, not a model.*--config.lora.init"):
+        load.load(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"config": {}, "schedule_steps": 3}')
+    with pytest.raises(UserError, match=r"is a run, not a model.*--config.init_from"):
+        load.load(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -138,14 +138,25 @@ def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
 
 def _read_config(path: pathlib.Path) -> tuple[dict[str, Any], ModelConfig]:
     """The config.json of a folder, and its architecture."""
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        raise _not_a_model(path, "an adapter", "lora.init")
     hf = json_file.read_object(
         path / "config.json",
         remedy="pass a model folder that transformers saved, a .gguf file or a hub id",
     )
+    if "schedule_steps" in hf:
+        raise _not_a_model(path, "a run", "init_from")
     try:
         return hf, from_hf_config(hf)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def _not_a_model(path: pathlib.Path, what: str, field: str) -> UserError:
+    return UserError(
+        f"{path} is {what}, not a model: name its base, and begin from it by --config.{field}; an "
+        "export in the format merged is one model of both"
+    )
 
 
 def _has_tokenizer(path: pathlib.Path) -> bool:
