@@ -61,7 +61,7 @@ from qerl_jax.training.saving import (
     save_best,
 )
 from qerl_jax.training.setup import prepare
-from qerl_jax.training.step import StepResult, take_step
+from qerl_jax.training.step import StepResult, check_noise, take_step
 from qerl_jax.training.validate import check_extension, command_to_go_on, validate
 from qerl_jax.weights.chat_template import template_date
 
@@ -204,6 +204,7 @@ def _metrics_log(
 
 def _train_steps(run: Run) -> None:
     config = run.setup.config
+    check_noise(run.setup, run.progress)
     programs = _compile(run)
     _evaluate(run)  # before training, or the evaluation that a signal interrupted
     durations: list[float] = []

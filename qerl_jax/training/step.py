@@ -166,17 +166,7 @@ def take_step(
     sigma = kl_control.sigma_of_step(setup.method.sigma, progress.noise, progress.step)
 
     # --- 2. Noise on the norm scales ------------------------------------------------------------
-    noise = aqn.Noise(
-        key=jax.random.fold_in(key, KEY_NOISE),
-        sigma=jnp.float32(sigma),
-        form=config.aqn.form,
-        final_norm=config.aqn.final_norm,
-    )
-    clean = current_policy(setup.params, trainable)
-    noisy = aqn.add_noise(clean, noise)
-    perturbed_norms = aqn.count_perturbed(clean, noisy)
-    if sigma > 0 and not perturbed_norms:
-        raise UserError(f"the noise of sigma={sigma} changed no norm: float32 rounds it away")
+    noise, noisy, perturbed_norms = _add_noise(setup, trainable, progress.step, sigma)
 
     # --- 3. Sample and score --------------------------------------------------------------------
     temperature = setup.method.temperature(progress.step)
@@ -234,6 +224,45 @@ def take_step(
     }
     progress = Progress(step=progress.step + 1, state=state, cursor=cursor, noise=noise_state)
     return StepResult(progress, experience, advantages, metrics)
+
+
+def check_noise(setup: StepSetup, progress: Progress) -> None:
+    """Refuses a schedule whose smallest noise is rounded away, before the first step.
+
+    Raises:
+        UserError: the noise is rounded away.
+    """
+    if isinstance(setup.method.sigma, KlTarget):
+        return
+    sigmas = {
+        step: kl_control.sigma_of_step(setup.method.sigma, progress.noise, step)
+        for step in range(progress.step, setup.config.steps)
+    }
+    noisy_steps = [step for step, sigma in sigmas.items() if sigma > 0]
+    if noisy_steps:
+        step = min(noisy_steps, key=sigmas.__getitem__)
+        _add_noise(setup, progress.state.trainable, step, sigmas[step])
+
+
+def _add_noise(
+    setup: StepSetup, trainable: Trainable, step: int, sigma: float
+) -> tuple[aqn.Noise, dict, int]:
+    """The noise after `step` steps, the parameters with it, and how many norms it changes."""
+    noise = aqn.Noise(
+        key=jax.random.fold_in(jax.random.fold_in(setup.key, step), KEY_NOISE),
+        sigma=jnp.float32(sigma),
+        form=setup.config.aqn.form,
+        final_norm=setup.config.aqn.final_norm,
+    )
+    clean = current_policy(setup.params, trainable)
+    noisy = aqn.add_noise(clean, noise)
+    perturbed_norms = aqn.count_perturbed(clean, noisy)
+    if sigma > 0 and not perturbed_norms:
+        raise UserError(
+            f"the noise of sigma={sigma} in step {step + 1} changed no norm: float32 rounds it "
+            "away; raise aqn.sigma_end, or use a schedule that is 0 there"
+        )
+    return noise, noisy, perturbed_norms
 
 
 def _advantages(setup: StepSetup, scores: Scores) -> np.ndarray:
