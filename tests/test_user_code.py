@@ -1,5 +1,6 @@
 """Custom schedules, loss weights and rewards: functions outside the project, by import path."""
 
+import contextlib
 import importlib
 import subprocess
 import sys
@@ -43,6 +44,14 @@ def short(prompt, completion, answer, num_tokens, finished):
 
 def penalty(rewards, parts):
     return parts["low"] + parts["overlong"] - rewards.mean(axis=1, keepdims=True)
+
+calls = []
+
+def late(rewards, parts):
+    calls.append(1)  # The first call is the check before training.
+    if len(calls) == 4:
+        raise ZeroDivisionError("a group without a reward")
+    return rewards - rewards.mean(axis=1, keepdims=True)
 
 def pg(ratio, advantages, logprobs, mask):
     return -ratio * advantages * mask
@@ -140,6 +149,17 @@ def test_the_parts_of_an_own_advantage_are_those_of_a_step(tiny, tmp_path, modul
     assert row["grad_norm"] > 0
     with pytest.raises(UserError, match="penalty' failed: KeyError: 'overlong'"):
         train(tiny.config(changes), workdir=tmp_path / "off", rewards=rewards)
+
+
+def test_a_function_that_fails_in_a_step_does_not_cost_the_steps_before(
+    tiny, tmp_path, module, capsys
+):
+    changes = {"eval.every": 0, "rl.advantage": f"{module}:late"}
+    for printed in ("saved after step 2; ", "resuming after step 2"):
+        with contextlib.suppress(UserError):
+            train(tiny.config(changes), workdir=tmp_path / "run")
+        assert printed in capsys.readouterr().out
+    assert len(tiny_run.results(tmp_path / "run")) == tiny_run.STEPS
 
 
 @pytest.mark.slow  # 13 s

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,10 @@ from qerl_jax.weights.chat_template import template_date
 _SKIPS_THAT_STOP = 3
 
 
+class _StepError(UserError):
+    """A step that cannot be taken, such as one in which a user function fails."""
+
+
 def train(
     config: ConfigDict,
     *,
@@ -98,7 +102,8 @@ def train(
 
     Raises:
         UserError: the config asks for something that cannot be done; a program is missing after the
-            first step, or no completion of a step has a reward. The last whole step is saved.
+            first step, no completion of a step has a reward, or a user function fails in a step.
+            The last whole step is saved.
         StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
     """
     config = with_problems(config, problems)
@@ -165,10 +170,10 @@ def _train_in(
                 record_fact(folder, PYTHON_REWARDS, python_rewards)
             try:
                 _train_steps(run)
-            except (StoppedError, MissingProgramError, NoRewardError) as error:
-                if isinstance(error, NoRewardError) and not run.progress.step:
+            except (StoppedError, MissingProgramError, NoRewardError, _StepError) as error:
+                if isinstance(error, UserError) and not run.progress.step:
                     raise  # There is nothing to save, and the run may begin with other rewards.
-                if processes.count == 1 or not isinstance(error, MissingProgramError):
+                if processes.count == 1 or isinstance(error, StoppedError | NoRewardError):
                     # All processes stop, or have the same completions; they save together.
                     save(run, stops=True)
                     step = run.progress.step
@@ -176,7 +181,7 @@ def _train_in(
                     if processes.count == 1 and not python_rewards:
                         goes_on += f": {command_to_go_on(folder.path, steps=config.steps)}"
                     print(f"saved after step {step}; {goes_on}", flush=True)
-                if isinstance(error, StoppedError | NoRewardError):
+                if not isinstance(error, MissingProgramError):
                     raise
                 raise UserError(
                     f"{error}; after the first step a run compiles nothing: please report this "
@@ -217,18 +222,19 @@ def _train_steps(run: Run) -> None:
             if traces and number == first_trace_step <= config.profile.stop:
                 trace.enter_context(jax.profiler.trace(str(run.folder.profile)))
             label = f"step {number}/{config.steps}"
-            result = take_step(
-                run.setup,
-                run.progress,
-                programs=programs,
-                on_rollout=_watch(
-                    run,
-                    f"{label} rollout",
-                    run.setup.collect.prompts_per_rollout * config.rollout.group_size,
-                ),
-                on_update=lambda label=label: run.live.update(f"{label} update"),
-                on_wait=run.stop_if_asked,
-            )
+            with _step_errors():
+                result = take_step(
+                    run.setup,
+                    run.progress,
+                    programs=programs,
+                    on_rollout=_watch(
+                        run,
+                        f"{label} rollout",
+                        run.setup.collect.prompts_per_rollout * config.rollout.group_size,
+                    ),
+                    on_update=lambda label=label: run.live.update(f"{label} update"),
+                    on_wait=run.stop_if_asked,
+                )
             if number == config.profile.stop:
                 trace.close()
             durations.append(time.perf_counter() - began)
@@ -236,6 +242,17 @@ def _train_steps(run: Run) -> None:
             _log_step(run, result, durations)
             _evaluate(run)
             _save_or_stop(run)
+
+
+@contextlib.contextmanager
+def _step_errors() -> Generator[None]:
+    """Marks the errors of a step, before which the run can be saved."""
+    try:
+        yield
+    except NoRewardError:
+        raise
+    except UserError as error:
+        raise _StepError(*error.args) from error
 
 
 def _log_step(run: Run, result: StepResult, durations: list[float]) -> None:
