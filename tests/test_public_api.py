@@ -189,6 +189,8 @@ def test_rewards_become_a_table():
     assert table_of([even, short]) == {"correctness": (even, 1.0), "short": (short, 1.0)}
     assert table_of({"a": short, "b": (even, 0.5)}) == {"a": (short, 1.0), "b": (even, 0.5)}
     for bad, words in (
+        ([], "rewards is empty: pass functions, or None for those of the config"),
+        ({}, "rewards is empty"),
         ([short, short], "two rewards are named 'short'"),
         ([lambda *_: 1.0], "functions with a name"),
         ([3], "reward 0 is 3"),

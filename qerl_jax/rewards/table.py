@@ -22,8 +22,11 @@ def table_of(rewards: Rewards) -> dict[str, tuple[Reward, float]]:
             reward, by which evaluations score.
 
     Raises:
-        UserError: an entry is no function, two functions have one name, or one has none.
+        UserError: there is no entry, an entry is no function, two functions have one name, or one
+            has none.
     """
+    if not callable(rewards) and not rewards:
+        raise UserError("rewards is empty: pass functions, or None for those of the config")
     if isinstance(rewards, Mapping):
         entries: Mapping[Any, Any] = rewards
         return {name: _with_weight(name, reward) for name, reward in entries.items()}
@@ -41,7 +44,7 @@ def table_of(rewards: Rewards) -> dict[str, tuple[Reward, float]]:
                 f"two rewards are named {name!r}: pass a table such as {{'short': (function, 0.1)}}"
             )
         table[name] = (function, 1.0)
-    if table and CORRECTNESS not in table:
+    if CORRECTNESS not in table:
         first, *others = table.items()
         table = {CORRECTNESS: first[1], **dict(others)}
     return table
