@@ -109,10 +109,8 @@ class LossConfig:
             "objective": OBJECTIVES,
             "kl_grad": KL_GRADS,
         }.items():
-            if not names_function(getattr(self, name)) and getattr(self, name) not in choices:
-                raise UserError(
-                    f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}"
-                )
+            if not names_function(getattr(self, name)):
+                _check_choice(name, getattr(self, name), choices)
         for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef"):
             if not getattr(self, name) >= 0.0:  # as NaN is not
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 0")
@@ -128,6 +126,11 @@ class LossConfig:
                     f"dual_clip is {self.dual_clip}, but this loss does not clip the ratio as PPO "
                     "does: leave it out (rl.dual_clip=0)"
                 )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UserError(f"unknown {name} {value!r}: choose from {', '.join(choices)}")
 
 
 def loss_config(name: str, *, aggregation: str = "", **options) -> LossConfig:
@@ -203,9 +206,7 @@ def token_weights(
         if max_new_tokens is None:
             raise ValueError("the aggregation 'constant' needs max_new_tokens")
         return mask / np.float32(rows * max_new_tokens)
-    if aggregation != "micro_batch":
-        choices = ", ".join(AGGREGATIONS)
-        raise UserError(f"unknown aggregation {aggregation!r}: choose from {choices}")
+    _check_choice("aggregation", aggregation, AGGREGATIONS)
     if micro_batch_rows is None:
         raise ValueError("the aggregation 'micro_batch' needs micro_batch_rows")
     starts = np.arange(0, rows, micro_batch_rows)
