@@ -33,7 +33,8 @@ class Tokenizer(Protocol):
         ...
 
 
-def _check(config: Any, **limits: tuple[bool, str]) -> None:
+def check_fields(config: Any, **limits: tuple[bool, str]) -> None:
+    """Refuses a field that does not hold what is expected; each has whether it does, and that."""
     for name, (holds, expected) in limits.items():
         if not holds:
             raise UserError(f"{name} is {getattr(config, name)!r}, expected {expected}")
@@ -74,7 +75,7 @@ class SamplingConfig:
         return np.float32(self.temperature or 1.0)
 
     def __post_init__(self) -> None:
-        _check(
+        check_fields(
             self,
             max_new_tokens=(self.max_new_tokens >= 1, "at least 1"),
             temperature=(0 <= self.temperature < math.inf, "a number of at least 0"),
@@ -105,7 +106,7 @@ class TurnConfig:
     context_tokens: int
 
     def __post_init__(self) -> None:
-        _check(
+        check_fields(
             self,
             max_turns=(self.max_turns >= 1, "at least 1"),
             turn_tokens=(self.turn_tokens >= 0, "at least 0"),
@@ -165,7 +166,7 @@ class EngineConfig:
     compact: str = "often"
 
     def __post_init__(self) -> None:
-        _check(
+        check_fields(
             self,
             chunk_steps=(self.chunk_steps >= 1, "at least 1"),
             max_rows=(self.max_rows >= 0, "at least 0"),

@@ -31,6 +31,7 @@ from qerl_jax.rollout.config import (
     SamplingConfig,
     Tokenizer,
     TurnConfig,
+    check_fields,
 )
 from qerl_jax.rollout.decode import DecodeConfig, decode_config
 from qerl_jax.rollout.programs import RolloutPrograms
@@ -67,8 +68,7 @@ class Sampler:
     turns: TurnConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise UserError(f"group_size is {self.group_size!r}, expected at least 1")
+        check_fields(self, group_size=(self.group_size >= 1, "at least 1"))
 
     def at_temperature(self, temperature: float) -> "Sampler":
         """Returns the sampler with another temperature, for which it has the same programs."""
