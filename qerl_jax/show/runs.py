@@ -12,8 +12,6 @@ from qerl_jax.show.listing import list_runs, runs_in
 from qerl_jax.show.terminal import show
 from qerl_jax.show.view import LAST_STEP, open_views, read_condition
 
-_FEWEST_COLUMNS = 20  # of a text, whatever the terminal says
-
 
 def show_runs(
     runs: str | Path | Sequence[str | Path],
@@ -63,7 +61,7 @@ def show_runs(
         steps=steps,
         conditions=conditions,
         limit=completions,
-        columns=max(_FEWEST_COLUMNS, shutil.get_terminal_size().columns),
+        columns=shutil.get_terminal_size().columns,
         unicode=encoding == "utf8",
     )
     return None

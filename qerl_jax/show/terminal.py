@@ -14,6 +14,7 @@ from qerl_jax.system.jsonl import is_number
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ASCII = " .:-=+*#%"
 _GAP = " | "
+_FEWEST_COLUMNS = 20  # of a text, whatever the terminal has
 # Columns of the name of a curve, of its first and last value, and of the curve itself, at least.
 _LABEL, _NUMBERS, _SHORTEST_CURVE = 26, 20, 16
 
@@ -163,7 +164,7 @@ def _show_step(
                 last = max(view.rows[-1]["step"], total if isinstance(total, int) else 0)
                 write(format_row(row, last, columns))
     if len(views) == 2:
-        half = max(20, (columns - len(_GAP)) // 2)
+        half = max(_FEWEST_COLUMNS, (columns - len(_GAP)) // 2)
         for sample_left, sample_right in itertools.zip_longest(*selection):
             blocks = [
                 _block(sample, step, half) if sample else []
@@ -177,7 +178,7 @@ def _show_step(
         if len(views) > 1 and samples:
             write(f"=== {visible(view.name)}")
         for sample in samples:
-            for line in _block(sample, step, columns):
+            for line in _block(sample, step, max(_FEWEST_COLUMNS, columns)):
                 write(line)
             write("")
     return count
