@@ -21,6 +21,27 @@ _RESUME = {
     "place": "A run that goes on may have another value, for the same weights and problems.",
     "free": "A run that goes on may have another value.",
 }
+# What TRL and transformers call a field, where the name is not like that of the field.
+_OTHER_NAMES = {
+    "beta": "rl.kl_coef",
+    "dataset_name": "data.source",
+    "delta": "rl.dual_clip",
+    "epsilon": "rl.clip_low",
+    "eval_steps": "eval.every",
+    "gradient_checkpointing": "train.recompute",
+    "importance_sampling_level": "rl.loss",
+    "lr_scheduler_type": "optimizer.schedule",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_steps": "steps",
+    "model_name_or_path": "model.source",
+    "num_generations": "rollout.group_size",
+    "num_iterations": "rl.updates_per_rollout",
+    "report_to": "log.wandb",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "scale_rewards": "rl.advantage_scale",
+}
 
 
 def describe_config(config: ConfigDict) -> str:
@@ -93,29 +114,6 @@ def explain(name: str, config: ConfigDict) -> str:
             f"--explain={name}: there is no such field; {hint}--explain=all lists all fields"
         )
     return name_commands("\n".join(_explain_row(row, config) for row in rows))
-
-
-# What TRL and transformers call a field, where the name is not like that of the field.
-_OTHER_NAMES = {
-    "beta": "rl.kl_coef",
-    "dataset_name": "data.source",
-    "delta": "rl.dual_clip",
-    "epsilon": "rl.clip_low",
-    "eval_steps": "eval.every",
-    "gradient_checkpointing": "train.recompute",
-    "importance_sampling_level": "rl.loss",
-    "lr_scheduler_type": "optimizer.schedule",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_steps": "steps",
-    "model_name_or_path": "model.source",
-    "num_generations": "rollout.group_size",
-    "num_iterations": "rl.updates_per_rollout",
-    "report_to": "log.wandb",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "scale_rewards": "rl.advantage_scale",
-}
 
 
 def similar_fields(name: str) -> list[str]:

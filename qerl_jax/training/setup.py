@@ -322,8 +322,6 @@ def _samplers(
         *(model.config, model.tokenizer, sampling, engine, config.rollout.group_size),
         turns=turn_config(config),
     )
-    # What an environment says at its reset changes the prompts.
-    examples = () if config.environment.function else config.data.examples
     if plan.evaluation:
         engine = dataclasses.replace(
             engine,
@@ -331,6 +329,8 @@ def _samplers(
             prefill_prompts=plan.evaluation.prefill_prompts,
             compact="once",
         )
+    # What an environment says at its reset changes the prompts.
+    examples = () if config.environment.function else config.data.examples
     evaluation = dataclasses.replace(
         steps,
         sampling=dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens),
