@@ -156,7 +156,7 @@ def take_step(
         on_wait: called while rewards work, as in `score.Scoring`.
 
     Raises:
-        UserError: the noise is rounded away.
+        UserError: the noise is rounded away, or a user function fails.
         NoRewardError: no completion has a reward.
     """
     config, trainable = setup.config, progress.state.trainable
@@ -230,7 +230,7 @@ def check_noise(setup: StepSetup, progress: Progress) -> None:
     """Refuses a schedule whose smallest noise is rounded away, before the first step.
 
     Raises:
-        UserError: the noise is rounded away.
+        UserError: the noise is rounded away, or a user function fails.
     """
     if isinstance(setup.method.sigma, KlTarget):
         return
