@@ -18,6 +18,7 @@ import pytest
 import tiny_checkpoints
 import tiny_run
 import transformers
+import yaml
 
 from qerl_jax.commands import evaluate, export_hf
 from qerl_jax.errors import UserError
@@ -551,7 +552,7 @@ def test_the_base_of_an_adapter_has_a_card(run, tmp_path):
     card = (tmp_path / "mine-base" / "README.md").read_text()
     assert "# mine-base\n" in card
     assert f"in NVFP4: the weights that the adapter {tmp_path / 'mine'} was trained on" in card
-    assert 'tags: ["nvfp4"]' in card
+    assert "tags:\n- nvfp4\n" in card
 
 
 # --- The card -------------------------------------------------------------------------------------
@@ -561,9 +562,7 @@ def test_the_card(run, tmp_path):
     out = run_export(run, "merged", out=str(tmp_path / "out"))
     text = (out / "README.md").read_text()
     front, _, body = text.removeprefix("---\n").partition("\n---\n")
-    matter = {
-        key: json.loads(value) for key, value in (x.split(": ", 1) for x in front.split("\n"))
-    }
+    matter = yaml.safe_load(front)
     assert matter["library_name"] == "transformers"
     assert "base_model" not in matter  # because a local path means nothing to the hub
     for part in (
@@ -591,7 +590,9 @@ def test_the_card_names_a_base_of_the_hub(tmp_path):
         run=None, steps=None,
     )  # fmt: skip
     text = model_card.model_card(described)
-    assert 'base_model: "Qwen/Qwen3-0.6B"\nbase_model_relation: "adapter"\n' in text
+    matter = yaml.safe_load(text.split("---")[1])
+    assert matter["base_model"] == "Qwen/Qwen3-0.6B"
+    assert matter["base_model_relation"] == "adapter"
     assert "--max-lora-rank 64" in text
 
 

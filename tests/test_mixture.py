@@ -305,7 +305,7 @@ def test_moved_sources_are_found_again_and_others_refused(mixed, files, tmp_path
 
 def test_the_model_card_names_the_sources(whole):
     run = json.loads((whole / "config.json").read_text())
-    text = "\n".join(_training(run, 6))
+    text = _training(run)["fields"]
     assert re.search(r"data.mixture.short +\| .*short.jsonl, 75.0% of the draws", text)
     assert "| data.source" not in text
 

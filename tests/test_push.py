@@ -160,7 +160,7 @@ def test_an_adapter_over_a_local_base_needs_a_name_of_the_base(hub, run, tiny, t
     assert found.calls[-1][0] == "upload"
     written = texts(out)
     assert json.loads(written["adapter_config.json"])["base_model_name_or_path"] == "user/base"
-    assert 'base_model: "user/base"' in written["README.md"]
+    assert "base_model: user/base\n" in written["README.md"]
     assert not [name for name, text in written.items() if str(tiny.model) in text]
 
 
