@@ -42,12 +42,8 @@ def paths(
 ) -> dict[Hashable, pathlib.Path]:
     """Returns the files of programs in the common folder, or else in that of the run.
 
-    Without a folder, or across processes, it returns no files.
-
-    Args:
-        keys: identities of the programs among all programs of the policy.
-        policy: tree of the arrays of the policy.
-        of_any_policy: those of the keys that tell all shapes; files of other policies serve them.
+    Without a folder, or across processes, it returns no files. The keys tell the programs of a
+    policy apart; those `of_any_policy` tell all shapes, and files of other policies serve them.
     """
     folder = program_cache.current().folder_of_executables if _is_used() else None
     if folder is None or not jax.config.jax_enable_compilation_cache:
@@ -75,9 +71,7 @@ def devices_of(policy: Any) -> list[jax.Device]:
 def origin(policy: Any, *, shapes: bool = True) -> str:
     """Returns a text of everything that the programs of a policy depend on besides their keys.
 
-    Args:
-        policy: tree of the arrays of the policy.
-        shapes: whether they depend on the arrays of the policy, and not only on where these are.
+    Without `shapes` they depend on where the arrays of the policy are, but not on their shapes.
     """
     leaves, treedef = jax.tree.flatten(policy)
     # A program of several devices names them; that of one device runs on any.
@@ -157,15 +151,11 @@ def load(content: bytes, name: str, devices: list[jax.Device]) -> jax.stages.Com
 def load_for_devices(
     content: bytes, compiled_for: Sequence[jax.Device], devices: Sequence[jax.Device]
 ) -> jax.stages.Compiled:
-    """Returns a serialized program for other devices of the same kind and number.
+    """Returns a serialized program for other devices, as many and of the same kind.
 
-    The devices are an option of the compilation, and XLA takes other options with a compiled
-    program: the code is the same. `deserialize_and_load` has no argument for them.
-
-    Args:
-        content: the serialized program, which this process compiled or this user has signed.
-        compiled_for: the devices that it was compiled for, in their order.
-        devices: the other devices.
+    This process compiled it or this user has signed it. The devices are an option of the
+    compilation, and XLA takes other options with a compiled program: the code is the same.
+    `deserialize_and_load` has no argument for them.
     """
     serialized, trees = pickle.loads(content)
     in_tree, out_tree = map(jax.tree.structure, trees)

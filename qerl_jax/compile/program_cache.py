@@ -45,23 +45,14 @@ _JAX: Any = sys.modules[compilation_cache.reset_cache.__module__]
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCache:
-    """Where compiled programs are looked for and written; JAX uses it as its own cache.
+    """Where compiled programs are looked for and written; JAX uses it as its own cache."""
 
-    Attributes:
-        folder: folder of a run, or None.
-        common: JAX's own cache of the user, or None.
-        common_folder: folder of `common`, or None.
-        shared: folder that runs of this user share, or None.
-        trusted: whether programs in the folder of the run are read without a valid signature.
-        replaces: whether files of the run are replaced, and not only added.
-    """
-
-    folder: Path | None
-    common: Any = None
-    common_folder: Path | None = None
-    trusted: bool = False
-    replaces: bool = True
-    shared: Path | None = None
+    folder: Path | None  # of a run
+    common: Any = None  # JAX's own cache of the user, or None
+    common_folder: Path | None = None  # of `common`
+    trusted: bool = False  # whether programs of the run are read without a valid signature
+    replaces: bool = True  # whether files of the run are replaced, and not only added
+    shared: Path | None = None  # folder that runs of this user share
     _has_warned: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @property
@@ -182,14 +173,8 @@ def install(
 ) -> Generator[None]:
     """Makes the folder of a run and the common one JAX's cache while the block runs.
 
-    `jax_compilation_cache_dir` must be set, as JAX has no cache without it.
-
-    Args:
-        folder: as in `ProgramCache`; made if missing.
-        common: the common folder; None for none.
-        trusted: as in `ProgramCache`.
-        replaces: as in `ProgramCache`.
-        shared: as in `ProgramCache`.
+    `jax_compilation_cache_dir` must be set, as JAX has no cache without it. The arguments are those
+    of `ProgramCache`, but `common` is the folder; the folder of the run is made if missing.
     """
     open_common = _JAX.get_file_cache
     jax_cache = None if common is None else open_common(str(common))[0]

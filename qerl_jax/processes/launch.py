@@ -86,9 +86,6 @@ def read_rank(environment: Mapping[str, str], *, devices: int) -> Rank | None:
 def local_devices(environment: Mapping[str, str]) -> list[int]:
     """Returns the numbers of the devices that this process serves; [] for all that it sees.
 
-    Args:
-        environment: the environment variables.
-
     Raises:
         UserError: the variable does not list numbers.
     """

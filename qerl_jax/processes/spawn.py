@@ -40,11 +40,7 @@ def environments(
 ) -> list[dict[str, str]]:
     """Returns what to set in the environment of each process; [] where one process runs alone.
 
-    Args:
-        data: number of groups.
-        tensor: number of GPUs of a group.
-        environment: the environment variables of this process.
-        gpus: number of GPUs of the machine.
+    There are `data` groups of `tensor` GPUs each, and `gpus` GPUs in the machine.
     """
     if data == 1 or not gpus or any(environment.get(name) for name in _DECIDED):
         return []
@@ -108,13 +104,7 @@ def one_for_each_group(*, data: int, tensor: int) -> Generator[None]:
 
 
 class _Child:
-    """Another process of the run.
-
-    Attributes:
-        index: its number.
-        process: the process.
-        lines: the last lines that it wrote to stderr and that are not shown.
-    """
+    """Another process of the run, whose last lines on stderr that are not shown are `lines`."""
 
     def __init__(self, index: int, command: list[str], environment: Mapping[str, str]):
         ask_to_die = after_parent(signal.SIGKILL)

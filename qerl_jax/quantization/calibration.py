@@ -115,11 +115,7 @@ def calibrated_layers(
 
 
 def _batch_rows(windows: int) -> int:
-    """Returns how many windows form a batch, so that batches of equal size leave few windows out.
-
-    Args:
-        windows: number of windows, at least 1.
-    """
+    """Returns how many windows form a batch, so that equal batches leave few windows out."""
     sizes = range(min(windows, _ROWS[0]), _ROWS[-1] + 1)
     return max(sizes, key=lambda rows: (windows // rows * rows, rows))
 
@@ -133,11 +129,7 @@ def _programs(
 ) -> Programs:
     """Returns the programs of a layer; on a GPU all are compiled now, several at a time.
 
-    Args:
-        layer: any layer of its kind, as all have the same shapes.
-        x: inputs of the layer.
-        options: what GPTQ does.
-        config: the architecture.
+    All layers of a kind have the same shapes, and so do their inputs `x`.
     """
     arrays, rows = abstract(layer), abstract(x)
     table: dict[Hashable, Operation] = {}
@@ -244,13 +236,9 @@ def _output_squares(
 
 @functools.partial(jax.jit, static_argnames=("name", "config"), compiler_options=SAME_PROGRAM)
 def _moments(layer: dict, x: jax.Array, *, name: str, config: ModelConfig) -> jax.Array:
-    """Returns the mean of x x^T, float32 [K, K], over the inputs of a projection.
+    """Returns the mean of x x^T, float32 [K, K], over the inputs of the fused projection `name`.
 
-    Args:
-        layer: the layer, in which the projections before this one are quantized.
-        x: inputs [batches, B, T, D] of the layer.
-        name: name of the fused projection.
-        config: the architecture.
+    In the layer, with inputs x [batches, B, T, D], the projections before it are quantized.
     """
 
     def add(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:

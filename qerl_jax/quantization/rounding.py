@@ -62,18 +62,13 @@ def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:
 
 
 def pack_layer(checkpoint: Checkpoint, layer: int, dense: dict) -> PackedLayer:
-    """Quantizes the projections of a layer.
-
-    Args:
-        checkpoint: the checkpoint of the layer.
-        layer: number of the layer, named in errors.
-        dense: NumPy arrays of the layer; the projections are rounded to bfloat16 first.
+    """Quantizes the projections of a layer of NumPy arrays, which are rounded to bfloat16 first.
 
     Returns:
         The layer, with its errors measured on the weights.
 
     Raises:
-        UserError: a weight cannot be quantized.
+        UserError: a weight cannot be quantized; it names the checkpoint and the layer.
     """
     arrays, errors = dict(dense), {}
     for fused in (fused for fused in FUSED if fused in dense):

@@ -80,12 +80,9 @@ def sample_windows(
 
 
 def cut_windows(ids: Sequence[int], *, width: int, count: int) -> np.ndarray:
-    """Returns the first windows of a text, int32 [B, T]; a rest that fills no window is left out.
+    """Returns at most `count` windows of a text, int32 [B, T]; a shorter text is one window.
 
-    Args:
-        ids: token ids of the text, at least one.
-        width: tokens of a window; a shorter text is one window.
-        count: largest number of windows.
+    A rest that fills no window is left out.
     """
     width = min(width, len(ids))
     full = min(len(ids) // width, count)
@@ -93,12 +90,7 @@ def cut_windows(ids: Sequence[int], *, width: int, count: int) -> np.ndarray:
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> np.ndarray:
-    """Refuses windows that are none, as they may come from another person.
-
-    Args:
-        tokens: array that was read.
-        vocab_size: number of token ids of the model.
-        where: its file, for the message.
+    """Refuses windows, read from `where`, that are none: they may come from another person.
 
     Raises:
         UserError: another type, no token, too many, or an id that the model does not have.

@@ -300,9 +300,7 @@ def record_fact(folder: RunFolder, name: str, fact: dict[str, Any]) -> None:
 def _remove_if_block_fails(folder: RunFolder, new_folders: Sequence[Path]) -> Iterator[None]:
     """After an exception, removes folders that are new if nothing in them is worth keeping.
 
-    Args:
-        folder: the run folder, whose lock this process holds.
-        new_folders: the folders that were made for it, from the run folder to its farthest parent.
+    The new folders go from the run folder, whose lock this process holds, to its farthest parent.
     """
     try:
         yield
@@ -476,8 +474,7 @@ def _take_changes(
 ) -> tuple[str, ...]:
     """Compares the saved config with the new one; prints and saves the changes that are allowed.
 
-    Returns:
-        The fields that are `resume.is_place` and changed, which are not saved yet.
+    Returns the fields that are `resume.is_place` and changed, which are not saved yet.
 
     Raises:
         UserError: a field changed that changes how the run trains.
@@ -505,11 +502,7 @@ def _take_changes(
 def _compare(
     folder: RunFolder, saved_run: dict[str, Any], config: ConfigDict
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Compares the saved config with the new one.
-
-    Returns:
-        The changes that move only memory or time, and the fields that are `resume.is_place` and
-        changed.
+    """Returns the changes that move only memory or time, and the changed `resume.is_place` fields.
 
     Raises:
         UserError: a field changed that changes how the run trains.

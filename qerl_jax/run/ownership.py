@@ -21,13 +21,10 @@ _PURPOSE = "run"
 
 
 def write_config(path: Path, content: Mapping[str, Any], *, signs: bool = True) -> None:
-    """Writes the config.json of a run.
+    """Writes the config.json of a run, with a new tag if it `signs`.
 
-    Args:
-        path: the file.
-        content: its content; a tag in it is replaced.
-        signs: whether it gets a tag. A run of another person that is written anew gets none, as it
-            still holds what its folder named before.
+    A run of another person that is written anew gets none, as it still holds what its folder named
+    before.
     """
     plain = _without_tag(content)
     tag = sign(_canonical(plain), _PURPOSE) if signs else ""

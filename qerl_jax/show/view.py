@@ -52,25 +52,15 @@ _CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|<|>|=)\s*(\S+)\s*")
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What a run folder shows at one moment.
+    """What a run folder shows at one moment."""
 
-    Attributes:
-        name: name of the folder, or its path where several folders have the same name.
-        config: the resolved config.
-        rows: rows of the steps.
-        evaluations: greedy accuracy by step; step 0 is before training.
-        completions: logged completions, in the order of the steps.
-        finished: whether the run has taken its steps.
-        age: seconds since the last row was written; None before the first one.
-    """
-
-    name: str
+    name: str  # of the folder, or its path where several folders have the same name
     config: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-    evaluations: Mapping[int, float]
-    completions: Sequence[Mapping[str, Any]]
-    finished: bool
-    age: float | None
+    rows: Sequence[Mapping[str, Any]]  # of the steps
+    evaluations: Mapping[int, float]  # greedy accuracy by step; step 0 is before training
+    completions: Sequence[Mapping[str, Any]]  # logged ones, in the order of the steps
+    finished: bool  # whether the run has taken its steps
+    age: float | None  # seconds since the last row was written; None before the first one
 
     @property
     def state(self) -> str:
@@ -112,11 +102,7 @@ class View:
 
 
 def open_views(paths: Iterable[str], *, completions: bool = True) -> list[View]:
-    """Reads run folders.
-
-    Args:
-        paths: the run folders.
-        completions: whether the completions are read, which may be many.
+    """Reads run folders, and their completions, which may be many.
 
     Raises:
         UserError: a path is not a run folder, or a file in it is damaged.
@@ -212,16 +198,10 @@ def conversation_of(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """A condition on completions.
+    """A condition on completions."""
 
-    Attributes:
-        name: 'reward', the name of a reward, or another number of a completion such as 'tokens'.
-        comparison: '<', '<=', '>', '>=' or '='.
-        value: the number to compare with.
-    """
-
-    name: str
-    comparison: str
+    name: str  # 'reward', the name of a reward, or another number such as 'tokens'
+    comparison: str  # a key of `_COMPARISONS`
     value: float
 
     def holds(self, sample: Mapping[str, Any]) -> bool:

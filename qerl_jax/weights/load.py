@@ -177,19 +177,12 @@ def _with_params(checkpoint: Checkpoint, format: str, params: dict) -> LoadedMod
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Arrays of the parameter tree that one thread brings to the device.
+    """Arrays of the parameter tree that one thread brings to the device."""
 
-    Attributes:
-        layer: number of the layer, or -1 for the arrays outside of the layers.
-        arrays: by the name of each array, the stored tensors whose rows it stacks.
-        stored_bytes: bytes of these tensors in their files.
-        bytes: bytes that they take until they have their format, at most.
-    """
-
-    layer: int
-    arrays: dict[str, list[str]]
-    stored_bytes: int
-    bytes: int
+    layer: int  # -1 for the arrays outside of the layers
+    arrays: dict[str, list[str]]  # by the name of each, the stored tensors whose rows it stacks
+    stored_bytes: int  # of these tensors in their files
+    bytes: int  # that they take until they have their format, at most
 
 
 def read_params(

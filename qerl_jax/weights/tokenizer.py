@@ -196,10 +196,7 @@ def missing(folder: pathlib.Path) -> str:
 
 
 def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Builds the tokenizer that a GGUF file's metadata describes.
-
-    Args:
-        metadata: the key-value pairs of the file.
+    """Builds the tokenizer that the metadata of a GGUF file describes.
 
     Raises:
         UserError: the metadata is incomplete, or describes a tokenizer that is not supported.
@@ -258,12 +255,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def to_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Returns the files of a tokenizer as `from_folder` and transformers read them.
-
-    Returns:
-        Contents by file name: tokenizer.json, tokenizer_config.json, generation_config.json and,
-        where the tokenizer has a chat template, chat_template.jinja.
-    """
+    """Returns the files of a tokenizer by name, as `from_folder` and transformers read them."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
