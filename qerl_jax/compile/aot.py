@@ -13,7 +13,7 @@ import jax
 from pallas_kernels import fp4_matmul
 from qerl_jax.compile import executable_cache, program_cache
 from qerl_jax.compile.operation import Executables, Operation
-from qerl_jax.system.threads import available_cores
+from qerl_jax.system.processor import available_cores
 
 _THREADS = max(4, available_cores() // 2)  # programs that compile at the same time
 _COMPILATION = "/jax/core/compile/backend_compile_duration"

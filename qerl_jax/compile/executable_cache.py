@@ -15,14 +15,13 @@ import os
 import pathlib
 import pickle
 import warnings
-from collections.abc import Collection, Generator, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import jax
 import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
-from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import xla_client
 
 from pallas_kernels import device, fp4_matmul
@@ -106,20 +105,12 @@ def _sources() -> str:
 _SOURCES = _sources()  # as imported; the files may be edited while the process runs
 
 
-@contextlib.contextmanager
-def jax_cache_off() -> Generator[None]:
+def jax_cache_off() -> contextlib.AbstractContextManager[None]:
     """Switches JAX's cache off while the block runs.
 
     It would store the same programs again, and a program loaded from it cannot be serialized.
     """
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
+    return program_cache.jax_settings(jax_enable_compilation_cache=False)
 
 
 def dumps(program: jax.stages.Compiled) -> bytes:

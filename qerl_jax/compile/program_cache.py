@@ -3,7 +3,7 @@
 A program is code: to load one is to execute what the writer of its file chose. In the folder of a
 run, which may come from another person, each file begins with a signature of its name and content
 by the user's key, and a file without a valid one is not read. So are serialized executables in the
-common folder. JAX's own entries lie there as JAX writes them.
+common folder. JAX's own entries are there as JAX writes them.
 
 A program that this process compiles is written to both folders, and one from the common folder is
 copied to that of the run, which executes it again when it resumes. A program from the folder of a
@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,26 @@ def install(
         _JAX.get_file_cache = open_common
         compilation_cache.reset_cache()
         _current_cache.reset(token)
+
+
+@contextlib.contextmanager
+def jax_settings(**settings: Any) -> Generator[None]:
+    """Gives JAX settings while the block runs; its cache is opened anew with them and after it.
+
+    Without that the cache stays in the folder that was first opened.
+    """
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        _set(settings)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def current() -> ProgramCache:

@@ -42,7 +42,7 @@ class Rank(NamedTuple):
 
 
 def read_rank(environment: Mapping[str, str], *, devices: int) -> Rank | None:
-    """Returns the place of this process, or None where it runs alone.
+    """Returns the rank of this process, or None where it runs alone.
 
     A run on one device is a run of one process, so that SLURM may start several such runs at once.
 

@@ -35,7 +35,7 @@ _DAMPING = (0.01, 0.1, 1.0)  # one after the other, until the moments have a fac
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationOptions:
-    """What GPTQ does beside rounding columns one after the other.
+    """What GPTQ does in addition to rounding columns one after the other.
 
     Attributes:
         grow: whether scales of blocks may grow, see `gptq.block_scales`.

@@ -38,7 +38,7 @@ BEST = ":best"  # what `init_from` ends with for the best adapter of a run
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Where the files of a run lie; they need not exist.
+    """The paths of the files of a run, which need not exist.
 
     Attributes:
         path: the folder, for example runs/sums-smollm2-135m-paper-1a2b3c4d.
@@ -139,18 +139,18 @@ class RunFolder:
         return self.path / "wandb"
 
     def files(self) -> list[Path]:
-        """The places of files."""
+        """The paths of files."""
         return [
             *(self.config, self.calibration, self.lock, self.metrics, self.completions),
             *(self.curves, self.summary, self.best),
         ]
 
     def filled_by_libraries(self) -> list[Path]:
-        """The places of folders in which libraries write, overwrite and remove files."""
+        """The paths of folders in which libraries write, overwrite and remove files."""
         return [self.checkpoints, self.programs, self.tensorboard, self.profile]
 
     def replaced_as_a_whole(self) -> list[Path]:
-        """The places of folders that appear complete, see `staging.staged_folder`."""
+        """The paths of folders that appear complete, see `staging.staged_folder`."""
         policies = [
             make(best=best) for make in (self.adapter, self.model) for best in (False, True)
         ]
@@ -177,7 +177,7 @@ class OpenRun(RunFolder):
             leaves the schedules alone.
         resumed: whether a step of this run was logged or saved before.
         moved: fields that are `resume.is_place` and not as before. The caller compares
-            fingerprints and then calls `record_places`.
+            fingerprints and then calls `record_sources`.
     """
 
     schedule_steps: int
@@ -240,7 +240,7 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         _check_ours(folder)  # before the lock, so that a folder of something else is untouched
-        check_places(folder)
+        check_paths(folder)
         lock = open_to_write(folder.lock, "a+", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot use {folder.path} as a run folder: {error}") from error
@@ -272,8 +272,8 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
                 raise
 
 
-def record_places(folder: OpenRun, config: ConfigDict) -> None:
-    """Records in config.json where the weights and the problems of a run lie now."""
+def record_sources(folder: OpenRun, config: ConfigDict) -> None:
+    """Records in config.json where the weights and the problems of a run are now."""
     saved_run = json.loads(read_bytes(folder.config))
     has_tag, new_config = has_own_tag(saved_run), config_dict(config)
     for field in folder.moved:
@@ -374,11 +374,11 @@ def _check_ours(folder: RunFolder) -> None:
         )
 
 
-def check_places(folder: RunFolder) -> None:
+def check_paths(folder: RunFolder) -> None:
     """Refuses a run folder with a link, or another odd type, where a run writes or removes.
 
     Raises:
-        UserError: a place of a file or a folder, or one inside a folder that libraries fill, holds
+        UserError: the path of a file or a folder, or one inside a folder that libraries fill, is
             something else.
     """
     for path in (*folder.files(), *folder.path.glob(f"{folder.lock.name}.*")):
@@ -460,7 +460,7 @@ def check_run_folder(path: Path, config: ConfigDict) -> int:
     if not path.exists():
         return config.steps
     _check_ours(folder)
-    check_places(folder)
+    check_paths(folder)
     saved_run = read_run(folder.config)
     if saved_run is None or not _has_begun(folder):
         _check_no_outputs(folder)

@@ -92,7 +92,7 @@ def devices_of(gpus: int, environment: Mapping[str, str]) -> list[str | None]:
 def environment_of(folder: Path) -> dict[str, str]:
     """The environment of processes that share their compiled programs in a folder.
 
-    The folder may come from another person: JAX, which executes what lies in its cache, does not
+    The folder may come from another person: JAX, which executes what is in its cache, does not
     get it, but `program_cache`, which reads only what this user has signed.
     """
     # A program is specific to its CPU, so each machine has programs of its own.

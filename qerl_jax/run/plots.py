@@ -167,7 +167,7 @@ def _symlog(axes, positive: Sequence[float]) -> None:
 
 
 def _legend_above(axes, columns: int) -> None:
-    """Names the curves above the panel, where no text lies on a curve."""
+    """Names the curves above the panel, where no text covers a curve."""
     axes.legend(
         loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=columns,
         frameon=False, fontsize="small",

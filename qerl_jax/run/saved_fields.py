@@ -57,7 +57,7 @@ def check_run(path: Path, saved: Mapping[str, Any]) -> None:
 
 
 def check_meta(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Refuses what lies beside the arrays of a checkpoint and was written by no run.
+    """Refuses what was saved with the arrays of a checkpoint and was written by no run.
 
     Args:
         folder: folder of the checkpoints, for the message.

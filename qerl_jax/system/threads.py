@@ -2,15 +2,7 @@
 
 import concurrent.futures
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
-
-
-def available_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def run_within[Item, Result](

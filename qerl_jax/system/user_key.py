@@ -1,6 +1,6 @@
 """The key of the user, by which the project recognizes what it wrote itself.
 
-Owner and place of a file prove nothing: an unpacked download belongs to the user, too. So what may
+Owner and path of a file prove nothing: an unpacked download belongs to the user, too. So what may
 run code later, such as a compiled program or the rewards that a run names, carries a signature that
 is made with a secret of the user.
 """
@@ -80,7 +80,7 @@ def _mac(key: bytes, content: bytes, purpose: str) -> str:
 
 def _read(path: Path) -> bytes | None:
     """Returns the key; None without a file."""
-    # A pipe in the place of the key would let a plain open wait forever.
+    # A pipe instead of the key would let a plain open wait forever.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         file = os.open(path, flags)

@@ -21,7 +21,7 @@ from qerl_jax.rewards.functions import Reward
 from qerl_jax.rl.losses import custom_loss_digest
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.run.checkpoints import Checkpoints
-from qerl_jax.run.folder import OpenRun, config_dict, flatten, record_places
+from qerl_jax.run.folder import OpenRun, config_dict, flatten, record_sources
 from qerl_jax.run.metrics import MetricsLog, read_all_evaluations
 from qerl_jax.run.provenance import versions
 from qerl_jax.run.saved_fields import check_meta
@@ -125,7 +125,7 @@ def begin(
     if processes.count > 1:
         evaluations = dict(processes.broadcast_from_first(list(evaluations.items())))
     if processes.writes and folder.moved:
-        record_places(folder, setup.config)
+        record_sources(folder, setup.config)
     run = Run(
         setup,
         folder,

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file, its metadata and its tensors' places, and trusts none of it.
+"""Reads the header of a GGUF file, its metadata and where its tensors are, and trusts none of it.
 
 The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is little-endian: magic,
 version, the number of tensors, the number of metadata pairs, the pairs, a record for every tensor,

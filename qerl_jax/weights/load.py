@@ -26,7 +26,8 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import ALL_FUSED, FUSED
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
 from qerl_jax.system.live_line import progress_line, waiting
-from qerl_jax.system.threads import available_cores, run_within
+from qerl_jax.system.processor import available_cores
+from qerl_jax.system.threads import run_within
 from qerl_jax.weights import names, packed, safetensors, tokenizer
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
 from qerl_jax.weights.compact import compact_layers
@@ -105,7 +106,7 @@ def load(
             one thread at a time, but not always by the same one. None shows a line on the terminal.
         place: function from arrays by name, in the order of checkpoints, and the architecture to
             the arrays that the model has. It is called for each part of a layer as soon as it is
-            read: what it moves elsewhere never lies on the default device together. None brings
+            read: what it moves elsewhere is never on the default device together. None brings
             them into the order of this machine.
 
     Returns:

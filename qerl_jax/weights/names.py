@@ -19,11 +19,11 @@ RECURRENT_TENSORS = {
     "dt_bias": "dt_bias",
     "gated_norm": "norm.weight",
 }
-# Arrays that the parameter tree, and an export, have in float32 beside the norms.
+# Arrays that the parameter tree, and an export, have in float32 like the norms.
 _WIDE = ("a_log", "dt_bias")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", *HEAD_NORMS)
 _RECURRENT = tuple(name for members in RECURRENT.values() for name in members)
-# Where the text model lies in a checkpoint that also has a vision tower.
+# Where the text model is in a checkpoint that also has a vision tower.
 _NESTED_ROOT = "model.language_model."
 _NOT_TEXT = ("model.visual.", "mtp.")
 

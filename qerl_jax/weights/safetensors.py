@@ -96,7 +96,7 @@ def row_chunks(tensor: np.ndarray, memory: Callable[[int], np.ndarray]) -> Itera
         UserError: the file cannot be read, or is shorter than when it was mapped.
     """
     rows = max(1, CHUNK_BYTES // max(1, tensor[:1].nbytes))
-    mapped = _place(tensor)
+    mapped = _file_range(tensor)
     if mapped is None:
         yield from (tensor[row : row + rows] for row in range(0, len(tensor), rows))
         return
@@ -114,7 +114,7 @@ def row_chunks(tensor: np.ndarray, memory: Callable[[int], np.ndarray]) -> Itera
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-def _place(tensor: np.ndarray) -> tuple[str, int] | None:
+def _file_range(tensor: np.ndarray) -> tuple[str, int] | None:
     """Returns the file and the first byte of a view of a memory map; None for another array."""
     root = tensor
     while isinstance(root.base, np.ndarray):
