@@ -111,7 +111,7 @@ def sample(
     from qerl_jax.data.from_config import encode_problems
     from qerl_jax.data.splits import ProblemConfig, load_split
     from qerl_jax.errors import UserError
-    from qerl_jax.quantization.text import TextConfig, choose_prompts, sample_windows
+    from qerl_jax.quantization.calibration_text import TextConfig, choose_prompts, sample_windows
     from qerl_jax.rollout.config import EngineConfig
     from qerl_jax.weights.load import load
 

@@ -45,7 +45,7 @@ from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.system.atomic import write_json
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.system.paths import user_path
-from qerl_jax.weights.compact import compact_layers
+from qerl_jax.weights.layer_memory import compact_layers
 
 _OUT = "benchmarks/results/environments.json"
 _REPLY = 32  # tokens of a reply

@@ -161,7 +161,7 @@ def _setup(
     from qerl_jax.policy.sharding import make_mesh, shard
     from qerl_jax.policy.tensor_parallel import shard_of
     from qerl_jax.training.setup import assemble, make_method
-    from qerl_jax.weights.compact import compact_layers
+    from qerl_jax.weights.layer_memory import compact_layers
     from qerl_jax.weights.load import LoadedModel
 
     data, tensor = shape

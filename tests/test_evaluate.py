@@ -32,7 +32,7 @@ from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy, score_compl
 from qerl_jax.evaluation.load_policy import OWN, open_policy
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.tasks import TaskOverrides
-from qerl_jax.export import scores
+from qerl_jax.export import card_scores
 from qerl_jax.memory.run_plan import plan_run
 from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
 from qerl_jax.policy.policy import Policy
@@ -764,11 +764,11 @@ def test_the_scores_of_an_export_end_at_the_stop_strings(run, monkeypatch):
         return GreedyScore(accuracy=0.5, truncated=0.0)
 
     policy = open_policy(str(run))
-    monkeypatch.setattr(scores, "greedy_accuracy", recording)
-    held_out = scores.open_held_out_set(policy, None, run, trusted=ownership.is_own(run))
+    monkeypatch.setattr(card_scores, "greedy_accuracy", recording)
+    held_out = card_scores.open_held_out_set(policy, None, run, trusted=ownership.is_own(run))
     held_out.accuracy(policy.model, policy.lora, print)
     assert sampled == [(("t1", "t3"), "bfloat16")]
-    probe = scores.make_probe(policy, None)
+    probe = card_scores.make_probe(policy, None)
     texts = [policy.model.tokenizer.decode(tokens) for tokens in probe.completions]
     assert all("t1" not in text.rpartition(" ")[0] for text in texts)
 

@@ -25,7 +25,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.evaluation.results_folder import EvaluateConfig, locate_results
-from qerl_jax.export import merge, model_card, scores
+from qerl_jax.export import card_scores, merge, model_card
 from qerl_jax.export import write as export_lib
 from qerl_jax.export.model_card import Card, serve_lines
 from qerl_jax.export.write import ExportConfig, export
@@ -368,7 +368,7 @@ def test_scores(tiny, tmp_path, monkeypatch, capsys):
         asked.append((packed, policy.lora is not None, len(prompts), new_tokens))
         return GreedyScore(accuracy=len(asked) / 4, truncated=0.0)
 
-    monkeypatch.setattr(scores, "greedy_accuracy", accuracy)
+    monkeypatch.setattr(card_scores, "greedy_accuracy", accuracy)
     config = ExportConfig(
         source=str(run), format="peft", out=str(tmp_path / "out"), score_problems=3
     )
@@ -381,7 +381,7 @@ def test_scores(tiny, tmp_path, monkeypatch, capsys):
 
 def test_a_score_with_missing_rewards_is_not_on_the_card(run, tmp_path, monkeypatch, capsys):
     found = iter([GreedyScore(1.0, 0.0, missing=2), GreedyScore(0.25, 0.0), GreedyScore(0.75, 0.0)])
-    monkeypatch.setattr(scores, "greedy_accuracy", lambda *_, **__: next(found))
+    monkeypatch.setattr(card_scores, "greedy_accuracy", lambda *_, **__: next(found))
     config = ExportConfig(
         source=str(run), format="peft", out=str(tmp_path / "out"), score_problems=3
     )
@@ -395,7 +395,7 @@ def test_kl():
     """Checks against the KL of (1/4, 3/4) to (1/2, 1/2), and of equal distributions, by hand."""
     p, q = np.log(np.array([[0.25, 0.75]])), np.log(np.array([[0.5, 0.5]]))
     expected = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
-    found = scores.probe_kl([p.astype(np.float32), q], [q.astype(np.float32), q])
+    found = card_scores.probe_kl([p.astype(np.float32), q], [q.astype(np.float32), q])
     assert found == pytest.approx(expected / 2)
 
 

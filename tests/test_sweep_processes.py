@@ -14,7 +14,7 @@ import pytest
 from qerl_jax.errors import UserError
 from qerl_jax.run import jobs
 from qerl_jax.run.jobs import devices_of
-from qerl_jax.run.sweep import Run, train_all
+from qerl_jax.run.sweep_folder import Run, train_all
 from qerl_jax.system.signals import StoppedError
 
 TRAIN = """

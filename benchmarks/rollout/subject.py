@@ -23,7 +23,7 @@ from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout import shapes
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import check_head_format, rollout_head
-from qerl_jax.weights.compact import compact_layers
+from qerl_jax.weights.layer_memory import compact_layers
 from qerl_jax.weights.load import FORMATS, LoadedModel, load
 
 

@@ -46,7 +46,7 @@ from qerl_jax.errors import UserError, visible
 from qerl_jax.run.folder import config_dict, config_digest, flatten
 from qerl_jax.run.jobs import devices_of
 from qerl_jax.run.plots import plot_sweep
-from qerl_jax.run.sweep import (
+from qerl_jax.run.sweep_folder import (
     Run,
     format_table,
     is_finished,

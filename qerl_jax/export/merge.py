@@ -4,7 +4,7 @@ A merged weight is W + scale * B A, summed in float32 and rounded once, to bfloa
 update is small compared to the weights, so rounding can remove it. If the weights are on the 4-bit
 grid already, as the weights of an NVFP4 base are, an update of less than half the distance between
 two code points changes nothing at all. `UpdateRetention` measures what remains of the update in the
-weights; `scores.probe_kl` measures the effect on the policy.
+weights; `card_scores.probe_kl` measures the effect on the policy.
 """
 
 import dataclasses

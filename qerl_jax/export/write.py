@@ -21,6 +21,15 @@ from qerl_jax.errors import UserError, check_limits, visible
 from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy, read_run, trusts_run
 from qerl_jax.evaluation.scorers import check_scorers, run_scorers
 from qerl_jax.evaluation.tasks import TaskOverrides
+from qerl_jax.export.card_scores import (
+    HeldOutSet,
+    Probe,
+    add_divergence,
+    add_score,
+    add_trained_scores,
+    make_probe,
+    open_held_out_set,
+)
 from qerl_jax.export.merge import merged_layers, norm_retention
 from qerl_jax.export.model_card import (
     FORMAT_NAMES,
@@ -32,15 +41,6 @@ from qerl_jax.export.model_card import (
     serve_lines,
 )
 from qerl_jax.export.push import check_name, check_names_no_folder, check_push, push
-from qerl_jax.export.scores import (
-    HeldOutSet,
-    Probe,
-    add_divergence,
-    add_score,
-    add_trained_scores,
-    make_probe,
-    open_held_out_set,
-)
 from qerl_jax.policy.lora import ALL_FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder

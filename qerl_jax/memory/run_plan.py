@@ -31,7 +31,7 @@ from qerl_jax.rollout.shapes import (
 
 # Part of the pool that a plan fills: the pool needs its free memory in one piece.
 _USABLE = 0.95
-# What packed weights take of the pool, by their bytes, after `weights.compact` copied the layers:
+# What packed weights take of the pool, by their bytes, after `layer_memory` copied the layers:
 # 1.00 to 1.02 was measured with random NVFP4 weights of 1.5B to 72B in a pool of 78 GB. A pool that
 # is hardly larger than the weights is copied in small batches, and loses a little more.
 _PACKED_SPREAD = 1.02

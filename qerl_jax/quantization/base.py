@@ -20,8 +20,13 @@ from qerl_jax.policy.sizes import packed_numbers, weight_bytes
 from qerl_jax.quantization import cache
 from qerl_jax.quantization.cache import Entry
 from qerl_jax.quantization.calibration import CalibrationOptions, calibrated_layers
+from qerl_jax.quantization.calibration_text import (
+    TextConfig,
+    check_tokens,
+    choose_prompts,
+    sample_windows,
+)
 from qerl_jax.quantization.rounding import fill_packed
-from qerl_jax.quantization.text import TextConfig, check_tokens, choose_prompts, sample_windows
 from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.run.provenance import versions
 from qerl_jax.system.live_line import waiting

@@ -37,10 +37,10 @@ from qerl_jax.rewards.functions import Reward
 from qerl_jax.rewards.table import Rewards, table_of
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, record_fact
+from qerl_jax.run.lines import format_row, line_columns
 from qerl_jax.run.metrics import MetricsLog, check_trackers
 from qerl_jax.run.ownership import adopt, trusts
 from qerl_jax.run.saved_fields import check_run
-from qerl_jax.run.terminal import format_row, line_columns
 from qerl_jax.run.trackers import tracker_name
 from qerl_jax.system.import_path import names_function
 from qerl_jax.system.live_line import waiting

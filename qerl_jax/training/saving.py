@@ -20,9 +20,9 @@ from qerl_jax.environments.roles import ENDINGS
 from qerl_jax.policy.trainable import Trainable, checksum, current_policy
 from qerl_jax.rewards.from_config import PYTHON_REWARDS
 from qerl_jax.run.folder import OpenRun, RunFolder, read_run
+from qerl_jax.run.lines import format_answers, line_columns
 from qerl_jax.run.metrics import read_answers
 from qerl_jax.run.plots import plot_run
-from qerl_jax.run.terminal import format_answers, line_columns
 from qerl_jax.system.atomic import write_atomic, write_json
 from qerl_jax.system.jsonl import read_number
 from qerl_jax.training.run import Run

@@ -30,7 +30,7 @@ from qerl_jax.system.processor import available_cores
 from qerl_jax.system.threads import run_within
 from qerl_jax.weights import names, packed, safetensors, tokenizer
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
-from qerl_jax.weights.compact import compact_layers
+from qerl_jax.weights.layer_memory import compact_layers
 from qerl_jax.weights.stream import Meter, Stream
 from qerl_jax.weights.tokenizer import Tokenizer
 
