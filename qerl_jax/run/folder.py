@@ -514,8 +514,6 @@ def _compare(
         changes = ", ".join(f"{field}: {change}" for field, change in refused_changes.items())
         begin = f"--config.init_from={folder.path}"
         remedy = f"restore these values or pass another --workdir, with {begin} to go on from here"
-        if any(field not in old_fields for field in refused_changes):
-            remedy += "; a field that was absent then is of a later version"
         raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}")
     return allowed_changes, moved
 
