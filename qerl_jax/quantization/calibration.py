@@ -27,7 +27,7 @@ from qerl_jax.quantization.gptq import SAME_PROGRAM, block_scales, gptq, pack_co
 from qerl_jax.quantization.rounding import PackedLayer
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
-from qerl_jax.weights.load import DTYPES, each_layer, read_layer
+from qerl_jax.weights.load import DTYPES, each_layer, name_in_errors, read_layer
 
 _ROWS = range(4, 9)  # text windows that run through a layer together
 _DAMPING = (0.01, 0.1, 1.0)  # one after the other, until the moments have a factor
@@ -95,11 +95,8 @@ def calibrated_layers(
         for fused in (fused for fused in FUSED if fused in layer):
             members = FUSED[fused]
             hessian = programs["moments", fused](layer, x)
-            try:
+            with name_in_errors(checkpoint, number, fused):
                 packed = _quantize(layer[fused], hessian, options, programs, fused)
-            except UserError as error:
-                where = f"layer {number}, {'/'.join(members)}"
-                raise UserError(f"{checkpoint.path}: {where}: {error}") from error
             if options.reports_errors:
                 bounds = member_bounds(fused, config)
                 ratios = _output_errors(layer[fused], packed, hessian, bounds)

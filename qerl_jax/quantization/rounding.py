@@ -13,7 +13,7 @@ from qerl_jax.policy.lora import FUSED, member_bounds
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
-from qerl_jax.weights.load import DTYPES, each_layer, read_layer
+from qerl_jax.weights.load import DTYPES, each_layer, name_in_errors, read_layer
 from qerl_jax.weights.save import (
     SHARD_BYTES,
     checkpoint_tensors,
@@ -72,16 +72,12 @@ def pack_layer(checkpoint: Checkpoint, layer: int, dense: dict) -> PackedLayer:
     """
     arrays, errors = dict(dense), {}
     for fused in (fused for fused in FUSED if fused in dense):
-        members = FUSED[fused]
         weight = np.asarray(dense[fused], _BFLOAT16)
         bounds = member_bounds(fused, checkpoint.config)
-        try:
+        with name_in_errors(checkpoint, layer, fused):
             arrays[fused] = quantize_nvfp4(np.split(weight, bounds))
-        except UserError as error:
-            where = f"layer {layer}, {'/'.join(members)}"
-            raise UserError(f"{checkpoint.path}: {where}: {error}") from error
         sums = (np.split(rows, bounds) for rows in jax.device_get(_squares(weight, arrays[fused])))
-        for member, error_squares, weight_squares in zip(members, *sums, strict=True):
+        for member, error_squares, weight_squares in zip(FUSED[fused], *sums, strict=True):
             errors[member] = float(np.sqrt(error_squares.sum() / max(weight_squares.sum(), 1e-30)))
     return PackedLayer(arrays, errors)
 

@@ -272,7 +272,7 @@ def _read_part(
         weight = _read_packed(checkpoint, modules, stream)
     elif name in FUSED and format != "bf16" and not checkpoint.packed:
         bits = [send(tensor, DTYPES["bfloat16"], np.uint16) for tensor in tensors]
-        with stream.meter.busy("quantize"), _name_in_errors(checkpoint, part.layer, name):
+        with stream.meter.busy("quantize"), name_in_errors(checkpoint, part.layer, name):
             weight = jax.block_until_ready(quantize_bits(bits, format=format))
     else:
         return _read_dense(checkpoint.config, part, dtype, send, stream.meter)
@@ -342,13 +342,13 @@ def _check_inputs(checkpoint: Checkpoint, format: str) -> None:
     for layer in range(checkpoint.config.num_layers):
         arrays = names.stored_tensors(checkpoint.config, layer)
         for name in (name for name in FUSED if name in arrays):
-            with _name_in_errors(checkpoint, layer, name):
+            with name_in_errors(checkpoint, layer, name):
                 check_inputs(checkpoint.shapes[arrays[name][0]], format)
 
 
 @contextlib.contextmanager
-def _name_in_errors(checkpoint: Checkpoint, layer: int, fused: str) -> Iterator[None]:
-    """Names the layer and the projections in an error."""
+def name_in_errors(checkpoint: Checkpoint, layer: int, fused: str) -> Iterator[None]:
+    """Names the layer and the projections of a fused group in an error."""
     try:
         yield
     except UserError as error:
