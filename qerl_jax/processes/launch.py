@@ -16,7 +16,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Generator, Mapping
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import jax
 
@@ -119,7 +119,8 @@ def connect(*, devices: int) -> Generator[Processes]:
         processes = Processes(rank.index, rank.count, rank.address)
         stack.enter_context(line_on_abort(processes.coordinator_is_lost))
         if rank.index:
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(_open_null())))
+            null = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(null))
         try:
             processes.begin()
             yield processes
@@ -195,7 +196,3 @@ def _number(name: str, text: str) -> int:
     if not text.isdecimal() or len(text) > 10:  # A job of a federation of clusters has 10 digits.
         raise UserError(f"{name}={text}: it must be a whole number")
     return int(text)
-
-
-def _open_null() -> TextIO:
-    return open(os.devnull, "w", encoding="utf-8")

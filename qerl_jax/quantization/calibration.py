@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from qerl_jax.compile.aot import compile_operations
 from qerl_jax.compile.operation import Operation, Programs, abstract, commit
@@ -86,7 +85,10 @@ def calibrated_layers(
     # Programs by whether the layer is recurrent.
     programs_of: dict[bool, Programs] = {}
     for number, dense in enumerate(each_layer(read, config.num_layers, label="calibrating")):
-        layer = {name: _on_device(name, array, dtype) for name, array in dense.items()}
+        layer = {
+            name: jnp.asarray(array, None if names.is_wide(name) else dtype)
+            for name, array in dense.items()
+        }
         is_recurrent = number in config.recurrent_layers
         if is_recurrent not in programs_of:
             programs_of[is_recurrent] = _programs(layer, x, options, config)
@@ -115,10 +117,6 @@ def _batch_rows(windows: int) -> int:
     """Returns how many windows form a batch, so that equal batches leave few windows out."""
     sizes = range(min(windows, _ROWS[0]), _ROWS[-1] + 1)
     return max(sizes, key=lambda rows: (windows // rows * rows, rows))
-
-
-def _on_device(name: str, array: np.ndarray, dtype: DTypeLike) -> jax.Array:
-    return jnp.asarray(array) if names.is_wide(name) else jnp.asarray(array, dtype)
 
 
 def _programs(

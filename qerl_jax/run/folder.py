@@ -36,6 +36,16 @@ from qerl_jax.system.staging import scratch_of
 BEST = ":best"  # what `init_from` ends with for the best adapter of a run
 
 
+class _Inside:
+    """The path of something in a run folder."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", owner: type | None = None) -> Path:
+        return folder.path / self._name
+
+
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
     """The paths of the files of a run, which need not exist.
@@ -46,84 +56,29 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """The resolved config, versions, commit, device and command line of the first start.
-
-        A later start changes only fields that move only memory or time, and lists their old values
-        as `changes`. The last field is the tag by which `ownership` recognizes it.
-        """
-        return self.path / "config.json"
-
-    @property
-    def lock(self) -> Path:
-        """The file that a process locks while it trains here."""
-        return self.path / "lock"
-
-    @property
-    def calibration(self) -> Path:
-        """The text that a calibrated base was made from: int32 [B, T] token ids."""
-        return self.path / "calibration_tokens.npy"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of `checkpoints.Checkpoints`."""
-        return self.path / "checkpoints"
-
-    @property
-    def programs(self) -> Path:
-        """The folder of compiled programs, see `compile.run_cache.keep_programs`."""
-        return self.path / "programs"
-
-    @property
-    def metrics(self) -> Path:
-        """Rows of steps and evaluations, see `metrics`."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def completions(self) -> Path:
-        """Some of the completions of each step."""
-        return self.path / "completions.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard's files."""
-        return self.path / "tensorboard"
-
-    @property
-    def profile(self) -> Path:
-        """The folder of the profiler's traces."""
-        return self.path / "profile"
-
-    @property
-    def curves(self) -> Path:
-        """The picture that `plots.plot_run` draws."""
-        return self.path / "curves.png"
-
-    @property
-    def summary(self) -> Path:
-        """Steps, best accuracy and peak memory; written last, so it marks a finished run."""
-        return self.path / "summary.json"
-
-    @property
-    def best(self) -> Path:
-        """Step and accuracy of the best evaluation, and checksum of `adapter(best=True)`."""
-        return self.path / "best.json"
-
-    @property
-    def evaluations(self) -> Path:
-        """The folder of evaluations on benchmarks."""
-        return self.path / "evaluations"
-
-    @property
-    def exports(self) -> Path:
-        """The folder of exports for other tools."""
-        return self.path / "exports"
-
-    @property
-    def first_adapter(self) -> Path:
-        """The adapter that the run began from, where the KL to it is part of the loss."""
-        return self.path / "first_adapter"
+    # The resolved config, versions, commit, device and command line of the first start. A later
+    # start changes only fields that move only memory or time, and lists their old values as
+    # `changes`. The last field is the tag by which `ownership` recognizes it.
+    config = _Inside("config.json")
+    lock = _Inside("lock")  # a process locks it while it trains here
+    # The text that a calibrated base was made from: int32 [B, T] token ids.
+    calibration = _Inside("calibration_tokens.npy")
+    checkpoints = _Inside("checkpoints")  # the folder of `checkpoints.Checkpoints`
+    programs = _Inside("programs")  # compiled ones, see `compile.run_cache.keep_programs`
+    metrics = _Inside("metrics.jsonl")  # rows of steps and evaluations, see `metrics`
+    completions = _Inside("completions.jsonl")  # some of those of each step
+    tensorboard = _Inside("tensorboard")  # the folder of TensorBoard's files
+    profile = _Inside("profile")  # the folder of the profiler's traces
+    curves = _Inside("curves.png")  # the picture that `plots.plot_run` draws
+    # Steps, best accuracy and peak memory; written last, so it marks a finished run.
+    summary = _Inside("summary.json")
+    # Step and accuracy of the best evaluation, and checksum of `adapter(best=True)`.
+    best = _Inside("best.json")
+    evaluations = _Inside("evaluations")  # the folder of evaluations on benchmarks
+    exports = _Inside("exports")  # the folder of exports for other tools
+    # The adapter that the run began from, where the KL to it is part of the loss.
+    first_adapter = _Inside("first_adapter")
+    wandb = _Inside("wandb")  # the folder that Weights & Biases makes
 
     def adapter(self, *, best: bool = False) -> Path:
         """The PEFT adapter of the last step, or of the best evaluation."""
@@ -132,11 +87,6 @@ class RunFolder:
     def model(self, *, best: bool = False) -> Path:
         """The model of the last step, or of the best evaluation, where all parameters train."""
         return self.path / ("best_model" if best else "model")
-
-    @property
-    def wandb(self) -> Path:
-        """The folder that Weights & Biases makes."""
-        return self.path / "wandb"
 
     def files(self) -> list[Path]:
         """The paths of files."""

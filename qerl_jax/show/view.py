@@ -134,11 +134,12 @@ def _open(folder: RunFolder, name: str, reads_completions: bool) -> View:
     has_metrics = folder.metrics.exists()
     has_completions = reads_completions and folder.completions.exists()
     rows = _valid_rows(read_steps(folder.metrics)) if has_metrics else []
+    evaluations = read_evaluations(folder.metrics) if has_metrics else {}
     return View(
         name=name,
         config=saved["config"],
         rows=rows,
-        evaluations=_valid_evaluations(read_evaluations(folder.metrics)) if has_metrics else {},
+        evaluations={step: value for step, value in evaluations.items() if _is_step(step)},
         completions=_valid_rows(read_jsonl(folder.completions)) if has_completions else [],
         finished=_finished_steps(folder) >= _last_step(rows),
         age=time.time() - folder.metrics.stat().st_mtime if has_metrics else None,
@@ -162,10 +163,6 @@ def _valid_rows(rows: Iterable[Any]) -> list[dict[str, Any]]:
     """The rows in the order of their steps, without what no run writes."""
     valid = [row for row in rows if isinstance(row, dict) and _is_step(row.get("step"))]
     return sorted(valid, key=lambda row: row["step"])
-
-
-def _valid_evaluations(evaluations: Mapping[int, float]) -> dict[int, float]:
-    return {step: value for step, value in evaluations.items() if _is_step(step)}
 
 
 def _is_step(value: Any) -> TypeGuard[int]:

@@ -122,11 +122,12 @@ def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
         for rows in safetensors.row_chunks(dense(name), memory):
             yield rows.astype(dtype, copy=False)
 
+    has_tokenizer = any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))
     return Checkpoint(
         path=path,
         source=source,
         config=config,
-        tokenizer=tokenizer.from_folder(path) if _has_tokenizer(path) else None,
+        tokenizer=tokenizer.from_folder(path) if has_tokenizer else None,
         tensors=tensors,
         shapes={name: tensor.shape for name, tensor in tensors.items()},
         packed=modules,
@@ -157,10 +158,6 @@ def _not_a_model(path: pathlib.Path, what: str, field: str) -> UserError:
         f"{path} is {what}, not a model: name its base, and begin from it by --config.{field}; an "
         "export in the format merged is one model of both"
     )
-
-
-def _has_tokenizer(path: pathlib.Path) -> bool:
-    return any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))
 
 
 def _check_tensors(checkpoint: Checkpoint) -> None:
