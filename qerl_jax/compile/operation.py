@@ -38,11 +38,7 @@ class Operation(NamedTuple):
     ) -> "Operation":
         """Returns an operation of any policy, whose key follows from the shapes of its arguments.
 
-        Args:
-            name: name of the operation.
-            function: the jitted function.
-            static: its static arguments.
-            *arguments: its other arguments, as shapes.
+        The static arguments are apart from the others, which are shapes.
         """
         key = name, *static.values(), digest(arguments)
         return cls(function, static, lambda: arguments, key, of_any_policy=True)

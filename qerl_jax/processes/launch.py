@@ -42,13 +42,10 @@ class Rank(NamedTuple):
 
 
 def read_rank(environment: Mapping[str, str], *, devices: int) -> Rank | None:
-    """Returns the rank of this process, or None where it runs alone.
+    """Returns the rank of this process by its environment, or None where it runs alone.
 
-    A run on one device is a run of one process, so that SLURM may start several such runs at once.
-
-    Args:
-        environment: the environment variables.
-        devices: number of devices of the run's mesh.
+    A run on one device is a run of one process, so that SLURM may start several such runs at once;
+    `devices` is the number of those of the run's mesh.
 
     Raises:
         UserError: the variables are incomplete or wrong, or name processes for a single device.

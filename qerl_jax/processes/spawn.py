@@ -77,10 +77,7 @@ def one_for_each_group(*, data: int, tensor: int) -> Generator[None]:
 
     It must run before JAX and CUDA start. Signals, such as Ctrl-C, go to process 0 alone, which
     tells the others. Only process 0 prints; the output of another process is shown if it fails.
-
-    Args:
-        data: number of groups, each of which gets a process.
-        tensor: number of GPUs of a group.
+    Each of the `data` groups of `tensor` GPUs gets a process.
     """
     gpus = number_of_gpus()
     settings = environments(data=data, tensor=tensor, environment=os.environ, gpus=gpus)

@@ -36,12 +36,7 @@ class TextConfig:
 
 
 def choose_prompts(prompts: Sequence[Sequence[int]], config: TextConfig) -> list[Sequence[int]]:
-    """Chooses prompts at random, the same ones each time.
-
-    Args:
-        prompts: token ids of all training prompts.
-        config: the number of them, and the seed.
-    """
+    """Chooses prompts, as token ids, at random, the same ones each time."""
     order = np.random.default_rng(config.seed).permutation(len(prompts))
     return [prompts[index] for index in order[: config.prompts]]
 

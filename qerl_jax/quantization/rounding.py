@@ -42,10 +42,7 @@ class PackedLayer:
 
 
 def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:
-    """Rounds the layers of a checkpoint to the nearest NVFP4 numbers, as llm-compressor does.
-
-    Args:
-        checkpoint: the model, with weights that are not packed.
+    """Rounds the layers of a dense checkpoint to the nearest NVFP4 numbers, as llm-compressor does.
 
     Returns:
         An iterator over the quantized layers in order.
@@ -99,13 +96,8 @@ def fill_packed(
 ) -> list[dict[str, float]]:
     """Fills an empty folder with an NVFP4A16 checkpoint, as llm-compressor writes it.
 
-    Memory holds the tensors of at most one file, the embedding and a few layers.
-
-    Args:
-        folder: existing empty folder.
-        checkpoint: the checkpoint of the layers; all other tensors are copied from it in bfloat16.
-        layers: the quantized layers in order.
-        max_shard_bytes: largest number of tensor bytes in one file, as in `fill_checkpoint`.
+    Memory holds the tensors of at most one file, the embedding and a few layers. All tensors
+    outside of the layers are copied from the checkpoint in bfloat16.
 
     Returns:
         For every layer the error of each projection.

@@ -362,11 +362,7 @@ def _check_no_outputs(folder: RunFolder) -> None:
 
 
 def read_run(path: Path) -> dict[str, Any] | None:
-    """Returns the content of a config.json that a run wrote.
-
-    Args:
-        path: the file; None is returned for any other file, and without one.
-    """
+    """Returns the content of a config.json that a run wrote, or None for any other file."""
     try:
         content = json.loads(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
@@ -389,11 +385,7 @@ def _has_begun(folder: RunFolder) -> bool:
 def check_run_folder(path: Path, config: ConfigDict) -> int:
     """Refuses what `open_run` refuses, without making or changing anything.
 
-    Whether another process trains in the folder is not looked up.
-
-    Args:
-        path: the run folder, which need not exist.
-        config: the resolved config.
+    Whether another process trains in the folder, which need not exist, is not looked up.
 
     Returns:
         The number of steps that the schedules span, as in `OpenRun`.

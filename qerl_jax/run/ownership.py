@@ -52,11 +52,7 @@ def is_own(folder: Path) -> bool:
 
 
 def trusts(flag: bool) -> bool:
-    """Returns whether the user trusts the folder of a command.
-
-    Args:
-        flag: whether the command has --trust; the environment variable stands for it.
-    """
+    """Returns whether the user trusts the folder of a command, by --trust or by the environment."""
     return flag or os.environ.get(VARIABLE) == "1"
 
 

@@ -63,10 +63,8 @@ def train_all(
 ) -> dict[str, str]:
     """Runs each unfinished run in a process of its own; returns name and reason of the failures.
 
-    Args:
-        runs: the runs.
-        folder: the folder of the sweep.
-        devices: values of CUDA_VISIBLE_DEVICES, from `devices_of`: as many runs at a time.
+    The values of CUDA_VISIBLE_DEVICES are those of `devices_of`: as many runs at a time. The folder
+    is that of the sweep.
 
     Raises:
         StoppedError: SIGTERM or SIGINT arrived; the runs have saved.

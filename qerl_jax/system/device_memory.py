@@ -32,10 +32,7 @@ def take_memory(tensor: int = 1) -> None:
     """Sets JAX's variables for this process and those that it starts; prints a line if need be.
 
     It must run before JAX starts its backend. Without an NVIDIA GPU that JAX would use it does
-    nothing.
-
-    Args:
-        tensor: number of GPUs that share the weights.
+    nothing. As many GPUs as `tensor` share the weights.
     """
     if not _uses_gpus():
         return

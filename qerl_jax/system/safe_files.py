@@ -47,11 +47,9 @@ def check_folder(path: Path) -> None:
 
 
 def check_inside(root: Path, path: Path) -> None:
-    """Refuses a path of a folder below another one if a part of it is no plain folder.
+    """Refuses the path of a folder below `root` if a part of it is no plain folder.
 
-    Args:
-        root: folder that may itself be a link.
-        path: folder below `root`, which need not exist; one elsewhere is not looked at.
+    The root may be a link, the folder need not exist, and one elsewhere is not looked at.
 
     Raises:
         UserError: a part below `root` is a link, a file or another odd type.
@@ -78,11 +76,6 @@ def check_tree(folder: Path) -> None:
 
 def open_to_write(path: Path, mode: str, *, encoding: str | None = None) -> IO[Any]:
     """Opens a file as `open` does, through no link.
-
-    Args:
-        path: the file.
-        mode: as of `open`.
-        encoding: as of `open`.
 
     Raises:
         UserError: a link, a folder or another odd type is there.

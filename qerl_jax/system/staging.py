@@ -17,8 +17,7 @@ from qerl_jax.system.safe_files import check_folder, make_folder, remove_tree
 def check_free(folder: pathlib.Path | str) -> None:
     """Refuses a target that exists, so that nothing is ever overwritten, or that cannot be made.
 
-    Args:
-        folder: target path; an empty folder is accepted.
+    An empty folder is accepted.
 
     Raises:
         UserError: the path is taken by a file or by a folder that is not empty, or as in
@@ -37,9 +36,6 @@ def check_writable(target: pathlib.Path) -> None:
 
     Both are made under another name and renamed, so that the parent must be writable. Missing
     parents are not made yet.
-
-    Args:
-        target: path of the file or the folder.
 
     Raises:
         UserError: nothing can be made in the nearest parent that exists, or it is a file.

@@ -55,10 +55,7 @@ class Checkpoint:
 
 
 def open_checkpoint(source: str) -> Checkpoint:
-    """Opens a source for reading and checks that its tensors fit its architecture.
-
-    Args:
-        source: package, file, folder or hub id, as in `load`.
+    """Opens a source, as in `load.load`, and checks that its tensors fit its architecture.
 
     Raises:
         UserError: the source cannot be found or read, is incomplete or is not supported.
@@ -71,10 +68,7 @@ def open_checkpoint(source: str) -> Checkpoint:
 
 
 def read_architecture(source: str) -> ModelConfig:
-    """Reads only the architecture of a model; of a hub id only the small files are downloaded.
-
-    Args:
-        source: package, file, folder or hub id, as in `load.load`.
+    """Reads only the architecture of a source, as in `load.load`; of a hub id only the small files.
 
     Raises:
         UserError: the source cannot be found or read, or is not supported.

@@ -24,10 +24,7 @@ _BATCH = 4 * 10**9
 
 
 def compact_layers(layers: list[dict]) -> list[dict]:
-    """Moves the layers of a policy to memory of their own size.
-
-    Args:
-        layers: parameters of every layer. Arrays that are moved are deleted.
+    """Moves the layers of a policy to memory of their own size, and deletes the arrays it moves.
 
     Returns:
         The layers with the same values. A layer stays where it is if the memory is unknown, as on a

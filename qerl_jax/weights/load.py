@@ -127,12 +127,8 @@ def load(
 def describe(source: str, *, format: str, dtype: str) -> LoadedModel:
     """Returns what `load` returns, with the shape of the embedding as the only parameter.
 
-    No weights are read but the first bytes of each tensor, for the fingerprint.
-
-    Args:
-        source: as in `load`.
-        format: as in `load`.
-        dtype: as in `load`.
+    No weights are read but the first bytes of each tensor, for the fingerprint. The arguments are
+    those of `load`.
 
     Raises:
         UserError: as in `load`, except for what the weights hold.
@@ -194,14 +190,10 @@ def read_params(
     on_progress: Callable[[Meter], None] | None = None,
     place: Place | None = None,
 ) -> dict:
-    """Reads the parameter tree onto the default device.
+    """Reads the parameter tree of an opened source onto the default device.
 
-    Args:
-        checkpoint: the opened source.
-        format: number format of the projections, as in `load` but never 'stored'.
-        dtype: dtype of every array that is neither packed nor a norm.
-        on_progress: as in `load`.
-        place: as in `load`.
+    The arguments are those of `load`, but the format is never 'stored', and `dtype` is that of
+    every array that is neither packed nor a norm.
 
     Raises:
         UserError: a weight cannot be quantized or is not finite, or a stored tensor has an unusable
@@ -360,12 +352,8 @@ def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -
     """Yields function(layer) for every layer in order, and says how many the caller has.
 
     A few threads work on different layers, because a copy by NumPy uses one core. They stay at
-    most a few layers ahead of the caller, which bounds how many layers are in memory.
-
-    Args:
-        function: function from the number of a layer to its result.
-        num_layers: number of layers.
-        label: what the caller does, such as 'quantizing'.
+    most a few layers ahead of the caller, which bounds how many layers are in memory. The label is
+    what the caller does, such as 'quantizing'.
     """
     threads = min(4, os.cpu_count() or 1)
     with (
@@ -382,12 +370,9 @@ def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -
 
 
 def read_layer(checkpoint: Checkpoint, layer: int, *, dtype: np.dtype) -> dict:
-    """Reads one layer of the parameter tree as dense NumPy arrays.
+    """Reads a layer of a source that is not packed, as dense NumPy arrays of the parameter tree.
 
-    Args:
-        checkpoint: the opened source, with weights that are not packed.
-        layer: number of the layer, from 0.
-        dtype: dtype of every array that is not a norm.
+    All but norms get the dtype.
 
     Raises:
         UserError: a stored tensor has an unusable dtype.
