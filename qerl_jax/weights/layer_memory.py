@@ -33,7 +33,7 @@ def compact_layers(layers: list[dict]) -> list[dict]:
     copies = first = _copies(layers)
     while batch := _copies(layers[len(copies) :]):
         copies = copies + batch
-    # The first ones are now behind all others, so the free memory is in two pieces, and the buffers
+    # The first ones now come after all others, so the free memory is in two pieces, and the buffers
     # of an update need one of them to be large. The first ones fit into what the others left.
     second_copies = _copies(first)
     return second_copies + copies[len(second_copies) :] + layers[len(copies) :]
