@@ -31,17 +31,11 @@ _ID_DIGITS = 24
 
 
 class Entry(NamedTuple):
-    """A calibrated model.
+    """A calibrated model."""
 
-    Attributes:
-        path: its folder.
-        digest: SHA-256 of its weights, in hex digits.
-        record: content of calibration.json.
-    """
-
-    path: Path
-    digest: str
-    record: dict[str, Any]
+    path: Path  # its folder
+    digest: str  # SHA-256 of its weights, in hex digits
+    record: dict[str, Any]  # content of calibration.json
 
     @property
     def tokens(self) -> Path:

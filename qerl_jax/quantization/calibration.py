@@ -34,19 +34,12 @@ _DAMPING = (0.01, 0.1, 1.0)  # one after the other, until the moments have a fac
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationOptions:
-    """What GPTQ does in addition to rounding columns one after the other.
+    """What GPTQ does in addition to rounding columns one after the other."""
 
-    Attributes:
-        grow: whether scales of blocks may grow, see `gptq.block_scales`.
-        orders: whether columns are taken by descending energy, see `gptq.gptq`.
-        damping: what is added to the diagonal of the moments, relative to its mean.
-        reports_errors: whether the errors of outputs are measured, also those of rounding, which
-            takes a few more products.
-    """
-
-    grow: bool = True
-    orders: bool = True
-    damping: float = _DAMPING[0]
+    grow: bool = True  # whether scales of blocks may grow, see `gptq.block_scales`
+    orders: bool = True  # whether columns are taken by descending energy, see `gptq.gptq`
+    damping: float = _DAMPING[0]  # added to the diagonal of the moments, relative to its mean
+    # Whether the errors of outputs are measured, also those of rounding: a few more products.
     reports_errors: bool = False
 
 

@@ -17,21 +17,14 @@ _LARGEST_TOKENS = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """How much text there is, and how it is sampled.
+    """How much text there is at most, and how it is sampled."""
 
-    Attributes:
-        prompts: largest number of prompts, each of which is completed once.
-        max_new_tokens: largest number of tokens of a completion.
-        windows: largest number of windows.
-        width: tokens of a window; fewer where the whole text has fewer.
-        seed: seed of the choice of prompts and of the samples. It is not that of a run, so that
-            the runs of one model share a base.
-    """
-
-    prompts: int = 400
+    prompts: int = 400  # each of which is completed once
     max_new_tokens: int = 512
     windows: int = 160
-    width: int = 512
+    width: int = 512  # tokens of a window; fewer where the whole text has fewer
+    # Of the choice of prompts and of the samples. It is not that of a run, so that the runs of one
+    # model share a base.
     seed: int = 0
 
 

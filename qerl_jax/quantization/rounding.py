@@ -26,18 +26,11 @@ _BFLOAT16 = DTYPES["bfloat16"]
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayer:
-    """A quantized layer.
+    """A quantized layer; its errors are relative, ratios of root mean squares, by projection."""
 
-    Attributes:
-        arrays: the layer of the parameter tree as NumPy arrays, its projections packed.
-        errors: relative error (ratio of root mean squares) of each projection: of its weight, or
-            of its outputs on the text where it was calibrated.
-        rounded_errors: relative error that rounding to the nearest would have caused in the
-            outputs, where that was measured.
-    """
-
-    arrays: dict
-    errors: dict[str, float]
+    arrays: dict  # the layer of the parameter tree as NumPy arrays, its projections packed
+    errors: dict[str, float]  # of the weights, or of the outputs on the text of a calibration
+    # What rounding to the nearest would have caused in the outputs, where that was measured.
     rounded_errors: dict[str, float] = dataclasses.field(default_factory=dict)
 
 

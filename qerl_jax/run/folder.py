@@ -119,19 +119,14 @@ class RunFolder:
 
 @dataclasses.dataclass(frozen=True)
 class OpenRun(RunFolder):
-    """A run folder whose lock this process holds.
+    """A run folder whose lock this process holds."""
 
-    Attributes:
-        schedule_steps: number of steps that the schedules of learning rate and noise span:
-            `config.steps` of the first start. A later start with more steps extends the run and
-            leaves the schedules alone.
-        resumed: whether a step of this run was logged or saved before.
-        moved: fields that are `resume.is_place` and not as before. The caller compares
-            fingerprints and then calls `record_sources`.
-    """
-
+    # Number of steps that the schedules of learning rate and noise span: `config.steps` of the
+    # first start. A later start with more steps extends the run and leaves the schedules alone.
     schedule_steps: int
-    resumed: bool
+    resumed: bool  # whether a step of this run was logged or saved before
+    # Fields that are `resume.is_place` and not as before. The caller compares fingerprints and then
+    # calls `record_sources`.
     moved: tuple[str, ...] = ()
 
 

@@ -23,35 +23,24 @@ _CHUNK_ROWS = 4096  # rows of the head that are compared at once
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A source opened for reading: its tensors fit the architecture, and none has been read yet.
+    """A source opened for reading: its tensors fit the architecture, and none has been read yet."""
 
-    Attributes:
-        path: the folder or .gguf file.
-        source: the name that exports write as base_model_name_or_path.
-        config: the architecture.
-        tokenizer: the tokenizer of the model, or None for a folder without a tokenizer.
-        tensors: memory-mapped tensors as the file stores them, by Hugging Face name; packed
-            projections have the names of compressed-tensors.
-        shapes: shape of every tensor by the same names; a GGUF file stores blocks of bytes, whose
-            own shape differs.
-        packed: names of the modules that are stored in NVFP4.
-        ignored: what the source holds besides the text model, such as 'the vision tower'.
-        read: function that returns a dense tensor in memory, called as `read(name, dtype)`.
-        chunks: function that yields a dense tensor by rows, called as `chunks(name, dtype, memory)`
-            with a function that returns memory of a number of bytes; a chunk may hold it until the
-            next one is requested.
-    """
-
-    path: pathlib.Path
-    source: str
+    path: pathlib.Path  # the folder or .gguf file
+    source: str  # the name that exports write as base_model_name_or_path
     config: ModelConfig
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # of the model; None for a folder without one
+    # Memory-mapped tensors as the file stores them, by Hugging Face name; packed projections have
+    # the names of compressed-tensors.
     tensors: Mapping[str, np.ndarray]
+    # By the same names; a GGUF file stores blocks of bytes, whose own shape differs.
     shapes: Mapping[str, tuple[int, ...]]
-    packed: frozenset[str]
+    packed: frozenset[str]  # names of the modules that are stored in NVFP4
+    # `read(name, dtype)` returns a dense tensor in memory.
     read: Callable[[str, np.dtype], np.ndarray]
+    # `chunks(name, dtype, memory)` yields a dense tensor by rows; `memory` returns memory of a
+    # number of bytes, which a chunk may hold until the next one is requested.
     chunks: Callable[[str, np.dtype, Callable[[int], np.ndarray]], Iterator[np.ndarray]]
-    ignored: Sequence[str] = ()
+    ignored: Sequence[str] = ()  # what else the source holds, such as 'the vision tower'
 
 
 def open_checkpoint(source: str) -> Checkpoint:
