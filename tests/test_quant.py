@@ -13,8 +13,6 @@ from qerl_jax.policy.quant import (
     dequantize,
     kernel_weight,
     quantize,
-    quantize_mxfp4,
-    quantize_nf4,
     quantize_nvfp4,
 )
 
@@ -75,59 +73,6 @@ def test_the_even_column_is_in_the_low_nibble_and_in_nf4_in_the_high_one():
     expected = {"nvfp4": [0xF1, 0x02], "mxfp4": [0xF1, 0x02], "nf4": [0x80, 0x97]}
     for format, packed in expected.items():
         np.testing.assert_array_equal(quantize([block], format=format).packed[0, :2], packed)
-
-
-def test_all_zero_weight():
-    quantized = quantize_nvfp4([np.zeros((4, 32), np.float32)])
-    assert not quantized.packed.any()
-    np.testing.assert_array_equal(quantized.global_scale, np.ones(4))
-    assert (quantized.scales.astype(np.float32) > 0).all()
-    assert not np.asarray(dequantize(quantized, jnp.float32)).any()
-
-
-def test_zero_and_tiny_blocks_in_a_weight():
-    weight = random_weight(4, 64)
-    weight[0, :16] = 0.0
-    weight[1, 16:32] *= 1e-7
-    quantized = quantize_nvfp4([weight])
-    values = np.asarray(dequantize(quantized, jnp.float32))
-    assert not values[0, :16].any()
-    assert np.isfinite(values).all()
-    assert (quantized.scales.astype(np.float32) > 0).all()
-    np.testing.assert_allclose(values[1, 16:32], 0, atol=1e-4)
-
-
-def test_mxfp4_scales_are_the_power_of_two_below_the_largest_weight():
-    largest = np.array(
-        [4.0, 7.96875, 8.0, 1.0, 0.9375, 2.0**127, 2.0**-124, 2.0**-125, 2.0**-130, 0]
-    )
-    blocks = np.zeros((len(largest), 32), np.float32)
-    blocks[:, 9] = -largest
-    scales = quantize_mxfp4([blocks]).scales[:, 0]
-    exponents = scales.view(np.uint8).astype(int) - 127
-    np.testing.assert_array_equal(exponents, [0, 0, 1, -2, -3, 125, -126, -127, -127, -127])
-
-
-def test_mxfp4_codes_are_the_nearest_and_saturate():
-    # ml_dtypes casts to E2M1 to nearest even. The largest weight, 7.96875, keeps the scale at 1.
-    values = np.arange(-8, 8, 1 / 32, dtype=np.float32)[1:].astype(ml_dtypes.bfloat16)
-    rows = np.concatenate([values, [0.0]]).astype(np.float32).reshape(-1, 16)
-    rows = np.concatenate([rows, np.full_like(rows, 7.96875)], axis=1)
-    quantized = quantize_mxfp4([rows])
-    assert (quantized.scales.astype(np.float32) == 1).all()
-    expected = rows.clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    np.testing.assert_array_equal(codes_of(quantized), expected)
-    assert not codes_of(quantize_mxfp4([np.full((1, 32), -0.0)])).any()
-
-
-def test_nf4_codes_are_the_nearest():
-    weight = random_weight(32, 128).astype(ml_dtypes.bfloat16).astype(np.float32)
-    blocks = weight.reshape(32, 2, 64)
-    largest = np.abs(blocks).max(axis=-1)
-    distances = np.abs((blocks / largest[..., None])[..., None] - FORMATS["nf4"].codebook)
-    quantized = quantize_nf4([weight])
-    np.testing.assert_array_equal(codes_of(quantized), distances.argmin(axis=-1).reshape(32, 128))
-    np.testing.assert_array_equal(quantized.scales, largest)
 
 
 def test_a_device_rounds_to_bfloat16_as_numpy_does():
@@ -225,13 +170,6 @@ def test_weights_are_rounded_to_bfloat16_first(format):
     jax.tree.map(np.testing.assert_array_equal, quantize([weight], format=format), rounded)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_packed_weight_is_an_argument_of_jit(format):
-    quantized = quantize([random_weight()], format=format)
-    traced = jax.jit(dequantize, static_argnums=1)(quantized, jnp.float32)
-    np.testing.assert_array_equal(traced, dequantize(quantized, jnp.float32))
-
-
 @pytest.mark.parametrize(("format", "inputs"), [("nvfp4", 24), ("mxfp4", 48), ("nf4", 96)])
 def test_inputs_must_fill_their_blocks(format, inputs):
     block = FORMATS[format].block
@@ -294,10 +232,11 @@ def test_codes_and_scales_equal_float_arithmetic_by_numpy(format, bits):
     np.testing.assert_array_equal(codes_of(quantized), codes)
 
 
-@pytest.mark.parametrize("amax", [7.8e-36, 1e-38, 1e-40])
+@pytest.mark.parametrize("amax", [7.8e-36, 1e-38, 1e-40, 0.0])
 def test_a_global_scale_that_would_overflow_is_1(amax):
     """compressed-tensors writes 1.0; the smallest weight with a finite scale is 8e-36."""
     quantized = quantize([np.full((4, 32), amax, np.float32)], format="nvfp4")
+    assert (quantized.scales.astype(np.float32) > 0).all()
     np.testing.assert_array_equal(quantized.global_scale, np.ones(4))
     assert not np.asarray(dequantize(quantized, jnp.float32)).any()
     finite = quantize([np.full((4, 32), 9e-36, np.float32)], format="nvfp4").global_scale
