@@ -48,6 +48,8 @@ def test_tokens_are_contiguous_and_padded():
     assert batch.tokens.dtype == batch.lengths.dtype == np.int32
     floats = (batch.loss_mask, batch.weights, batch.advantages, batch.rollout_logprobs)
     assert all(x.dtype == np.float32 for x in floats)
+    # The padding is an EOS, prompts contain it, and a completion continues after it.
+    np.testing.assert_array_equal(batch.loss_mask, lengths_mask(LENGTHS))
     np.testing.assert_array_equal(batch.rollout_logprobs, -lengths_mask(LENGTHS))
 
 
@@ -59,12 +61,6 @@ def test_buckets_are_few_and_close():
     assert (widths <= np.maximum(lengths + 7, 1.5 * lengths)).all()
     assert len(set(widths.tolist())) == 4 + 2 * 7
     assert all(bucket(width) == width for width in set(widths.tolist()))
-
-
-def test_mask_follows_lengths_not_ids():
-    # The padding is an EOS, prompts contain it, and a completion continues after it: none of this
-    # matters.
-    np.testing.assert_array_equal(batch_of().loss_mask, lengths_mask([3, 1, 4, 2]))
 
 
 @pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
@@ -124,14 +120,6 @@ def test_the_constant_denominator_counts_the_tokens_that_may_be_sampled():
     )
     assert batch.weights.shape == (2, 3)
     np.testing.assert_allclose(batch.weights[batch.loss_mask > 0], 1 / 40)
-
-
-def test_the_denominators_of_micro_batches():
-    halves = batch_of(aggregation="micro_batch", micro_batch_rows=2).weights
-    whole = batch_of(aggregation="micro_batch", micro_batch_rows=4).weights
-    mask = lengths_mask(LENGTHS)
-    np.testing.assert_allclose(whole, mask / 10, rtol=1e-6)
-    np.testing.assert_allclose(halves, mask / np.array([[8], [8], [12], [12]]), rtol=1e-6)
 
 
 def test_empty_prompt():

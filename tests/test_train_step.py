@@ -107,25 +107,6 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.slow  # `test_packing` compares the gradient
-def test_the_number_of_buffers_does_not_change_the_update():
-    state, metrics = step(buffers_of("grpo"), loss="grpo")
-    moved = jax.tree.map(
-        lambda new, old: float(jnp.abs(new - old).max()), state.trainable.lora, policy()[-1]
-    )
-    assert min(jax.tree.leaves(moved)) > 1e-4
-    several = buffers_of("grpo", buffer_tokens=12)
-    assert len(several) > 3
-    other, other_metrics = step(several, loss="grpo")
-    for a, b in zip(
-        jax.tree.leaves(state.trainable), jax.tree.leaves(other.trainable), strict=True
-    ):
-        np.testing.assert_allclose(a, b, atol=1e-6)
-    assert metrics.keys() == other_metrics.keys()
-    for name, value in metrics.items():
-        np.testing.assert_allclose(other_metrics[name], value, 1e-4, 1e-6, err_msg=name)
-
-
 def test_metrics():
     (buffer,) = buffers_of()
     _, metrics = step([buffer])
