@@ -8,8 +8,6 @@ import time
 
 import huggingface_hub
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -20,13 +18,12 @@ from tiny_checkpoints import (
     write_folder,
     write_gguf,
     write_packed,
-    write_tokenizer,
 )
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.quant import QuantTensor, quantize_nvfp4
+from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.system.live_line import waiting
-from qerl_jax.weights import layer_memory, load, names, safetensors
+from qerl_jax.weights import layer_memory, load, names
 from qerl_jax.weights.checkpoint import open_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -82,22 +79,6 @@ def test_dense_parameters_of_a_folder(tmp_path, model_type, dtype):
             assert isinstance(layer[name], jax.Array)
             np.testing.assert_array_equal(layer[name], value, err_msg=name)
             assert layer[name].dtype == (np.float32 if "norm" in name else load.DTYPES[dtype])
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_nvfp4_packs_each_fused_group(tmp_path, model_type):
-    config = model_config(model_type)
-    tensors = random_tensors(config)
-    loaded = load.load(str(write_folder(tmp_path, config, tensors)), dtype="float32")
-    assert loaded.params["embed_tokens"].dtype == jnp.float32
-    for i, layer in enumerate(loaded.params["layers"]):
-        mlp = f"model.layers.{i}.mlp"
-        expected = quantize_nvfp4(
-            [tensors[f"{mlp}.gate_proj.weight"], tensors[f"{mlp}.up_proj.weight"]]
-        )
-        assert_trees_equal(layer["gate_up_proj"], expected)
-        for name in ("qkv_proj", "o_proj", "down_proj"):
-            assert isinstance(layer[name], QuantTensor)
 
 
 @pytest.mark.parametrize("model_type", [*GGUF_TYPES, "qwen3_5"])
@@ -193,50 +174,6 @@ def test_an_empty_source_is_not_the_current_folder(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="neither a folder"):
             load.load(source)
     assert load.load(".").config == config
-
-
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_a_compressed_tensors_checkpoint_keeps_its_bytes(tmp_path, name):
-    stored = safetensors.read_file(GOLDEN / f"nvfp4_{name}" / "model.safetensors")
-    config = json.loads((GOLDEN / f"nvfp4_{name}" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_golden(tmp_path, name)
-    write_tokenizer(tmp_path)
-    params = load.load(str(tmp_path)).params
-    for i, layer in enumerate(params["layers"]):
-        modules = [f"model.layers.{i}.self_attn.{p}_proj" for p in "qkv"]
-        np.testing.assert_array_equal(
-            layer["qkv_proj"].packed,
-            np.concatenate([stored[f"{m}.weight_packed"] for m in modules]),
-        )
-        np.testing.assert_array_equal(
-            np.asarray(layer["qkv_proj"].scales),
-            np.concatenate([stored[f"{m}.weight_scale"] for m in modules]),
-        )
-        divisors = [
-            np.repeat(stored[f"{m}.weight_global_scale"], len(stored[f"{m}.weight_packed"]))
-            for m in modules
-        ]
-        np.testing.assert_array_equal(layer["qkv_proj"].global_scale, np.concatenate(divisors))
-
-
-def save_golden(folder, name):
-    source = GOLDEN / f"nvfp4_{name}" / "model.safetensors"
-    (folder / "model.safetensors").write_bytes(source.read_bytes())
-
-
-def test_packed_projections_keep_their_own_global_scales(tmp_path):
-    config = model_config()
-    tensors = random_tensors(config)
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name] = (tensors[name].astype(np.float32) * 8).astype(ml_dtypes.bfloat16)
-    layer = load.load(str(write_packed(tmp_path, config, tensors))).params["layers"][0]
-    gate, up = (
-        quantize_nvfp4([tensors[f"model.layers.0.mlp.{p}_proj.weight"]]) for p in ("gate", "up")
-    )
-    assert gate.global_scale[0] != up.global_scale[0]
-    expected = jax.tree.map(lambda a, b: np.concatenate([a, b]), gate, up)
-    assert_trees_equal(layer["gate_up_proj"], expected)
 
 
 def test_packed_weights_cannot_be_loaded_as_dense(tmp_path):

@@ -22,7 +22,6 @@ from qerl_jax.quantization.rounding import fill_packed, round_layers
 from qerl_jax.system.staging import staged_folder
 from qerl_jax.weights.checkpoint import open_checkpoint
 from qerl_jax.weights.load import load
-from qerl_jax.weights.safetensors import read_folder
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MODELS = ("qwen2", "qwen3", "llama")
@@ -82,19 +81,6 @@ def test_a_written_checkpoint_equals_what_loading_quantizes(tmp_path, model_type
     assert loaded.format == "nvfp4"
     assert loaded.config == config
     assert_same_params(loaded.params, load(str(source)).params)
-
-
-def test_shards(tmp_path):
-    config = model_config()
-    source = write_folder(tmp_path / "source", config, random_tensors(config))
-    quantized(source, tmp_path / "whole")
-    quantized(source, tmp_path / "shards", max_shard_bytes=6000)
-    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
-    whole, shards = read_folder(tmp_path / "whole"), read_folder(tmp_path / "shards")
-    assert whole.keys() == shards.keys()
-    for name, tensor in whole.items():
-        np.testing.assert_array_equal(tensor, shards[name])
-    assert (tmp_path / "shards" / "tokenizer.json").exists()
 
 
 def test_errors_are_those_of_the_weights(tmp_path):
