@@ -681,15 +681,6 @@ def test_an_interrupted_export_leaves_nothing(form, run, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_answers_without_jax():
-    program = (
-        "import sys\nfrom qerl_jax.commands.export_hf import make_parser\n"
-        "text = make_parser().format_help()\nassert '--with-base' in text\n"
-        "assert 'jax' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=tiny_run.ROOT, check=True)
-
-
 def test_the_command(run, tmp_path):
     (tmp_path / "mine").write_text("")
     command = [sys.executable, "-m", "experiments.export_hf", str(run), "--format=merged"]

@@ -447,22 +447,6 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
     assert {tuple(row["prompt"].split()[-2:]) for row in rows} == {(f"t{before.day}", "t2")}
 
 
-@pytest.mark.e2e
-@pytest.mark.slow  # `test_checkpoint` falls back from a damaged one
-def test_damaged_checkpoint(uninterrupted, interrupted, tiny, capsys):
-    run = interrupted(kill, at=STEP_6)
-    files = (path for path in (run / "checkpoints" / "4").rglob("*") if path.is_file())
-    largest = max(files, key=lambda path: path.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    largest.write_bytes(data)
-    train(tiny.config(CHANGES), workdir=run)
-    captured = capsys.readouterr()
-    assert "WARNING: the checkpoint of step 4 is damaged" in captured.err
-    assert "resuming after step 2\n" in captured.out
-    assert_same(run, uninterrupted)
-
-
 @pytest.mark.slow  # four processes; the tests above stop a run at the same places within one
 def test_signals_to_a_process(uninterrupted, tiny, tmp_path):
     run, pause = tmp_path / "run", tmp_path / "pause"
