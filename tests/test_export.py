@@ -1,6 +1,7 @@
 """Checkpoints out: unchanged bytes of what was loaded, and folders that are complete or absent."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import shutil
@@ -20,7 +21,7 @@ from qerl_jax.policy.config import RopeScaling
 from qerl_jax.system import staging
 from qerl_jax.weights import safetensors
 from qerl_jax.weights import save as export
-from qerl_jax.weights.load import load
+from qerl_jax.weights.load import DTYPES, load
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -76,13 +77,21 @@ def test_fused_projections_keep_their_own_global_scales(tmp_path):
     assert written == (source / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "mistral", "qwen3_5"])
-def test_a_bf16_checkpoint_is_exported_unchanged(model_type, tied, tmp_path):
+@pytest.mark.parametrize(
+    ("model_type", "tied", "dtype"),
+    [
+        *itertools.product(
+            ["qwen2", "qwen3", "llama", "mistral", "qwen3_5"], [True, False], ["bfloat16"]
+        ),
+        ("llama", False, "float32"),
+    ],
+)
+def test_a_dense_checkpoint_is_exported_unchanged(model_type, tied, dtype, tmp_path):
     config = model_config(model_type, tie_embeddings=tied)
-    tensors = random_tensors(config)
-    source = write_folder(tmp_path / "in", config, tensors, torch_dtype="bfloat16")
-    folder = export_model(load(str(source), format="bf16"), tmp_path / "out")
+    tensors = random_tensors(config, dtype=DTYPES[dtype])
+    source = write_folder(tmp_path / "in", config, tensors, torch_dtype=dtype)
+    model = load(str(source), format="bf16", dtype=dtype)
+    folder = export_model(model, tmp_path / "out", dtype=dtype)
     written = load_file(folder / "model.safetensors")
     assert written.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -115,17 +124,6 @@ def test_shards(limit, tmp_path):
     assert (single / "model.safetensors").read_bytes() == (
         export_model(model, tmp_path / "direct") / "model.safetensors"
     ).read_bytes()
-
-
-def test_float32(tmp_path):
-    config = model_config()
-    tensors = random_tensors(config, dtype=np.float32)
-    source = write_folder(tmp_path / "in", config, tensors)
-    model = load(str(source), format="bf16", dtype="float32")
-    folder = export_model(model, tmp_path / "out", dtype="float32")
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        np.testing.assert_array_equal(tensor, tensors[name])
-    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "float32"
 
 
 def test_layers_may_be_an_iterator(tmp_path):
@@ -222,16 +220,12 @@ def test_companions_are_copied(tmp_path):
     for name, content in extra.items():
         (source / name).write_bytes(content)
     (source / "README.md").write_text("of the base")
-    files = companion_files(load(str(source)), packed=False)
+    model = load(str(source))
+    files = companion_files(model, packed=False)
     assert {name: files[name] for name in extra} == extra
     assert files["tokenizer.json"] == (source / "tokenizer.json").read_bytes()
     assert "README.md" not in files
-
-
-def test_a_folder_without_a_tokenizer(tmp_path):
-    source = write_folder(tmp_path, model_config(), random_tensors(model_config()))
-    model = load(str(source))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in (*extra, "tokenizer.json", "tokenizer_config.json"):
         (source / name).unlink()
     assert companion_files(model, packed=False).keys() == {"config.json"}
 

@@ -55,7 +55,13 @@ def logits(policy):
 
 
 def run_export(source, form, **options):
-    return export(ExportConfig(source=str(source), format=form, score_problems=0, **options))
+    options = {"score_problems": 0} | options
+    return export(ExportConfig(source=str(source), format=form, **options))
+
+
+def assert_same(model, other):
+    assert jax.tree.structure(model.params) == jax.tree.structure(other.params)
+    jax.tree.map(np.testing.assert_array_equal, model.params, other.params)
 
 
 @pytest.fixture(scope="module")
@@ -186,15 +192,8 @@ def test_the_command_on_the_card_repeats_the_score(form, tiny, tmp_path):
     run = tmp_path / "lr=1e-5,seed=0"
     finished_run.write_run(run, tiny, own=True, norms=form == "with_base")
     out = run / "exports" / "out"
-    export(
-        ExportConfig(
-            source=str(run),
-            format="peft" if form == "with_base" else form,
-            out=str(out),
-            with_base=form == "with_base",
-            score_problems=3,
-        )
-    )
+    options = {"out": str(out), "with_base": form == "with_base", "score_problems": 3}
+    run_export(run, "peft" if form == "with_base" else form, **options)
     card = (out / "README.md").read_text()
     (command,) = [line for line in card.splitlines() if "experiments.evaluate" in line]
     arguments = shlex.split(command)
@@ -258,22 +257,15 @@ def test_merged(norms, tiny, tmp_path, capsys):
     assert f"vllm serve {out}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("onto", ["trained", "bf16"])
-def test_nvfp4_is_the_merged_model_quantized(onto, run, tmp_path):
-    merged = run_export(run, "merged", onto=onto, out=str(tmp_path / "merged"))
-    packed = run_export(run, "nvfp4", onto=onto, out=str(tmp_path / "nvfp4"))
-    one, other = load(str(merged), format="nvfp4").params, load(str(packed), format="stored").params
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
-def test_nvfp4_starts_from_the_unquantized_weights(run, tmp_path):
+def test_nvfp4_is_the_merged_model_quantized(run, tmp_path):
+    """By default it starts from the unquantized weights."""
+    weights = {}
     for onto in ("", "bf16", "trained"):
-        run_export(run, "nvfp4", onto=onto, out=str(tmp_path / f"out{onto}"))
-    weights = {
-        onto: (tmp_path / f"out{onto}" / "model.safetensors").read_bytes()
-        for onto in ("", "bf16", "trained")
-    }
+        packed = run_export(run, "nvfp4", onto=onto, out=str(tmp_path / f"nvfp4{onto}"))
+        weights[onto] = (packed / "model.safetensors").read_bytes()
+        if onto:
+            merged = run_export(run, "merged", onto=onto, out=str(tmp_path / f"merged{onto}"))
+            assert_same(load(str(merged), format="nvfp4"), load(str(packed), format="stored"))
     assert weights[""] == weights["bf16"] != weights["trained"]
 
 
@@ -347,8 +339,8 @@ def test_small_updates_of_norms_are_kept(form, tiny, tmp_path):
 
 
 def scored_card(run, tmp_path):
-    out = str(tmp_path / "out")
-    return (export(ExportConfig(str(run), "peft", out, score_problems=3)) / "README.md").read_text()
+    out = run_export(run, "peft", out=str(tmp_path / "out"), score_problems=3)
+    return (out / "README.md").read_text()
 
 
 def test_scores(tiny, tmp_path, monkeypatch, capsys):
@@ -405,13 +397,10 @@ def wide(tmp_path_factory):
     "number_format", ["nf4", *(pytest.param(f, marks=pytest.mark.slow) for f in ("bf16", "mxfp4"))]
 )
 def test_other_number_formats(number_format, wide, tiny, tmp_path, capsys):
-    run = finished_run.write_run(
-        tmp_path / "run", tiny, model=wide, **{"model.format": number_format}
-    )
-    out = run_export(run, "peft")
-    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
-        wide
-    )
+    changes = {"model.format": number_format}
+    run = finished_run.write_run(tmp_path / "run", tiny, model=wide, **changes)
+    written = json.loads((run_export(run, "peft") / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(wide)
     printed = capsys.readouterr().out
     if number_format == "bf16":
         assert f"vllm serve {wide} --enable-lora" in printed
@@ -495,8 +484,7 @@ def test_a_run_that_trained_everything(tiny, tmp_path):
         run_export(folder, "peft")
     merged = run_export(folder, "merged")
     stored = load(str(folder / "model"), format="bf16")
-    one, other = stored.params, load(str(merged), format="bf16").params
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert_same(stored, load(str(merged), format="bf16"))
     packed = run_export(folder, "nvfp4")
     assert load(str(packed), format="stored").format == "nvfp4"
     for out, rounded in ((merged, "in bfloat16"), (packed, "rounded to NVFP4")):
@@ -514,7 +502,7 @@ def test_an_exported_model_is_evaluated_as_it_is_written(form, run, tmp_path):
     policy = open_policy(str(run), adapter=str(out))
     written = load(str(out), format="stored", dtype="float32")
     assert policy.base.format == written.format == ("bf16" if form == "merged" else "nvfp4")
-    jax.tree.map(np.testing.assert_array_equal, policy.model.params, written.params)
+    assert_same(policy.model, written)
     config = EvaluateConfig(source=str(run), adapters=("none", str(out)))
     names = [locate_results(open_policy(str(run), adapter=a), config)[0] for a in config.adapters]
     assert names == ["base", "mine"]
@@ -585,6 +573,7 @@ def test_the_card_names_a_base_of_the_hub():
         ("merged", {"with_base": True}, "needs no base"),
         ("peft", {"adapter": "none"}, "no adapter to export"),
         ("peft", {"adapter": "best_adapter"}, "no best_adapter yet"),
+        ("peft", {"score_problems": -1}, "score-problems=-1"),
     ],
 )
 def test_what_does_not_go_together(form, options, named, run, tmp_path):
@@ -592,11 +581,6 @@ def test_what_does_not_go_together(form, options, named, run, tmp_path):
         run_export(run, form, out=str(tmp_path / "out"), **options)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_negative_number_of_problems(run):
-    with pytest.raises(UserError, match="score-problems=-1"):
-        export(ExportConfig(source=str(run), format="peft", score_problems=-1))
 
 
 def test_a_model_has_no_adapter(tiny, tmp_path):
@@ -633,11 +617,10 @@ def test_a_run_that_is_not_finished(tiny, tmp_path, capsys):
 
 def test_no_problems_to_score_on(tiny, tmp_path, capsys):
     run = finished_run.write_run(tmp_path / "run", tiny, own=True, **{"eval.every": 0})
-    config = ExportConfig(source=str(run), format="peft", out=str(tmp_path / "out"))
-    export(config)
+    export(ExportConfig(source=str(run), format="peft", out=str(tmp_path / "out")))
     assert "not scored: the run held out no problems" in capsys.readouterr().out
     with pytest.raises(UserError, match="held out no problems"):
-        export(ExportConfig(source=str(run), format="peft", score_problems=3))
+        run_export(run, "peft", score_problems=3)
 
 
 def test_an_export_is_not_overwritten(run, tmp_path, monkeypatch):

@@ -265,48 +265,35 @@ def test_the_name_at_services_belongs_to_the_folder(tmp_path, monkeypatch):
     assert len(strange) < 128
 
 
+ROW = {
+    "step": 7,
+    "reward": 0.4123,
+    "accuracy": 0.4,
+    "format": 0.98,
+    "length": 231.4,
+    "entropy": 0.8121,
+    "sigma": 0.01,
+    "grad_norm": 0.2134,
+    "rollout_tokens_per_second": 51234.0,
+    "train_tokens_per_second": 812.3,
+    "remaining_seconds": 3720.0,
+}
+
+
 def test_format_row():
-    row = {
-        "step": 7,
-        "reward": 0.4123,
-        "accuracy": 0.4,
-        "format": 0.98,
-        "length": 231.4,
-        "entropy": 0.8121,
-        "sigma": 0.01,
-        "grad_norm": 0.2134,
-        "rollout_tokens_per_second": 51234.0,
-        "train_tokens_per_second": 812.3,
-        "remaining_seconds": 3720.0,
-        "update_skipped": True,
-    }
-    line = run_lines.format_row(row, 600)
+    line = run_lines.format_row(ROW | {"update_skipped": True}, 600)
     assert line == (
         "step   7/600  reward  0.412  acc 0.40  format 0.98  len 231.4  entropy 0.812  "
         "sigma 1.0e-02  grad 0.213  rollout 51.2k train 812 tok/s  left 1h02m  UPDATE SKIPPED"
     )
-    del row["update_skipped"]
-    assert len(run_lines.format_row(row, 600)) <= 150
+    assert len(run_lines.format_row(ROW, 600)) <= 150
     assert run_lines.format_row({"step": 1, "reward": None}, 9) == "step 1/9  reward -"
     assert "format 1.00" in run_lines.format_row({"step": 1, "reward/format": 1.0}, 9)
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 100, 140])
 def test_the_line_of_a_step_fits_its_columns(columns):
-    row = {
-        "step": 1007,
-        "reward": -0.4123,
-        "accuracy": 0.4,
-        "format": 0.98,
-        "length": 1231.4,
-        "entropy": 0.8121,
-        "sigma": 0.01,
-        "grad_norm": 0.2134,
-        "update_skipped": True,
-        "rollout_tokens_per_second": 51234.0,
-        "train_tokens_per_second": 812.3,
-        "remaining_seconds": 3720.0,
-    }
+    row = ROW | {"step": 1007, "reward": -0.4123, "length": 1231.4, "update_skipped": True}
     line = run_lines.format_row(row, 2000, columns)
     whole = run_lines.format_row(row, 2000)
     assert len(line) <= columns < len(whole)

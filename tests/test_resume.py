@@ -390,31 +390,20 @@ def test_killed_before_the_end_is_written(uninterrupted, tiny, tmp_path, monkeyp
     assert_same(tmp_path / "run", uninterrupted)
 
 
-def test_another_chat_template_is_refused(tiny, tmp_path):
-    """A hub id may get one while a run is stopped; weights and problems are the same."""
-    model, run = shutil.copytree(tiny.model, tmp_path / "model"), tmp_path / "run"
-    changes = {"model.source": str(model), "eval.every": 0}
-    train(tiny.config(changes | {"steps": 1}), workdir=run)
-    before = tiny_run.contents(run)
-    template = tiny_run.TEMPLATE.replace("t1 t2", "t1 t3")
-    tiny_checkpoints.write_tokenizer(model, chat_template=template)
-    with pytest.raises(UserError, match=r"chat template of .*model makes other prompts"):
-        train(tiny.config(changes | {"steps": 2}), workdir=run)
-    assert tiny_run.contents(run) == before
-
-
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        (
-            "config.json",
-            {"rms_norm_eps": 0.5},
-            r"the architecture \(config.json\) of .*model is not",
-        ),
+        ("config.json", {"rms_norm_eps": 0.5}, r"architecture \(config.json\) of .*model is not"),
         ("generation_config.json", {"eos_token_id": [2, 5]}, "the tokens that end a reply .*model"),
+        (
+            "tokenizer_config.json",
+            {"chat_template": tiny_run.TEMPLATE.replace("t1 t2", "t1 t3")},
+            r"chat template of .*model makes other prompts",
+        ),
     ],
 )
-def test_another_config_beside_the_same_weights_is_refused(tiny, tmp_path, file, change, words):
+def test_other_files_with_the_same_weights_are_refused(tiny, tmp_path, file, change, words):
+    """A hub id may get them while a run is stopped; weights and problems are the same."""
     model, run = shutil.copytree(tiny.model, tmp_path / "model"), tmp_path / "run"
     changes = {"model.source": str(model), "eval.every": 0}
     train(tiny.config(changes | {"steps": 1}), workdir=run)
