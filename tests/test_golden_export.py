@@ -4,7 +4,7 @@ Generators: golden/make_export_logits.py, golden/make_export_greedy.py.
 """
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import pathlib
 
@@ -27,10 +27,9 @@ forward = jax.jit(transformer.forward, static_argnames="config")
 
 
 def generator(name):
-    spec = importlib.util.spec_from_file_location(name, GOLDEN / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(GOLDEN)
+        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
