@@ -4,8 +4,8 @@ import pathlib
 
 import numpy as np
 import pytest
+from refusal import refused
 
-from qerl_jax.errors import UserError
 from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 
 NAN = np.nan
@@ -68,8 +68,7 @@ def test_offsets_do_not_matter():
 
 
 def test_unknown_scale():
-    with pytest.raises(UserError, match=r"'std'.*group"):
-        group_advantages(np.zeros((1, 2)), scale="std")
+    refused(r"'std'.*group", group_advantages, np.zeros((1, 2)), scale="std")
 
 
 def test_gdpo_of_trl():
@@ -98,5 +97,4 @@ def test_gdpo_of_rewards_that_cancel_out():
 
 
 def test_gdpo_without_a_weight_is_refused():
-    with pytest.raises(UserError, match="no reward has a weight"):
-        gdpo_advantages({"a": np.zeros((1, 2))}, {"a": 0.0})
+    refused("no reward has a weight", gdpo_advantages, {"a": np.zeros((1, 2))}, {"a": 0.0})

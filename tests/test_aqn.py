@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from refusal import refused
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn
@@ -133,19 +134,16 @@ def schedule_that_ends(**_):
     ],
 )
 def test_custom_schedules_that_fail_are_errors_of_one_line_at_the_start(function, message):
-    with pytest.raises(UserError, match=message) as caught:
-        sigmas(f"{__name__}:{function.__name__}", stages=5)
-    assert function.__name__ in str(caught.value)
-    assert "f(*, sigma_start, sigma_end, stages, total_steps)" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    said = refused(message, sigmas, f"{__name__}:{function.__name__}", stages=5)
+    assert function.__name__ in said
+    assert "f(*, sigma_start, sigma_end, stages, total_steps)" in said
 
 
 def test_a_custom_schedule_that_fails_later_names_its_step():
     options = {"sigma_start": START, "sigma_end": END, "stages": 5, "total_steps": 20}
     schedule = aqn.sigma_schedule(f"{__name__}:schedule_that_ends", **options)
     assert schedule(1) == np.float32(0.2)
-    with pytest.raises(UserError, match="at step 2 failed: IndexError"):
-        schedule(2)
+    refused("at step 2 failed: IndexError", schedule, 2)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +166,7 @@ def test_bad_schedules(options, message):
         "stages": 10,
         "total_steps": 100,
     }
-    with pytest.raises(UserError, match=message):
-        aqn.sigma_schedule(**defaults | options)
+    refused(message, aqn.sigma_schedule, **defaults | options)
 
 
 DIM = 2048

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusal import refused
 from row_batch import row_batch
 from row_loss import row_loss
 
-from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
 from qerl_jax.rollout.shapes import bucket
 
@@ -125,8 +125,7 @@ def test_the_constant_denominator_counts_the_tokens_that_may_be_sampled():
 def test_empty_prompt():
     arguments = COMPLETIONS, LENGTHS, FINISHED, ADVANTAGES, np.zeros((4, 4))
     options = {"mask_truncated": False, "aggregation": "token", "pad_id": PAD}
-    with pytest.raises(UserError, match="prompt 2 is empty"):
-        row_batch([[1], [1], [], [1]], *arguments, **options)
+    refused("prompt 2 is empty", row_batch, [[1], [1], [], [1]], *arguments, **options)
 
 
 def test_shapes_are_checked():

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from refusal import refused
 
 import qerl_jax
 from qerl_jax.errors import UserError
@@ -172,8 +173,7 @@ def test_a_text_of_somebody_else_is_checked(run, tmp_path, monkeypatch, content)
         path.write_bytes(content)
     else:
         np.save(path, content)
-    with pytest.raises(UserError, match=r"calibration_tokens\.npy"):
-        open_policy(str(tmp_path / "run"))
+    refused(r"calibration_tokens\.npy", open_policy, str(tmp_path / "run"))
 
 
 def test_a_run_that_begins_from_another_one_takes_its_base(run, tiny, home, tmp_path):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from refusal import refused
 
 from qerl_jax.errors import UserError
 from qerl_jax.run import checkpoints as checkpoint
@@ -154,8 +155,7 @@ def test_damaged_checkpoint_falls_back_loudly(saved, capsys, damage):
 def test_all_damaged_is_an_error_and_nothing_is_moved(saved):
     for step in (10, 20, 30):
         cut(saved / str(step))
-    with pytest.raises(UserError, match=r"30: .*; 20: .*; 10: .*--workdir"):
-        restore(saved)
+    refused(r"30: .*; 20: .*; 10: .*--workdir", restore, saved)
     assert sorted(p.name for p in saved.iterdir()) == ["10", "20", "30"]
 
 
@@ -178,8 +178,7 @@ def test_no_disk_space_is_one_line_and_nothing_is_lost(saved, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "require_free_space", full)
     with Checkpoints(saved, keep=3) as checkpoints:
-        with pytest.raises(UserError, match="no disk space"):
-            checkpoints.save(40, make_state(40), {})
+        refused("no disk space", checkpoints.save, 40, make_state(40), {})
         assert checkpoints.steps == [10, 20, 30]
     assert restore(saved)[0] == 30
 
@@ -202,5 +201,4 @@ def test_failed_background_write_is_reported(saved, monkeypatch):
 
 
 def test_keep_must_be_positive(tmp_path):
-    with pytest.raises(UserError, match="keep is 0"):
-        Checkpoints(tmp_path, keep=0)
+    refused("keep is 0", Checkpoints, tmp_path, keep=0)

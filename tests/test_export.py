@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_checkpoints
+from refusal import refused
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import model_config, random_tensors, write_folder
 
@@ -307,8 +308,7 @@ def test_a_killed_export_leaves_no_model_and_the_next_one_cleans_up(tmp_path):
 
 def test_two_exports_to_one_place(tmp_path):
     with staging.staged_folder(tmp_path / "out"):
-        with pytest.raises(UserError, match="in use"):
-            write_checkpoint(tmp_path / "out", TENSORS, files={})
+        refused("in use", write_checkpoint, tmp_path / "out", TENSORS, files={})
         assert (tmp_path / ".out.partial" / "new").exists()
 
 
@@ -326,5 +326,4 @@ def test_an_existing_folder_is_not_touched(tmp_path):
 
 def test_a_path_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="could not be written"):
-        write_checkpoint(tmp_path / "file" / "out", TENSORS, files={})
+    refused("could not be written", write_checkpoint, tmp_path / "file" / "out", TENSORS, files={})

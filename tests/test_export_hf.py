@@ -19,6 +19,7 @@ import tiny_checkpoints
 import tiny_run
 import transformers
 import yaml
+from refusal import refused
 
 from qerl_jax.commands import evaluate, export_hf
 from qerl_jax.errors import UserError
@@ -425,8 +426,7 @@ def test_a_relative_path_of_the_model_is_that_of_the_start(tiny, tmp_path, monke
     (tmp_path / tiny.model.name).mkdir()  # another folder of this name
     assert open_policy(str(run)).base.path == tiny.model
     shutil.rmtree(run / "adapter")
-    with pytest.raises(UserError, match=tiny.model.name):
-        open_policy(str(run), adapter="none")
+    refused(tiny.model.name, open_policy, str(run), adapter="none")
 
 
 def test_an_adapter_that_was_trained_elsewhere(tiny, tmp_path):
@@ -457,11 +457,9 @@ def test_an_adapter_without_a_base(tiny, tmp_path):
     path = source / "adapter_config.json"
     text = json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": None})
     path.write_text(text)
-    with pytest.raises(UserError, match=f"{source}: .*--base=MODEL"):
-        open_policy(str(source))
+    refused(f"{source}: .*--base=MODEL", open_policy, str(source))
     assert open_policy(str(source), base=str(tiny.model)).lora is not None
-    with pytest.raises(UserError, match="the source is empty"):
-        open_policy("")
+    refused("the source is empty", open_policy, "")
 
 
 def test_a_base_that_is_in_nvfp4_already(tiny, tmp_path, capsys):
@@ -470,8 +468,7 @@ def test_a_base_that_is_in_nvfp4_already(tiny, tmp_path, capsys):
     run_export(run, "peft")
     assert f"vllm serve {base} --enable-lora" in capsys.readouterr().out
     run_export(run, "nvfp4")
-    with pytest.raises(UserError, match="holds NVFP4 weights alone"):
-        run_export(run, "merged", onto="bf16")
+    refused("holds NVFP4 weights alone", run_export, run, "merged", onto="bf16")
 
 
 def test_a_run_that_trained_everything(tiny, tmp_path):
@@ -480,8 +477,7 @@ def test_a_run_that_trained_everything(tiny, tmp_path):
     )
     (folder / "adapter").rename(tmp_path / "adapter")
     shutil.copytree(tiny.model, folder / "model")
-    with pytest.raises(UserError, match="all parameters were trained"):
-        run_export(folder, "peft")
+    refused("all parameters were trained", run_export, folder, "peft")
     merged = run_export(folder, "merged")
     stored = load(str(folder / "model"), format="bf16")
     assert_same(stored, load(str(merged), format="bf16"))
@@ -520,8 +516,7 @@ def test_the_card_says_which_adapter_it_is(tiny, tmp_path, capsys):
         assert f"{run}: exporting {words}\n" in capsys.readouterr().out
     (run / "best_adapter" / "adapter_config.json").unlink()
     words = "incomplete, adapter_config.json is missing; --adapter=adapter is another one"
-    with pytest.raises(UserError, match=words):
-        run_export(run, "peft", out=str(tmp_path / "incomplete"))
+    refused(words, run_export, run, "peft", out=str(tmp_path / "incomplete"))
 
 
 # --- The card -------------------------------------------------------------------------------------
@@ -577,27 +572,21 @@ def test_the_card_names_a_base_of_the_hub():
     ],
 )
 def test_what_does_not_go_together(form, options, named, run, tmp_path):
-    with pytest.raises(UserError, match=named) as caught:
-        run_export(run, form, out=str(tmp_path / "out"), **options)
-    assert "\n" not in str(caught.value)
+    refused(named, run_export, run, form, out=str(tmp_path / "out"), **options)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_has_no_adapter(tiny, tmp_path):
-    with pytest.raises(UserError, match=r"experiments\.quantize"):
-        run_export(tiny.model, "nvfp4", out=str(tmp_path / "out"))
-    with pytest.raises(UserError, match="--out=FOLDER"):
-        run_export(tiny.model, "nvfp4")
-    with pytest.raises(UserError, match="absent: there is no such folder"):
-        run_export(tmp_path / "absent", "nvfp4")
+    refused(r"experiments\.quantize", run_export, tiny.model, "nvfp4", out=str(tmp_path / "out"))
+    refused("--out=FOLDER", run_export, tiny.model, "nvfp4")
+    refused("absent: there is no such folder", run_export, tmp_path / "absent", "nvfp4")
 
 
 def test_a_folder_of_another_trainer_is_no_run(run, tmp_path):
     source = shutil.copytree(run / "adapter", tmp_path / "theirs")
     (source / "checkpoints").mkdir()
     (source / "config.json").write_text('{"config": {}, "steps": 4}')
-    with pytest.raises(UserError, match=r"theirs is not a run folder.*--out=FOLDER"):
-        run_export(source, "merged")
+    refused(r"theirs is not a run folder.*--out=FOLDER", run_export, source, "merged")
     assert not (source / "exports").exists()
     for options in ({}, {"out": str(tmp_path / "out")}):
         with pytest.raises(UserError, match="is neither a run nor a PEFT adapter; pass one of"):
@@ -611,16 +600,14 @@ def test_a_run_that_is_not_finished(tiny, tmp_path, capsys):
     assert "not finished" in capsys.readouterr().out
     assert "Not finished yet" in (out / "README.md").read_text()
     (run / "best_adapter").rename(tmp_path / "gone")
-    with pytest.raises(UserError, match="no adapter yet"):
-        run_export(run, "merged")
+    refused("no adapter yet", run_export, run, "merged")
 
 
 def test_no_problems_to_score_on(tiny, tmp_path, capsys):
     run = finished_run.write_run(tmp_path / "run", tiny, own=True, **{"eval.every": 0})
     export(ExportConfig(source=str(run), format="peft", out=str(tmp_path / "out")))
     assert "not scored: the run held out no problems" in capsys.readouterr().out
-    with pytest.raises(UserError, match="held out no problems"):
-        run_export(run, "peft", score_problems=3)
+    refused("held out no problems", run_export, run, "peft", score_problems=3)
 
 
 def test_an_export_is_not_overwritten(run, tmp_path, monkeypatch):

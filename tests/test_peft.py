@@ -6,6 +6,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from refusal import refused
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import model_config
 
@@ -74,10 +75,8 @@ def test_round_trip(tmp_path, lora_config, norms):
 
 def test_a_folder_that_is_not_an_adapter(tmp_path):
     words = r"has no adapter_config.json: pass a folder that PEFT"
-    with pytest.raises(UserError, match=words):
-        peft.read_peft_config(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=words):
-        peft.load_peft_adapter(tmp_path, CONFIG, LORA_CONFIG)
+    refused(words, peft.read_peft_config, tmp_path / "nowhere")
+    refused(words, peft.load_peft_adapter, tmp_path, CONFIG, LORA_CONFIG)
 
 
 def test_the_written_files(tmp_path):
@@ -165,11 +164,9 @@ def test_differing_options_are_listed(tmp_path, asked, fields):
 )
 def test_other_kinds_of_adapters_are_refused(tmp_path, changes, words):
     folder = edited(tmp_path, **changes)
-    with pytest.raises(UserError, match=words):
-        peft.load_peft_adapter(folder, CONFIG, LORA_CONFIG)
+    refused(words, peft.load_peft_adapter, folder, CONFIG, LORA_CONFIG)
     if "no plain LoRA" in words:
-        with pytest.raises(UserError, match=words):
-            peft.read_peft_config(folder)
+        refused(words, peft.read_peft_config, folder)
 
 
 # What PEFT 0.21.2 writes beside the fields of `fill_peft_adapter`, and harmless other values.
@@ -210,8 +207,7 @@ def test_harmless_options_and_the_targets_of_all_linear(tmp_path, whole):
     read = peft.load_peft_adapter(folder, CONFIG, read_config)
     jax.tree.map(np.testing.assert_array_equal, read, random_adapter())
     edited(tmp_path, target_modules=[*targets, "lm_head"])
-    with pytest.raises(UserError, match="lm_head"):
-        peft.read_peft_config(folder)
+    refused("lm_head", peft.read_peft_config, folder)
 
 
 def test_every_setting_of_targets_is_read_back(tmp_path):
@@ -229,10 +225,8 @@ def test_the_base_of_an_adapter(tmp_path):
     assert peft.read_peft_base(edited(tmp_path)) == "someone/base"
     for base in (None, "", "  "):
         folder = edited(tmp_path, base_model_name_or_path=base)
-        with pytest.raises(UserError, match=rf"{folder}: .* pass it as --base=MODEL"):
-            peft.read_peft_base(folder)
-    with pytest.raises(UserError, match="revision 'v2' of someone/base"):
-        peft.read_peft_base(edited(tmp_path, revision="v2"))
+        refused(rf"{folder}: .* pass it as --base=MODEL", peft.read_peft_base, folder)
+    refused("revision 'v2' of someone/base", peft.read_peft_base, edited(tmp_path, revision="v2"))
 
 
 def rename(tensors):
@@ -252,5 +246,4 @@ def test_weights_that_do_not_fit(tmp_path, change, named):
     folder, _ = saved(tmp_path)
     path = folder / "adapter_model.safetensors"
     save_file(change(load_file(path)), path)
-    with pytest.raises(UserError, match=named):
-        peft.load_peft_adapter(folder, CONFIG, LORA_CONFIG)
+    refused(named, peft.load_peft_adapter, folder, CONFIG, LORA_CONFIG)

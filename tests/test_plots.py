@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from refusal import refused
 
-from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.plots import _all_series, plot_run
 
@@ -140,5 +140,4 @@ def test_points_of_evaluations(tmp_path):
 
 
 def test_missing_metrics(tmp_path):
-    with pytest.raises(UserError, match=r"metrics\.jsonl"):
-        plot_run(tmp_path)
+    refused(r"metrics\.jsonl", plot_run, tmp_path)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refusal import refused
 
 from pallas_kernels.fp4_matmul import FORMATS
 from qerl_jax.errors import UserError
@@ -174,8 +175,7 @@ def test_weights_are_rounded_to_bfloat16_first(format):
 def test_inputs_must_fill_their_blocks(format, inputs):
     block = FORMATS[format].block
     message = rf"{format} needs a multiple of {block} .*\(8, {inputs}\).*model.format=bf16"
-    with pytest.raises(UserError, match=message):
-        quantize([random_weight(8, inputs)], format=format)
+    refused(message, quantize, [random_weight(8, inputs)], format=format)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -184,8 +184,7 @@ def test_inputs_must_fill_their_blocks(format, inputs):
 def test_weights_must_be_finite(format, member, value):
     members = [random_weight(8), random_weight(4)]
     members[member][2, 5] = value
-    with pytest.raises(UserError, match=rf"\({8 - 4 * member}, 64\).*not finite"):
-        quantize(members, format=format)
+    refused(rf"\({8 - 4 * member}, 64\).*not finite", quantize, members, format=format)
 
 
 def test_an_unknown_format_is_named():

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusal import refused
 from tiny_checkpoints import model_config, random_tensors, write_folder, write_gguf
 
 from qerl_jax.commands import quantize as command
@@ -118,8 +119,7 @@ def test_a_tensor_that_is_not_finite_is_named_and_nothing_is_left(tmp_path, name
     tensors = random_tensors(config)
     tensors[name].reshape(-1)[3] = np.inf
     source = write_folder(tmp_path / "source", config, tensors)
-    with pytest.raises(UserError, match=rf"{named}: .*not finite"):
-        quantized(source, tmp_path / "out")
+    refused(rf"{named}: .*not finite", quantized, source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -246,15 +246,13 @@ def test_the_command_calibrates(tmp_path, capsys, source, text, same):
 def test_the_command_refuses(tmp_path, monkeypatch, source, text, changes, named):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("t1 t2")
-    with pytest.raises(UserError, match=named):
-        command.run(options(model="source", **({"out": "out"} | changes)))
+    refused(named, command.run, options(model="source", **({"out": "out"} | changes)))
     assert not (tmp_path / "out").exists()
 
 
 def test_the_command_refuses_packed_and_unreadable_sources(tiny, tmp_path, source, text):
     packed = str(GOLDEN / "nvfp4_llama")
-    with pytest.raises(UserError, match="in NVFP4 already"):
-        command.run(options(model=packed, out=str(tmp_path / "out")))
+    refused("in NVFP4 already", command.run, options(model=packed, out=str(tmp_path / "out")))
     run = finished_run.write_run(tmp_path / "run", tiny)
     with pytest.raises(UserError, match=r"is a run, .* experiments.export_hf .*--format=nvfp4"):
         command.run(options(model=str(run), out=str(tmp_path / "out")))

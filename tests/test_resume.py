@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tiny_checkpoints
 import tiny_run
+from refusal import refused
 
 import qerl_jax.training.loop
 import qerl_jax.training.saving
@@ -411,8 +412,7 @@ def test_other_files_with_the_same_weights_are_refused(tiny, tmp_path, file, cha
     path = model / file
     saved = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(saved | change))
-    with pytest.raises(UserError, match=words):
-        train(tiny.config(changes | {"steps": 2}), workdir=run)
+    refused(words, train, tiny.config(changes | {"steps": 2}), workdir=run)
     assert tiny_run.contents(run) == before
 
 

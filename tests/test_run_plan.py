@@ -8,6 +8,7 @@ import sys
 
 import jax
 import pytest
+from refusal import refused
 
 from benchmarks import step
 from benchmarks.rollout.random_policy import random_params
@@ -161,8 +162,7 @@ def test_the_bytes_of_a_device_are_those_of_its_shards(format, shards):
 def test_two_cards_hold_what_one_does_not():
     long = {"rollout__max_new_tokens": 16384, "rollout__prompts_per_step": 1}
     alone, config = planned("qwen2.5-72b", **long)
-    with pytest.raises(UserError, match="this run takes"):
-        check_fits(alone, config, ARCHITECTURES["qwen2.5-72b"])
+    refused("this run takes", check_fits, alone, config, ARCHITECTURES["qwen2.5-72b"])
     both, config = planned("qwen2.5-72b", mesh__tensor=2, **long)
     check_fits(both, config, ARCHITECTURES["qwen2.5-72b"])
     assert both.weights < 0.51 * alone.weights
@@ -208,10 +208,9 @@ def test_what_does_not_fit_is_refused_with_what_would():
     plan, config = planned("qwen2.5-72b", experiment=dapo_math, **long)
     assert not plan.fits
     model = ARCHITECTURES["qwen2.5-72b"]
-    with pytest.raises(UserError, match=r"this run takes .* GB, .* weights") as error:
-        check_fits(plan, config, model)
+    said = refused(r"this run takes .* GB, .* weights", check_fits, plan, config, model)
     fitting = largest_length(config, model, H100)
-    assert str(error.value).endswith(f"--config.rollout.max_new_tokens={fitting} fits")
+    assert said.endswith(f"--config.rollout.max_new_tokens={fitting} fits")
     assert planned(
         "qwen2.5-72b", experiment=dapo_math, rollout__max_new_tokens=fitting, rl__overlong_buffer=0
     )[0].fits
@@ -223,8 +222,7 @@ def test_what_does_not_fit_is_refused_with_what_would():
         (H100, "bf16", "pass --config.model.format=nvfp4"),
     ):
         plan, config = planned("qwen2.5-72b", device, model__format=format)
-        with pytest.raises(UserError, match=remedy):
-            check_fits(plan, config, model)
+        refused(remedy, check_fits, plan, config, model)
 
 
 @pytest.mark.parametrize(("buffer", "fits"), [(20000, False), (8192, True)])
@@ -301,7 +299,6 @@ def test_out_of_memory_names_the_next_smaller_sizes():
     smaller, _ = planned("qwen2.5-32b", train__buffer_tokens=tokens, train__recompute=again)
     assert smaller.update.bytes < 0.91 * plan.update.bytes
     assert f"max_rows={3 * plan.rollout.rows // 4} (now {plan.rollout.rows})" in said
-    assert "\n" not in said
 
 
 def test_on_a_cpu_everything_fits():

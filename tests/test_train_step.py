@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from refusal import refused
 from row_batch import row_batch
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.compile.aot import compile_operations
 from qerl_jax.compile.operation import MissingProgramError, Programs, commit
-from qerl_jax.errors import UserError
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl.logprobs import packed_logprobs
@@ -283,8 +283,7 @@ def test_decay_to_a_fraction_at_the_end(schedule, decay, final, warmup):
 
 
 def test_unknown_schedule():
-    with pytest.raises(UserError, match=r"exponential.*constant, cosine, linear"):
-        adamw(schedule="exponential")
+    refused(r"exponential.*constant, cosine, linear", adamw, schedule="exponential")
 
 
 def test_clip_and_weight_decay():
