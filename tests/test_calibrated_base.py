@@ -122,9 +122,7 @@ def test_a_damaged_base_is_made_again(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     expected = packed(open_policy(str(run)).base.params)
     (entry,) = entries(tmp_path)
-    content = bytearray((entry / "model.safetensors").read_bytes())
-    content[-5] ^= 1
-    (entry / "model.safetensors").write_bytes(content)
+    tiny_run.damage(entry / "model.safetensors")
     capsys.readouterr()
     assert_equal(packed(open_policy(str(run)).base.params), expected)
     out = capsys.readouterr().out
@@ -188,10 +186,7 @@ def test_weights_that_changed_are_calibrated_anew(tiny, tmp_path, monkeypatch):
     model = shutil.copytree(tiny.model, tmp_path / "model")
     first = cache.weights_digest(model)
     assert cache.weights_digest(model) == first
-    (file,) = model.glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    tiny_run.damage(model / "model.safetensors")
     assert cache.weights_digest(model) != first
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import trees
 from refusal import refused
 from tiny_checkpoints import VOCAB, model_config, random_tensors, write_folder
 
@@ -57,9 +58,7 @@ def write(folder, checkpoint, layers):
 
 
 def assert_equal_layers(some, others):
-    assert len(some) == len(others)
-    for one, other in zip(some, others, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, one.arrays, other.arrays)
+    trees.assert_equal([layer.arrays for layer in some], [layer.arrays for layer in others])
 
 
 def logits(params, ids, config):

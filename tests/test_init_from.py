@@ -358,11 +358,7 @@ def test_a_full_run_begins_from_a_model(origin, begun, tmp_path):
 
 def test_a_damaged_checkpoint_is_skipped_and_left(origin, begun, tmp_path):
     run = shutil.copytree(origin, tmp_path / "other")
-    files = (path for path in (run / "checkpoints" / "2").rglob("*") if path.is_file())
-    largest = max(files, key=lambda path: path.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    largest.write_bytes(data)
+    tiny_run.damage(run / "checkpoints" / "2")
     before = tiny_run.contents(run)
     said, *_ = begun({"init_from": str(run)})
     assert "beginning from the checkpoint of step 1 of" in said

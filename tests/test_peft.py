@@ -6,6 +6,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+import trees
 from refusal import refused
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import model_config
@@ -68,8 +69,7 @@ def test_round_trip(tmp_path, lora_config, norms):
     assert base == "someone/base"
     assert sorted(read_config.targets) == sorted(lora_config.targets)
     read = peft.load_peft_adapter(folder, CONFIG, read_config)
-    assert jax.tree.structure(read) == jax.tree.structure(adapter)
-    jax.tree.map(np.testing.assert_array_equal, read, adapter)
+    trees.assert_equal(read, adapter)
     assert read.lora.scale == lora_config.scale
 
 
@@ -96,11 +96,7 @@ def test_an_existing_adapter_is_replaced(tmp_path):
     (folder / "stale").write_text("")
     _, adapter = saved(tmp_path)
     assert not (folder / "stale").exists()
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        peft.load_peft_adapter(folder, CONFIG, LORA_CONFIG),
-        adapter,
-    )
+    trees.assert_equal(peft.load_peft_adapter(folder, CONFIG, LORA_CONFIG), adapter)
 
 
 def test_a_failed_write_leaves_the_old_adapter(tmp_path, monkeypatch):
@@ -113,11 +109,7 @@ def test_a_failed_write_leaves_the_old_adapter(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="No space left on device"):
         peft.save_peft_adapter(folder, random_adapter(), LORA_CONFIG, base_model="x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        peft.load_peft_adapter(folder, CONFIG, LORA_CONFIG),
-        adapter,
-    )
+    trees.assert_equal(peft.load_peft_adapter(folder, CONFIG, LORA_CONFIG), adapter)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +197,7 @@ def test_harmless_options_and_the_targets_of_all_linear(tmp_path, whole):
     read_config, _ = peft.read_peft_config(folder)
     assert read_config == LORA_CONFIG
     read = peft.load_peft_adapter(folder, CONFIG, read_config)
-    jax.tree.map(np.testing.assert_array_equal, read, random_adapter())
+    trees.assert_equal(read, random_adapter())
     edited(tmp_path, target_modules=[*targets, "lm_head"])
     refused("lm_head", peft.read_peft_config, folder)
 

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import transformers
 from refusal import refused
-from tiny_checkpoints import VOCAB, write_tokenizer
+from tiny_checkpoints import VOCAB, byte_tokens, gguf_metadata, write_tokenizer
 
 from qerl_jax.data.prompts import Problem, PromptConfig, encode_prompts, render_prompt
 from qerl_jax.errors import UserError
@@ -26,23 +26,6 @@ def smollm2():
     path = next(file.locate() for file in files if file.suffix == ".gguf")
     reader = gguf.GGUFReader(path)
     return tokenizer.from_gguf({key: field.contents() for key, field in reader.fields.items()})
-
-
-def gguf_metadata(pre, tokens, merges=(), **extra):
-    special = [token.startswith("<|") for token in tokens]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3 if s else 1 for s in special],
-        "tokenizer.ggml.merges": list(merges),
-        "tokenizer.ggml.eos_token_id": special.index(True),
-    } | extra
-
-
-def byte_tokens(*more):
-    """Returns a vocabulary of the 256 byte tokens, in GPT-2's printable form, and more tokens."""
-    return [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *more]
 
 
 @pytest.mark.parametrize("case", GOLDEN["texts"], ids=lambda case: repr(case["text"])[:24])
@@ -206,17 +189,13 @@ def test_folder_without_an_end_token(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "named"),
-    [
-        ("tokenizer.json", "{", "tokenizer.json"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json"),
-        ("generation_config.json", "[]", "generation_config.json"),
-    ],
+    ("file", "content"),
+    [("tokenizer.json", "{"), ("tokenizer_config.json", "{"), ("generation_config.json", "[]")],
 )
-def test_folder_with_a_malformed_file(tmp_path, file, content, named):
+def test_folder_with_a_malformed_file(tmp_path, file, content):
     write_tokenizer(tmp_path)
     (tmp_path / file).write_text(content)
-    refused(named, tokenizer.from_folder, tmp_path)
+    refused(file, tokenizer.from_folder, tmp_path)
 
 
 def test_a_tokenizer_that_cannot_be_read_is_not_called_malformed(tmp_path):
