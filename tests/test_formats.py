@@ -12,7 +12,6 @@ from tiny_checkpoints import model_config, random_tensors, write_folder
 from tiny_model import random_lora, random_tokens
 from tiny_rollout import TinyTokenizer
 
-from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.policy import Policy
@@ -96,12 +95,6 @@ def test_dequantizing_once_or_in_each_step_gives_equal_rollouts(model):
     np.testing.assert_array_equal(step.lengths, once.lengths)
     np.testing.assert_allclose(step.logprobs, once.logprobs, atol=1e-4)
     assert len({tuple(row) for row in step.tokens.tolist()}) == 4
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_packed_checkpoint_keeps_its_format(format):
-    with pytest.raises(UserError, match=r"holds NVFP4 weights.*model\.format=nvfp4"):
-        load(str(GOLDEN / "nvfp4_qwen2"), format=format)
 
 
 def test_inputs_that_do_not_fill_a_block_name_the_layer(tmp_path):

@@ -9,7 +9,7 @@ import gguf as gguf_package
 import numpy as np
 import pytest
 from refusal import refused
-from tiny_checkpoints import gguf_name, model_config, random_tensors, write_gguf
+from tiny_checkpoints import model_config, random_tensors, write_gguf
 
 from qerl_jax.policy.attention import rotary_frequencies
 from qerl_jax.policy.config import RopeScaling
@@ -212,26 +212,3 @@ def test_the_header_equals_the_one_that_the_gguf_package_reads(packaged, tmp_pat
         assert (ours.data.dtype, ours.data.shape) == (tensor.data.dtype, tensor.data.shape)
         assert ours.data[0].tobytes() == tensor.data[0].tobytes()
         assert ours.data[-1].tobytes() == tensor.data[-1].tobytes()
-
-
-def test_a_missing_file():
-    refused("no such file", gguf.open_gguf, "no-such-file.gguf")
-
-
-def test_two_names_never_mean_the_same_tensor():
-    for arch, model_type in gguf.ARCHITECTURES.items():
-        expected = names.expected_shapes(model_config(model_type))
-        assert len({gguf_name(name, arch) for name in expected}) == len(expected)
-
-
-def test_smollm2_as_packaged():
-    file = gguf.open_gguf(packaged_file())
-    assert (file.config.num_layers, file.config.embed_dim) == (30, 576)
-    assert (file.config.num_heads, file.config.num_kv_heads, file.config.head_dim) == (9, 3, 64)
-    assert (file.config.rope_theta, file.config.norm_eps) == (100000.0, 1e-5)
-    assert file.config.tie_embeddings
-    expected = names.expected_shapes(file.config)
-    assert {name: file.shape(name) for name in file.tensors} == expected
-    weight = file.read("model.layers.0.self_attn.q_proj.weight", F32)
-    assert np.isfinite(weight).all()
-    assert 0.01 < weight.std() < 1

@@ -10,7 +10,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from qerl_jax.data.prompts import Problem, PromptConfig, render_prompt
 from qerl_jax.weights import tokenizer
-from qerl_jax.weights.load import load
 
 CONTROL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
 WORDS = ["What", "is", "3", "plus", "4", "The", "sum", "says", "Be", "brief", "42", "it"]
@@ -177,15 +176,3 @@ def test_other_forms_of_a_tokenizer_are_named(folder, name):
     (folder / "tokenizer.json").unlink()
     (folder / name).touch()
     refused(rf"no tokenizer .*: {name} is another program's form of", tokenizer.from_folder, folder)
-
-
-def test_a_model_without_a_tokenizer_is_refused(tmp_path):
-    import tiny_checkpoints
-
-    config = tiny_checkpoints.model_config("mistral")
-    tensors = tiny_checkpoints.random_tensors(config)
-    model = tiny_checkpoints.write_folder(tmp_path / "model", config, tensors)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (model / file).unlink()
-    (model / "tekken.json").touch()
-    refused(r"no tokenizer .*: tekken.json is another program's form", load, str(model))

@@ -152,17 +152,6 @@ def test_every_truncation_is_found(tmp_path):
             safetensors.read_file(path)
 
 
-def test_shards(tmp_path):
-    shards = {
-        "model-00001-of-00002.safetensors": {"a": np.zeros(2, np.float32)},
-        "model-00002-of-00002.safetensors": {"b": np.ones(2, np.float32)},
-    }
-    write_shards(tmp_path, shards)
-    read = safetensors.read_folder(tmp_path)
-    np.testing.assert_array_equal(read["a"], np.zeros(2))
-    np.testing.assert_array_equal(read["b"], np.ones(2))
-
-
 @pytest.mark.parametrize(
     ("weight_map", "named"),
     [
