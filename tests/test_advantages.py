@@ -12,13 +12,6 @@ NAN = np.nan
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize(("eps", "expected"), [(1e-4, 0.865875), (1e-6, 0.866024)])
-def test_half_of_four_correct(eps, expected):
-    advantages = group_advantages(np.array([[1.0, 0.0, 0.0, 1.0]]), eps=eps)
-    assert advantages.dtype == np.float32
-    np.testing.assert_allclose(advantages, [[expected, -expected, -expected, expected]], atol=1e-6)
-
-
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_equal_rewards_have_exactly_no_advantage(scale, dtype):
@@ -36,7 +29,9 @@ def test_scales(scale, std):
     # The six rewards have mean 11 and squared distances 100, 81, 64, 1, 81 and 361 from it.
     rewards = np.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
     expected = np.array([[-1.0, 0.0, 1.0], [-10.0, 0.0, 10.0]]) / np.array(std)
-    np.testing.assert_allclose(group_advantages(rewards, scale=scale, eps=0.0), expected, rtol=1e-6)
+    advantages = group_advantages(rewards, scale=scale, eps=0.0)
+    assert advantages.dtype == np.float32
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -80,14 +75,6 @@ def test_gdpo_of_trl():
     advantages = gdpo_advantages(rewards | {"logged": rewards["0"]}, weights | {"logged": 0.0})
     np.testing.assert_allclose(advantages, golden["advantages"], rtol=1e-4, atol=1e-6)
     assert not advantages[1].any()  # exactly 0, where TRL has rounding noise
-
-
-def test_gdpo_tells_rewards_apart_whose_sum_is_equal():
-    rewards = {"a": np.array([[1.0, 0.0, 0.0, 0.0]]), "b": np.array([[0.0, 1.0, 1.0, 1.0]])}
-    assert not group_advantages(rewards["a"] + rewards["b"]).any()
-    # With a twice as heavy as b: 2 * 1.5 - 1.5 and 2 * -0.5 + 0.5, over their deviation of 1.
-    advantages = gdpo_advantages(rewards, {"a": 2.0, "b": 1.0}, eps=0.0)
-    np.testing.assert_allclose(advantages, [[1.5, -0.5, -0.5, -0.5]], rtol=1e-6)
 
 
 def test_gdpo_of_rewards_that_cancel_out():

@@ -5,8 +5,7 @@ import json
 import pytest
 from refusal import refused
 
-from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.plots import _all_series, plot_run
+from qerl_jax.run.plots import plot_run
 
 
 def write(folder, rows):
@@ -129,14 +128,6 @@ def test_nothing_to_draw(tmp_path, rows):
     write(tmp_path, rows)
     assert plot_run(tmp_path) is None
     assert not (tmp_path / "curves.png").exists()
-
-
-def test_points_of_evaluations(tmp_path):
-    before = {"step": 0, "eval_accuracy_before": 0.1, "eval_seconds": 1.0}
-    after = {"step": 2, "eval_accuracy": 0.25, "eval_seconds": 1.0}
-    write(tmp_path, [before, {"step": 2, "reward": 0.5}, after])
-    steps, values = _all_series(RunFolder(tmp_path))["eval_accuracy"]
-    assert (steps.tolist(), values.tolist()) == ([0, 2], [0.1, 0.25])
 
 
 def test_missing_metrics(tmp_path):
