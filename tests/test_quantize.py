@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import shutil
 import tracemalloc
 import types
 
@@ -11,11 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trees
 from refusal import refused
-from tiny_checkpoints import model_config, random_tensors, write_folder, write_gguf
+from tiny_checkpoints import (
+    model_config,
+    random_tensors,
+    write_folder,
+    write_gguf,
+    write_golden_source,
+)
 
 from qerl_jax.commands import quantize as command
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.perplexity import window_divergences, window_losses
 from qerl_jax.policy import transformer
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.quantization.calibration import calibrated_layers
@@ -29,31 +36,15 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 MODELS = ("qwen2", "qwen3", "llama")
 
 
-def golden_source(name, folder):
-    """Writes the bfloat16 source of an NVFP4 golden as a folder without a tokenizer."""
-    golden = GOLDEN / f"nvfp4_{name}"
-    folder.mkdir()
-    config = json.loads((golden / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
-    shutil.copy(golden / "source_bf16.safetensors", folder / "model.safetensors")
-    return folder
-
-
 def quantized(source, out, *, layers=round_layers, **options):
     checkpoint = open_checkpoint(str(source))
     with staged_folder(out) as folder:
         return fill_packed(folder, checkpoint, layers(checkpoint), **options)
 
 
-def assert_same_params(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_file_equals_that_of_llm_compressor(tmp_path, name):
-    quantized(golden_source(name, tmp_path / "source"), tmp_path / "out")
+    quantized(write_golden_source(tmp_path / "source", name), tmp_path / "out")
     golden = GOLDEN / f"nvfp4_{name}"
     theirs = (golden / "model.safetensors").read_bytes()
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == theirs
@@ -73,7 +64,7 @@ def test_a_written_checkpoint_equals_what_loading_quantizes(tmp_path, model_type
     loaded = load(str(tmp_path / "out"))
     assert loaded.format == "nvfp4"
     assert loaded.config == config
-    assert_same_params(loaded.params, load(str(source)).params)
+    trees.assert_equal(loaded.params, load(str(source)).params)
 
 
 def test_errors_are_those_of_the_weights(tmp_path):
@@ -207,23 +198,10 @@ def test_the_command_calibrates(tmp_path, capsys, source, text, same):
     lines_of_text = pathlib.Path(text).read_text().splitlines()
     documents = [" ".join(json.loads(line).values()) for line in lines_of_text][4:]
     tokens = np.array(exact.tokenizer.encode(" ".join(documents))[:32], np.int32).reshape(2, 16)
-    logprobs = [
-        np.asarray(
-            jax.nn.log_softmax(
-                transformer.forward(
-                    model.params, None, tokens, jnp.array([16, 16]), config=model.config
-                )
-            )
-        )[:, :-1]
-        for model in (exact, calibrated)
-    ]
-    p, q = logprobs
-    loss = -np.take_along_axis(q, tokens[:, 1:, None], axis=-1).mean()
-    kl = (np.exp(p) * (p - q)).sum(axis=-1).mean()
-    agreement = 100 * (p.argmax(axis=-1) == q.argmax(axis=-1)).mean()
-    exact_loss = -np.take_along_axis(p, tokens[:, 1:, None], axis=-1).mean()
+    found = window_divergences(exact, calibrated, tokens)
+    loss, exact_loss = found.losses.mean(), window_losses(exact, None, tokens).mean()
     words = lines[3][20:].replace("+-", "").replace("%", "").split()
-    expected = loss, np.exp(loss), loss - exact_loss, kl, agreement
+    expected = loss, np.exp(loss), loss - exact_loss, found.kl.mean(), 100 * found.agreement.mean()
     means = [float(word) for word in (*words[:3], words[4], words[6])]
     np.testing.assert_allclose(means, expected, atol=1e-3, rtol=1e-4)
     assert len(words) == 8
@@ -291,8 +269,7 @@ def test_transformers_computes_the_same_logits(tmp_path, name, layers):
     transformers = pytest.importorskip("transformers")
 
     out = tmp_path / "out"
-    quantized(golden_source(name, tmp_path / "source"), out, layers=layers)
-    shutil.copy(GOLDEN / f"nvfp4_{name}" / "tokenizer.json", out)
+    quantized(write_golden_source(tmp_path / "source", name), out, layers=layers)
     model = load(str(out), dtype="float32")
     # compressed-tensors rounds each weight to bfloat16 after it has applied the scales.
     params = transformer.dequantize_params(
