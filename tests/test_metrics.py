@@ -282,6 +282,10 @@ def test_format_row():
     )
     assert len(run_lines.format_row(ROW, 600)) <= 150
     assert run_lines.format_row({"step": 1, "reward": None}, 9) == "step 1/9  reward -"
+    before = {"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 3.0}
+    assert run_lines.format_row(before, 9) == "greedy accuracy before training: 0.250"
+    after = {"step": 4, "eval_accuracy": 0.5, "eval_seconds": 3.0}
+    assert run_lines.format_row(after, 9) == "greedy accuracy after step 4: 0.500"
     assert "format 1.00" in run_lines.format_row({"step": 1, "reward/format": 1.0}, 9)
 
 
@@ -307,13 +311,6 @@ def test_a_log_has_the_whole_line_and_a_terminal_what_fits(monkeypatch):
     assert run_lines.line_columns(stream) is None
     stream.isatty = lambda: True
     assert run_lines.line_columns(stream) == 72
-
-
-def test_format_of_an_evaluation():
-    before = {"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 3.0}
-    assert run_lines.format_row(before, 9) == "greedy accuracy before training: 0.250"
-    after = {"step": 4, "eval_accuracy": 0.5, "eval_seconds": 3.0}
-    assert run_lines.format_row(after, 9) == "greedy accuracy after step 4: 0.500"
 
 
 @pytest.mark.parametrize("columns", [80, 72, 40])

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from refusal import refused
 from tiny_checkpoints import byte_tokens, gguf_metadata
-from tiny_model import random_tokens, tiny_policy
-from tiny_rollout import TinyTokenizer
 
 from qerl_jax.commands import cli
 from qerl_jax.commands import sample as command
@@ -75,23 +73,6 @@ def test_the_pieces_are_the_text(seed):
     show(ids, final=True)
     assert "".join(written) == tokenizer.decode(ids)
     assert len(written) > 5
-
-
-def test_the_engine_reports_the_tokens_so_far():
-    config, params = tiny_policy()
-    updates = []
-    sampling, engine = SamplingConfig(max_new_tokens=9), EngineConfig(chunk_steps=2)
-    sampler, prompts = Sampler(config, TinyTokenizer((5,)), sampling, engine), random_tokens(3, 5)
-    for step in sampler.steps(jax.random.key(0), Policy(params, None), prompts.tolist()):
-        rollout = step.rollout
-        updates.append((rollout.tokens.copy(), rollout.lengths.copy()))
-    assert len(updates) >= 5
-    assert updates[0][1].tolist() == [1, 1, 1]
-    np.testing.assert_array_equal(updates[-1][0], rollout.tokens)
-    np.testing.assert_array_equal(updates[-1][1], rollout.lengths)
-    for tokens, lengths in updates:
-        for row, length in enumerate(lengths):
-            np.testing.assert_array_equal(tokens[row, :length], rollout.tokens[row, :length])
 
 
 # --- Policies and prompts -------------------------------------------------------------------------

@@ -167,24 +167,22 @@ def test_tokens_that_the_config_numbers_are_special(tmp_path):
     assert read.decode([VOCAB + 1, 3, VOCAB, VOCAB - 1]) == "t3"
 
 
+def edit(folder, **fields):
+    """Sets fields of tokenizer.json."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
 def test_truncation_and_padding_in_the_file_are_turned_off(tmp_path):
     write_tokenizer(tmp_path)
-    stored = json.loads((tmp_path / "tokenizer.json").read_text())
-    stored["truncation"] = {
-        "direction": "Right",
-        "max_length": 2,
-        "strategy": "LongestFirst",
-        "stride": 0,
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    edit(tmp_path, truncation=truncation)
     assert len(tokenizer.from_folder(tmp_path).encode("t1 " * 10)) == 10
 
 
 def test_folder_without_an_end_token(tmp_path):
     write_tokenizer(tmp_path, eos_token=None)
-    stored = json.loads((tmp_path / "tokenizer.json").read_text())
-    stored["added_tokens"] = []
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    edit(tmp_path, added_tokens=[])
     refused("end-of-sequence", tokenizer.from_folder, tmp_path)
 
 
