@@ -65,7 +65,7 @@ def planned(model, device=H100, experiment=grpo_gsm8k, prompt=0, **changes):
 
 
 def refuse(words, model, *arguments, **options):
-    """Asserts that a run does not fit; returns what it is told, its plan and its config."""
+    """Asserts that a run does not fit; returns the message, its plan and its config."""
     plan, config = planned(model, *arguments, **options)
     assert not plan.fits
     return refused(words, check_fits, plan, config, ARCHITECTURES[model]), plan, config
