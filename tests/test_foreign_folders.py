@@ -254,6 +254,7 @@ WRITERS = {
     ),
     "tensorboard": (lambda path: EventFile(path, purge_step=None), "file"),
     "logs": (lambda path: run_jobs(list, path.parent), "file"),
+    "logs ": (open_sweep, "file"),
     "programs-node": (open_sweep, "file"),
     "programs-node/a-cache": (open_sweep, ""),
     "5.orbax-checkpoint-tmp": (open_checkpoints, ""),
@@ -270,7 +271,7 @@ def test_a_writer_refuses_an_odd_place(name, place, watched):
     write, wrong = WRITERS[name]
     path = place / "folder" / name.strip()
     kinds = (*LINKS, "pipe", *filter(None, [wrong]))
-    if name.endswith(" "):  # What is not there is not synced.
+    if name.endswith(" "):  # of another writer; what is not there is not synced
         kinds = ("keys", "pipe", wrong)
     refuse(lambda: write(path), path, kinds, watched, "is a")
 
@@ -435,7 +436,7 @@ def test_what_a_run_writes_is_accepted(saved):
         ("config.rewards.correctness", [{"function": "a:b", "time_limit": -1}]),
         ("config.rollout.stop", [(), "x", [1], None]),
         ("config.data.levels", ["x", [[]], None]),
-        ("config.steps", [nested(30), nested(900)]),
+        ("config.read_by_none", [nested(30), nested(900)]),
     ],
 )
 def test_what_no_run_writes_is_refused(name, values, saved):
