@@ -36,7 +36,7 @@ from qerl_jax.rewards.functions import Reward
 from qerl_jax.run.folder import RunFolder, check_run_folder, default_folder
 from qerl_jax.run.metrics import check_trackers, read_steps
 from qerl_jax.system.paths import user_path
-from qerl_jax.training.init_from import check_origin
+from qerl_jax.training.begin import check_origin
 from qerl_jax.training.saving import policy_folder
 from qerl_jax.training.setup import check_method, longest_prompt
 from qerl_jax.training.validate import check_extension, validate

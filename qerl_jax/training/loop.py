@@ -46,12 +46,11 @@ from qerl_jax.system.import_path import names_function
 from qerl_jax.system.live_line import waiting
 from qerl_jax.system.safe_files import read_bytes
 from qerl_jax.system.signals import StoppedError, stop_signals
-from qerl_jax.training.begin import begin, check_starts
+from qerl_jax.training.begin import begin, check_origin, check_starts
 from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
-from qerl_jax.training.init_from import check_origin
-from qerl_jax.training.run import Run
 from qerl_jax.training.saving import (
+    Run,
     announce_finished,
     best_so_far,
     finish,

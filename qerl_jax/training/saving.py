@@ -1,4 +1,4 @@
-"""What a run saves on its way and at its end.
+"""A run while it trains, and what it saves on its way and at its end.
 
 With each checkpoint it writes what other commands read: the adapter, and the picture of the curves.
 So a run can be sampled, evaluated and exported while it trains, and after a signal has stopped it.
@@ -14,20 +14,22 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from qerl_jax.compile.count import Compilations
 from qerl_jax.data.order import Order
 from qerl_jax.environments.episodes import Episode
 from qerl_jax.environments.roles import ENDINGS
 from qerl_jax.policy.trainable import Trainable, checksum, current_policy
 from qerl_jax.rewards.from_config import PYTHON_REWARDS
+from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, RunFolder, read_run
-from qerl_jax.run.metrics import read_answers
+from qerl_jax.run.metrics import MetricsLog, read_answers
 from qerl_jax.run.plots import plot_run
 from qerl_jax.run.terminal import format_answers, line_columns
 from qerl_jax.system.atomic import write_atomic, write_json
 from qerl_jax.system.jsonl import read_number
-from qerl_jax.training.run import Run
+from qerl_jax.system.live_line import LiveLine
 from qerl_jax.training.setup import Setup
-from qerl_jax.training.step import StepResult
+from qerl_jax.training.step import Progress, StepResult
 from qerl_jax.training.validate import how_to_train_on
 from qerl_jax.weights.peft import save_peft_adapter
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
@@ -35,6 +37,44 @@ from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_che
 # Seconds between two pictures of a run while it trains: drawing one takes a third of a second,
 # which would be most of the time of a run with a checkpoint after each of its short steps.
 PICTURE_SECONDS = 10.0
+
+
+@dataclasses.dataclass
+class Run:
+    """A run while it trains.
+
+    Attributes:
+        setup: the parts that do not change.
+        folder: the open run folder.
+        checkpoints: saves `progress`.
+        log: writes the rows of metrics; None in a process that writes nothing.
+        progress: the part that the steps change.
+        evaluations: greedy accuracy by step, as logged, None where scores are missing; step 0 is
+            before training.
+        problem_digests: digests of the training and the held-out problems.
+        prompts_digest: digest of their prompts as token ids.
+        compilations: what was compiled since the last row of metrics.
+        live: the line of progress on the terminal.
+        adapter_step: step of the adapter that this process wrote last, -1 before the first one.
+        picture_time: when the curves were drawn last, or the run began, by `time.monotonic`.
+    """
+
+    setup: Setup
+    folder: OpenRun
+    checkpoints: Checkpoints
+    log: MetricsLog | None
+    progress: Progress
+    evaluations: dict[int, float | None]
+    problem_digests: dict[str, str]
+    prompts_digest: str
+    compilations: Compilations
+    live: LiveLine = dataclasses.field(default_factory=LiveLine)
+    adapter_step: int = -1
+    picture_time: float = dataclasses.field(default_factory=time.monotonic)
+
+    def stop_if_asked(self) -> None:
+        """Raises a StoppedError once a signal has arrived, in any process of the run."""
+        self.setup.processes.stop_if_asked()
 
 
 def save(run: Run, *, stops: bool = False) -> None:

@@ -46,10 +46,10 @@ from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.system.import_path import names_function
-from qerl_jax.training.base import load_base
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
-from qerl_jax.training.initial_policy import (
+from qerl_jax.training.first_policy import (
     first_trainable,
+    load_base,
     reference_digest,
     reference_policy,
 )
@@ -99,7 +99,7 @@ def prepare(
         rewards: function and weight by name.
         schedule_steps: number of steps that the schedules of noise and learning rate span.
         processes: processes of the run.
-        folder: the run folder, as `base.load_base` takes it.
+        folder: the run folder, as `first_policy.load_base` takes it.
 
     Raises:
         UserError: the config asks for something that cannot be done.
