@@ -144,8 +144,7 @@ def _tell(config: ConfigDict, workdir: str | None) -> None:
 def config_errors(argv: Sequence[str] = ()) -> Generator[None]:
     """Turns the exceptions of a bad config file or flag into a UserError.
 
-    Args:
-        argv: the command line, whose flags of fields the message of an absent field names in full.
+    `argv` is the command line, whose flags of fields the message of an absent field names in full.
     """
     try:
         yield
@@ -375,9 +374,7 @@ def _read_saved(argument: str) -> ConfigDict:
 def take_names(config_flag: flags.Flag, argv: Sequence[str]) -> None:
     """Lets the flag of a config file take rewards and sources that the file does not name.
 
-    Args:
-        config_flag: the flag, before it is parsed.
-        argv: the command line, with flags such as --config.rewards.short.function=a:b.
+    Flags of the command line such as --config.rewards.short.function=a:b name them.
     """
     matches = (re.match(r"--?config\.([^=]+)", argument) for argument in argv)
     config_flag.parser = _ConfigParser(config_flag.parser, [match[1] for match in matches if match])

@@ -57,9 +57,7 @@ def describe_config(config: ConfigDict) -> str:
 def describe_changes(config: ConfigDict, preset: ConfigDict) -> str:
     """The fields in which a config differs from its preset, as lines `name = value`.
 
-    Args:
-        config: the resolved config.
-        preset: the config without what the command line sets.
+    `preset` is the config without what the command line sets.
     """
     before = dict(_fields(preset.to_dict(), ""))
     fields = sorted(_fields(config.to_dict(), ""))
@@ -97,9 +95,7 @@ def as_flag(field: str, value: Any) -> str:
 def explain(name: str, config: ConfigDict) -> str:
     """What a field means and may be, with its value in a config.
 
-    Args:
-        name: name of a field or of a section, or 'all'.
-        config: the resolved config.
+    `name` is that of a field or of a section, or 'all'.
 
     Raises:
         UserError: there is no such field.

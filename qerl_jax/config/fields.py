@@ -111,11 +111,7 @@ def evaluates_separately(eval_source: str, eval_path: str) -> bool:
 
 
 def has_own_evaluation(data: Mapping[str, Any]) -> bool:
-    """Whether the evaluation problems of a config have a source of their own.
-
-    Args:
-        data: the section `data` of a config.
-    """
+    """Whether the evaluation problems of a config have a source of their own."""
     return evaluates_separately(data["eval_source"], data["eval_path"])
 
 
@@ -1054,9 +1050,8 @@ _ENTRY = re.compile(rf"({'|'.join(map(re.escape, _TABLES))})\.[^.]+")
 def row_of(field: str) -> Field | None:
     """The row of a field; None for a section, and where there is no such field.
 
-    Args:
-        field: name of a field of a config, such as 'rl.clip_high', 'rewards.short.weight', or
-            'data.options.max_terms', which has the row of its table.
+    A key of an entry, such as 'rewards.short.weight', has a row; 'data.options.max_terms' has that
+    of its table.
     """
     parts = _ENTRY.sub(r"\1.NAME", field, count=1).split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))

@@ -33,11 +33,6 @@ def differences(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Compares two configs by flattened name.
 
-    Args:
-        saved: fields of the saved config.
-        current: fields of the new config.
-        config: the new config.
-
     Returns:
         The fields that move only memory or time, and all other fields that may not change, each
         with a text such as '8 -> 4'.

@@ -54,9 +54,7 @@ class MixtureSource:
 def name_sources(config: ConfigDict, fields: Iterable[str]) -> None:
     """Adds the sources and their keys that a command line is about to set.
 
-    Args:
-        config: the config, which is changed; it stays as it was where it has no mixture.
-        fields: names of the fields on the command line, such as 'data.mixture.math.path'.
+    A config without a mixture stays as it is.
 
     Raises:
         UserError: a source has no such key.

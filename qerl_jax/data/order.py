@@ -177,10 +177,6 @@ def take_turns(order: Order, cursor: Cursor, n: int) -> tuple[list[int], Cursor]
 def refill_turns(lack: Sequence[int] | np.ndarray, n: int) -> list[int]:
     """Divides n draws that replace others among the sources, in proportion to what they lack.
 
-    Args:
-        lack: how many problems each source lacks; one lacks some.
-        n: number of draws.
-
     Returns:
         The number of the source of each draw.
     """
@@ -271,11 +267,7 @@ def order_metrics(
 ) -> dict[str, float]:
     """What the curriculum did in a step; {} without one.
 
-    Args:
-        order: the rule.
-        before: the cursor before the step.
-        after: the cursor after it.
-        problems: places of all problems that the step has drawn.
+    `problems` are the places of all that the step has drawn.
 
     Returns:
         `curriculum/success_rate`, the mean p of the drawn problems that had been measured before
@@ -345,11 +337,7 @@ def _draw_epoch(
 ) -> tuple[list[int], SourcePosition]:
     """The next n problems of a source in its epochs.
 
-    Args:
-        source: the source.
-        position: where the last call ended.
-        n: number of problems.
-        seed: seed of the run, and number of the source.
+    The seed is that of the run, and the number of the source.
     """
     epoch, index = position.epoch, position.index
     if index >= source.size:

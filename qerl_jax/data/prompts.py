@@ -79,9 +79,7 @@ DEFAULT_PROMPT = PromptConfig()
 def prompt_config(data: Mapping[str, Any], **changes: Any) -> PromptConfig:
     """Returns how a run writes prompts.
 
-    Args:
-        data: the section `data` of its config.
-        changes: fields of `PromptConfig` with other values.
+    `changes` are fields of `PromptConfig` with other values.
     """
     names = "system_prompt", "question_suffix", "examples", "chat_template_args"
     return PromptConfig(**{name: data[name] for name in names} | changes)
@@ -96,11 +94,7 @@ def render_prompt(
 ) -> str:
     """Writes a problem as a chat that waits for the assistant.
 
-    Args:
-        problem: the problem.
-        tokenizer: tokenizer with the chat template.
-        config: how it is written.
-        observation: what an environment says, after the last message and its suffix.
+    `observation` is what an environment says, after the last message and its suffix.
 
     Raises:
         UserError: the tokenizer has no chat template, the template rejects the messages or does not

@@ -139,12 +139,7 @@ def _short_answer(text: str, solution: bool, needed: bool) -> str:
 
     An answer whose last line is `#### NUMBER`, the form of GSM8K, is that number. A solution is
     otherwise the content of the last box that follows its reasoning. Any other text is the answer
-    as it stands.
-
-    Args:
-        text: text of the field `answer` or `solution`.
-        solution: whether the text is a solution, which leads to an answer.
-        needed: whether the answer is needed; if not, a solution may lack it.
+    as it stands. If the answer is not needed, a solution may lack it.
     """
     text = text.strip()
     last_line = text.rpartition("\n")[2].strip()
@@ -234,14 +229,11 @@ _PART = re.compile(r"-[0-9]+(-of-[0-9]+)?(-[0-9a-f]{16})?$")  # with a digest in
 def read_problems(path: str, selection: Selection, *, split: str = "train") -> list[Problem]:
     """Reads the problems of a local file or folder.
 
-    Args:
-        path: a file of JSON lines, a file `.json` with one array or with lines, a file `.parquet`,
-            or a folder with such files, which are read in the order of their names. Where a name
-            begins with `train` or `test`, or is that of the split, as in the folders of datasets
-            on the hub, only the files of the split are read: `train.jsonl`, or its parts
-            `train-00000-of-00002.jsonl` or `train-0.jsonl`. `train_1M.jsonl` is another split.
-        selection: which problems are kept.
-        split: the split to read from a folder.
+    A file has JSON lines, or is `.json` with one array or with lines, or `.parquet`; the files of a
+    folder are read in the order of their names. Where a name begins with `train` or `test`, or is
+    that of the split, as in the folders of datasets on the hub, only the files of the split are
+    read: `train.jsonl`, or its parts `train-00000-of-00002.jsonl` or `train-0.jsonl`.
+    `train_1M.jsonl` is another split.
 
     Raises:
         UserError: a file cannot be read, there are no problems, or a row is malformed.
@@ -445,10 +437,8 @@ def select_generated(source: str, problems: Iterable[Problem], selection: Select
 def load_hub_splits(source: str, local_field: str, *needed: str) -> Any:
     """Loads the splits of a dataset on the hub, by name.
 
-    Args:
-        source: `owner/name` or `owner/name:configuration`.
-        local_field: config field that takes a local file instead, for the error message.
-        needed: names of the splits that the dataset must have.
+    The source is `owner/name` or `owner/name:configuration`. The error names `local_field`, which
+    takes a local file instead, and `needed` are the splits that the dataset must have.
 
     Raises:
         UserError: the dataset cannot be loaded, or lacks a split.

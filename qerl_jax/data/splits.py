@@ -119,10 +119,6 @@ def load_split(
 ) -> list[Problem]:
     """Loads the training or the evaluation problems.
 
-    Args:
-        config: where they come from.
-        split: problems to return.
-
     Raises:
         UserError: as in `load_splits`.
     """
@@ -137,10 +133,6 @@ def load_splits(
 
     The same arguments give the same problems in the same order. Rows that are left out are counted
     on the screen.
-
-    Args:
-        config: where they come from.
-        train: whether training problems are wanted.
 
     Raises:
         UserError: the source is unknown, unreachable, malformed, or holds no problem for a split
@@ -233,11 +225,7 @@ def load_mixture(
 def _too_few(config: ProblemConfig, split: str, others: int, *, separate: bool) -> str:
     """Returns why a split has no problems: how many there are, and which field takes them.
 
-    Args:
-        config: where the problems come from.
-        split: the empty split, 'train' or 'eval'.
-        others: number of problems of the other split.
-        separate: whether the evaluation problems have a source of their own.
+    `others` is the number of problems of the other split.
     """
     place = config.path or config.source
     if split == "train" and others and separate:

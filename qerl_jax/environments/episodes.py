@@ -81,10 +81,7 @@ class Environments:
     ) -> list[str | None]:
         """Returns what environments say at their reset; None where one says nothing, or fails.
 
-        Args:
-            columns: columns of each problem.
-            seeds: seed of each environment.
-            on_wait: called every tenth of a second; an exception that it raises ends the wait.
+        `on_wait` is called every tenth of a second; an exception that it raises ends the wait.
         """
         texts: list[str | None] = [None] * len(columns)
         waiting = collections.deque(range(len(columns)))

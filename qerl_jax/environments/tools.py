@@ -38,10 +38,6 @@ class Call(NamedTuple):
 def tool_format(template: str, source: str = "") -> str:
     """Returns how a chat template writes calls.
 
-    Args:
-        template: the chat template.
-        source: place of the template for the message, '' if unknown.
-
     Returns:
         'hermes' (Qwen 2.5 and 3), 'xml' (Qwen 3.5 and 3.6), 'llama' or 'mistral'.
 
@@ -74,13 +70,8 @@ def read_calls(
 ) -> list[Call]:
     """Reads the calls in a turn of the policy, in their order.
 
-    What the policy writes while it reasons is no call.
-
-    Args:
-        text: the turn with its special tokens, without the token that ends it.
-        form: how the template writes calls, as `tool_format` returns it.
-        in_reasoning: whether the prompt has opened the reasoning.
-        tools: JSON schemas of the tools, by which 'xml' tells a number from a text.
+    What the policy writes while it reasons is no call. The text has its special tokens, but not the
+    token that ends the turn. By the JSON schemas of the tools 'xml' tells a number from a text.
 
     Returns:
         The calls; one that cannot be read has an error. [] where the turn has none.

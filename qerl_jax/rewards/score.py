@@ -151,11 +151,7 @@ class Scoring:
             future.cancel()
 
     def add(self, completions: Mapping[int, Completion]) -> None:
-        """Scores completions that have ended, or begins to.
-
-        Args:
-            completions: completions by their place, from 0 to B - 1.
-        """
+        """Scores completions that have ended, or begins to."""
         began = time.perf_counter()
         self._completions |= completions
         for name, call in self._calls.items():

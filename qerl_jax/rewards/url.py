@@ -121,10 +121,6 @@ def json_value(value: Any) -> Any:
 def check_json(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Refuses rows with a value that a reward by URL cannot send.
 
-    Args:
-        name: name of the reward.
-        rows: the columns that it gets, by row.
-
     Raises:
         UserError: `json_value` has no form of a value.
     """

@@ -76,11 +76,8 @@ def _rollout_operations(
 ) -> list[Operation]:
     """The operations of rollouts on one group of devices.
 
-    Args:
-        setup: the parts of the run.
-        local: key, parameters, adapter and head for rollouts as the group holds them.
-        trains: whether there are rollouts of steps, with the head for rollouts.
-        evaluates: whether there are rollouts of evaluations.
+    `local` has the key, parameters, adapter and head for rollouts as the group holds them; the head
+    is for the rollouts of steps (`trains`), not of evaluations (`evaluates`).
     """
     key, params, lora, head = local
     operations: list[Operation] = []

@@ -100,9 +100,7 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
 def choose(experience: Experience, groups: np.ndarray) -> Experience:
     """Returns some of the groups; errors, work and times stay those of all.
 
-    Args:
-        experience: the completions of P prompts.
-        groups: indices of the prompts to keep, ascending.
+    `groups` are the indices of the prompts to keep, ascending.
     """
     rows = rows_of(groups, experience.group_size)
     scores = experience.scores
@@ -132,13 +130,8 @@ def gather(
 ) -> Experience:
     """Returns the completions of all processes, in the order in which the prompts were drawn.
 
-    Args:
-        local: the completions of this process.
-        prompts: P prompts of all processes.
-        places: P places of the prompts among the training prompts.
-        shares: indices among the P prompts of those that each process sampled.
-        tokenizer: tokenizer of the policy.
-        processes: the processes of the run.
+    `prompts` and `places` are those of all processes, and `shares` the indices among the P prompts
+    of those that each process sampled.
     """
     if processes.count == 1:
         return local

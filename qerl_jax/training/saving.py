@@ -80,12 +80,9 @@ class Run:
 def save(run: Run, *, stops: bool = False) -> None:
     """Saves a checkpoint in the background, and writes the adapter and the curves beside it.
 
-    All processes of a run save the checkpoint together, and one of them writes the rest.
-
-    Args:
-        run: the run; nothing is written twice for a step.
-        stops: whether the run ends here. Then everything is on disk when the function returns, the
-            checkpoint first, because a scheduler may not wait for the rest.
+    All processes of a run save the checkpoint together, and one of them writes the rest. Nothing is
+    written twice for a step. Where the run ends here (`stops`), everything is on disk when the
+    function returns, the checkpoint first, because a scheduler may not wait for the rest.
 
     Raises:
         UserError: a file could not be written.
@@ -185,12 +182,6 @@ def sample_rows(
 
     They are the first of each group, then the second, and so on. In a mixture the sources take
     turns, in an order that changes with the step, so that fewer completions than sources show all.
-
-    Args:
-        result: the step.
-        group_size: G.
-        count: number of completions.
-        order: the rule with the sources of the problems; None for one source.
     """
     experience, prompts = result.experience, result.experience.row_prompts
     rows = np.arange(len(experience.texts)).reshape(-1, group_size).T.reshape(-1)
@@ -231,12 +222,6 @@ def save_policy(
 
     What is read back is the policy itself: the norms of a model stay in float32, as small updates
     of numbers around 1 vanish in bfloat16.
-
-    Args:
-        folder: the run folder.
-        setup: model and options of the run.
-        trainable: the trained parameters.
-        best: write the best policy instead of the last one.
     """
     path, model = policy_folder(folder, setup.config, best=best), setup.model
     if trainable.lora is not None:

@@ -94,12 +94,7 @@ def prepare(
 ) -> Setup:
     """Loads the model and the problems, and makes the other parts from the config.
 
-    Args:
-        config: the resolved config.
-        rewards: function and weight by name.
-        schedule_steps: number of steps that the schedules of noise and learning rate span.
-        processes: processes of the run.
-        folder: the run folder, as `first_policy.load_base` takes it.
+    `schedule_steps` is the number of steps that the schedules of noise and learning rate span.
 
     Raises:
         UserError: the config asks for something that cannot be done.
@@ -126,11 +121,6 @@ def check_method(
 
     A custom schedule is called for every step now, because it could fail at one that is hours away,
     such as a step of an extended run.
-
-    Args:
-        config: the resolved config.
-        rewards: function and weight by name.
-        schedule_steps: number of steps that the schedules of noise and learning rate span.
 
     Raises:
         UserError: an option is out of range.
@@ -190,13 +180,8 @@ def assemble(
 ) -> Setup:
     """Makes the parts of a run around a loaded model and encoded prompts.
 
-    Args:
-        config: the resolved config.
-        rewards: function and weight by name.
-        model: the model before training. If the mesh cuts weights, they lie on it already.
-        prompts: prompts by split, as `data.from_config.load_problems` names them.
-        method: the parts that need no model, from `make_method`.
-        mesh: devices of the run, as `config.mesh` describes them; None for one device.
+    `prompts` are by split, as `data.from_config.load_problems` names them. If the mesh cuts
+    weights, those of the model are on it already.
 
     Raises:
         UserError: the config asks for something that cannot be done.
@@ -355,9 +340,7 @@ def longest_prompt(config: ConfigDict, prompts: Mapping[str, Sequence[Prompt]]) 
 def make_method(config: ConfigDict, schedule_steps: int) -> Method:
     """Makes the parts of a run that need no model.
 
-    Args:
-        config: the resolved config.
-        schedule_steps: number of steps that the schedules of noise and learning rate span.
+    `schedule_steps` is the number of steps that the schedules of noise and learning rate span.
 
     Raises:
         UserError: an option is out of range.
@@ -425,12 +408,6 @@ def temperature_schedule(
     * constant: T0
     * linear: T0 + (T1 - T0) u
     * cosine: T1 + (T0 - T1) (1 + cos(pi u)) / 2
-
-    Args:
-        name: a name from the list above.
-        start: temperature of the first step.
-        end: temperature of the last step.
-        total_steps: number of training steps.
 
     Raises:
         UserError: the name is unknown.

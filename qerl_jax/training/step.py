@@ -330,11 +330,7 @@ def _measure_noise(
 ) -> tuple[SigmaState, dict[str, Any]]:
     """Measures the KL that the noise of a step causes, every `aqn.kl_every` steps.
 
-    Args:
-        setup: the parts of the run that do not change.
-        progress: the run before the step.
-        noise_kl: measures the KL in nats per token, as `_noise_kl`.
-        sigma: sigma of the step.
+    `noise_kl` measures it in nats per token.
 
     Returns:
         What the control of the noise remembers from now on, and metrics.
