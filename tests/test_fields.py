@@ -94,7 +94,7 @@ RESUMED = {
         *("rewards.NAME.time_limit", "rewards.NAME.retries", "rewards.NAME.token_env"),
         *("environment.time_limit", "environment.processes"),
     },
-    "place": {
+    "source": {
         *("model.source", "data.source", "data.path", "data.eval_source", "data.eval_path"),
         *("data.mixture.NAME.source", "data.mixture.NAME.path"),
     },
@@ -160,8 +160,8 @@ def test_what_may_change_when_a_run_goes_on():
         assert resume.moves_only_memory(field, config), field
     config.rl.loss = "bnpo"
     assert not resume.moves_only_memory("train.micro_batch_rows", config)
-    assert resume.is_place("data.mixture.math.path")
-    assert not resume.is_place("data.mixture.math.weight")
+    assert resume.is_source("data.mixture.math.path")
+    assert not resume.is_source("data.mixture.math.weight")
     assert resume.is_free("log.group")
     assert not resume.is_free("log")
 

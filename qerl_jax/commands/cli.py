@@ -391,7 +391,7 @@ class _ConfigParser(flags.ArgumentParser):
         if argument.startswith(_SAVED):
             return _read_saved(argument)
         if not is_installed(argument):
-            allow_working_directory()  # The file may import what lies there.
+            allow_working_directory()  # The file may import what is there.
         try:
             config = self._parser.parse(argument)
         except (TypeError, ValueError) as error:

@@ -110,8 +110,8 @@ def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
             f"--calibrate={arguments.calibrate}: it is one document, and half of the documents "
             "are kept to measure on; pass more (paragraphs of a text, or lines of a .jsonl)"
         )
-    places = [user_path(text).resolve() for text in (arguments.calibrate, arguments.perplexity)]
-    if not arguments.perplexity or places[0] == places[1]:
+    files = [user_path(text).resolve() for text in (arguments.calibrate, arguments.perplexity)]
+    if not arguments.perplexity or files[0] == files[1]:
         held_out = documents[half:]
     else:
         held_out = read_documents(arguments.perplexity)

@@ -46,14 +46,7 @@ from qerl_jax.errors import UserError, visible
 from qerl_jax.run.folder import config_dict, config_digest, flatten
 from qerl_jax.run.jobs import devices_of
 from qerl_jax.run.plots import plot_sweep
-from qerl_jax.run.sweep import (
-    Run,
-    format_table,
-    is_finished,
-    make_table,
-    settings,
-    train_all,
-)
+from qerl_jax.run.sweep import Run, format_table, is_finished, make_table, settings, train_all
 from qerl_jax.system.atomic import TEMPORARY, write_atomic, write_json
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_folder, check_tree, read_text

@@ -91,7 +91,7 @@ def read_mixture(data: Mapping[str, Any]) -> dict[str, MixtureSource]:
 
     Raises:
         UserError: a source lacks what it needs, has a key that it does not read or a value that is
-            not valid, or there is a `data.path` beside the mixture.
+            not valid, or there is a `data.path` and a mixture.
     """
     table = data["mixture"]
     if table and data["path"]:

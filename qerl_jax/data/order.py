@@ -206,7 +206,7 @@ def draw_turns(
         Places of the problems in the list of all problems, and the cursor for the next call.
 
     Raises:
-        UserError: the cursor lies past the end of a source, or a source has no problems.
+        UserError: the cursor is past the end of a source, or a source has no problems.
     """
     places = []  # by source
     for number, (source, start) in enumerate(zip(order.sources, order.starts, strict=True)):

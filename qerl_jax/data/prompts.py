@@ -120,8 +120,8 @@ def render_prompt(
     chat.append((role, content + question_suffix + observation))
     if system_prompt:
         chat.insert(0, ("system", system_prompt))
-    place = int(chat[0][0] == "system")
-    chat[place:place] = _turns(config.examples, question_suffix)
+    start = int(chat[0][0] == "system")
+    chat[start:start] = _turns(config.examples, question_suffix)
     messages = [{"role": role, "content": content} for role, content in chat]
     arguments = dict(config.chat_template_args)
     if "tools" in arguments:

@@ -202,16 +202,16 @@ def _as_text(messages: Sequence[tuple[str, str]]) -> str:
 
 
 def _select(rows: Iterable[tuple[str, Mapping[str, Any]]], selection: Selection) -> list[Problem]:
-    """Reads pairs of a place and a row; prints how many are left out, and why."""
+    """Reads pairs of an origin, for messages, and a row; prints how many are left out, and why."""
     problems: list[Problem] = []
-    left_out: dict[str, list[str]] = {}  # reason -> places
+    left_out: dict[str, list[str]] = {}  # reason -> origins
     for where, row in rows:
         try:
             problems.append(selection.read(row, where))
         except _LeftOutError as reason:
             left_out.setdefault(str(reason), []).append(where)
-    for reason, places in left_out.items():
-        print_left_out(len(places), f"with {reason}; the first: {places[0]}")
+    for reason, origins in left_out.items():
+        print_left_out(len(origins), f"with {reason}; the first: {origins[0]}")
     return problems
 
 
@@ -326,12 +326,7 @@ def _tasks() -> dict[str, Any]:
 
 
 def generate_problems(
-    source: str,
-    options: Mapping[str, Any],
-    *,
-    seed: int,
-    size: int,
-    rewards: Sequence[Reward] = (),
+    source: str, options: Mapping[str, Any], *, seed: int, size: int, rewards: Sequence[Reward] = ()
 ) -> list[Problem]:
     """Returns up to `size` problems with different questions, in the order of their generation.
 
@@ -393,7 +388,7 @@ def check_generated(
     Where a task has several right answers its own scorer knows all of them, and a reward that
     compares with one does not. Most tasks have a scorer of their own, also where only its partial
     credit or its tolerance to spelling is its own; these are in `_ONE_ANSWER`. The letters of a
-    text may not change places, as the factors of a formula may.
+    text may not be exchanged, as the factors of a formula may.
 
     Args:
         source: source of generated problems, or any other one.

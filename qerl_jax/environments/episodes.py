@@ -2,7 +2,7 @@
 
 Nothing here waits for an environment unless it is asked to: requests are sent to processes, and
 their answers are taken as they arrive. An environment that raises, hangs or ends its process costs
-its row the reward, or the policy one message; it is counted, and other rows go on.
+its row the reward, or the policy one message; it is counted, and other rows continue.
 """
 
 import collections
@@ -132,7 +132,7 @@ class Episode:
         failed_calls: number of those that failed or could not be read.
         reward: sum of the environment's rewards; None without any.
         facts: the environment's attributes at the end, those that are data.
-        ending: what ended the row, see `environments.roles`; OPEN while it goes on.
+        ending: what ended the row, see `environments.roles`; OPEN until it ends.
         error: why the environment failed; '' where it did not.
     """
 

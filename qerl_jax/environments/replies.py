@@ -156,5 +156,5 @@ class ReplyWriter:
 
     def _end(self, ids: Sequence[int]) -> int:
         """The number of ids up to the last one that ends a turn; 0 without one."""
-        places = [i for i, token in enumerate(ids) if token in self.tokenizer.eos_ids]
-        return places[-1] + 1 if places else 0
+        ends = [i for i, token in enumerate(ids) if token in self.tokenizer.eos_ids]
+        return ends[-1] + 1 if ends else 0

@@ -53,20 +53,16 @@ def tool_format(template: str, source: str = "") -> str:
             return "xml"
         if "<|start_header_id|>" in template and '"parameters": ' in template.replace("\\", ""):
             return "llama"
-    place = f"{source}: " if source else ""
+    where = f"{source}: " if source else ""
     raise UserError(
-        f"{place}the chat template does not write tools as those of Qwen2.5, Qwen3, Qwen3.5, "
+        f"{where}the chat template does not write tools as those of Qwen2.5, Qwen3, Qwen3.5, "
         "Llama 3.1 and Mistral do: take one of these models, or an environment of texts with a "
         "method step"
     )
 
 
 def read_calls(
-    text: str,
-    form: str,
-    *,
-    in_reasoning: bool = False,
-    tools: Sequence[Mapping[str, Any]] = (),
+    text: str, form: str, *, in_reasoning: bool = False, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[Call]:
     """Reads the calls in a turn of the policy, in their order.
 

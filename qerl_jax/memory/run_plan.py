@@ -159,12 +159,7 @@ def kernel_of(*, hopper: bool) -> str:
 
 
 def plan_run(
-    config: ConfigDict,
-    model: ModelConfig,
-    device: Device,
-    *,
-    prompt: int = 0,
-    weights: int = 0,
+    config: ConfigDict, model: ModelConfig, device: Device, *, prompt: int = 0, weights: int = 0
 ) -> RunPlan:
     """Plans the memory of a run.
 

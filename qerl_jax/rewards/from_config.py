@@ -17,7 +17,7 @@ from qerl_jax.rewards.functions import Reward
 # The optional keys of a reward, as in `calls.resolve`, with their defaults.
 OPTIONS: dict[str, Any] = {"time_limit": 0.0, "retries": 2, "token_env": ""}
 
-# Where config.json has the rewards that the last start was given in Python, beside the config.
+# Where config.json has the rewards that the last start was given in Python.
 PYTHON_REWARDS = "python_rewards"
 
 # Names that metrics and `rl.dynamic_sampling_metric` have for other things.

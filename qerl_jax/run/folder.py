@@ -176,7 +176,7 @@ class OpenRun(RunFolder):
             `config.steps` of the first start. A later start with more steps extends the run and
             leaves the schedules alone.
         resumed: whether a step of this run was logged or saved before.
-        moved: fields that are `resume.is_place` and not as before. The caller compares
+        moved: fields that are `resume.is_source` and not as before. The caller compares
             fingerprints and then calls `record_places`.
     """
 
@@ -477,7 +477,7 @@ def _take_changes(
     """Compares the saved config with the new one; prints and saves the changes that are allowed.
 
     Returns:
-        The fields that are `resume.is_place` and changed, which are not saved yet.
+        The fields that are `resume.is_source` and changed, which are not saved yet.
 
     Raises:
         UserError: a field changed that changes how the run trains.
@@ -508,7 +508,7 @@ def _compare(
     """Compares the saved config with the new one.
 
     Returns:
-        The changes that move only memory or time, and the fields that are `resume.is_place` and
+        The changes that move only memory or time, and the fields that are `resume.is_source` and
         changed.
 
     Raises:
@@ -516,7 +516,8 @@ def _compare(
     """
     old_fields, new_fields = flatten(saved_run["config"]), flatten(config_dict(config))
     allowed_changes, refused_changes = resume.differences(old_fields, new_fields, config)
-    moved = tuple(f for f in list(refused_changes) if resume.is_place(f) and refused_changes.pop(f))
+    moved = tuple(filter(resume.is_source, refused_changes))
+    refused_changes = {f: text for f, text in refused_changes.items() if f not in moved}
     if refused_changes:
         changes = ", ".join(f"{field}: {change}" for field, change in refused_changes.items())
         begin = f"--config.init_from={folder.path}"

@@ -97,7 +97,7 @@ def check_start(config: ConfigDict, *, workdir: str | Path | None = None) -> int
 
     Raises:
         UserError: a value is out of range, a tracker is not installed, the mesh has devices that
-            are absent, or the folder holds no run, or one that this config cannot go on.
+            are absent, or the folder holds no run, or one that this config cannot resume.
     """
     validate(config)
     check_trackers(config)

@@ -78,7 +78,7 @@ class Run:
 
 
 def save(run: Run, *, stops: bool = False) -> None:
-    """Saves a checkpoint in the background, and writes the adapter and the curves beside it.
+    """Saves a checkpoint in the background, and writes the adapter and the curves.
 
     All processes of a run save the checkpoint together, and one of them writes the rest. Nothing is
     written twice for a step. Where the run ends here (`stops`), everything is on disk when the
@@ -126,7 +126,7 @@ def save_checkpoint(run: Run) -> None:
 
 def finish(run: Run) -> None:
     """Writes what a finished run leaves, summary.json last, and says so."""
-    run.checkpoints.wait()  # The adapter of a finished run never lies there without its checkpoint.
+    run.checkpoints.wait()  # A finished run never has an adapter without its checkpoint.
     if run.log is None:
         return
     if run.adapter_step != run.progress.step:
@@ -153,7 +153,7 @@ def best_so_far(run: Run) -> float:
 
 
 def announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
-    """Prints answers before and after a run, where its results lie, and how it could go on."""
+    """Prints answers before and after a run, where its results are, and how to train on."""
     answers = read_answers(folder.metrics) if folder.metrics.exists() else {}
     for line in format_answers(answers.get(0, []), answers.get(steps, []), line_columns()):
         print(line, flush=True)
@@ -209,7 +209,7 @@ def sample_rows(
 
 
 def _conversation(episode: Episode) -> dict[str, Any]:
-    """What completions.jsonl has of a conversation, beside its last turn."""
+    """What completions.jsonl has of a conversation, besides its last turn."""
     turns = [{"role": role, "text": text} for role, text in episode.parts]
     values = {"conversation": turns, "ending": ENDINGS[episode.ending], "calls": episode.calls}
     return values | ({"error": episode.error} if episode.error else {})

@@ -11,12 +11,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.data.environment_config import contracts_of, make_environments
 from qerl_jax.data.environments import RunEnvironments
-from qerl_jax.data.from_config import (
-    EVAL,
-    load_problems,
-    order_of,
-    training_prompts,
-)
+from qerl_jax.data.from_config import EVAL, load_problems, order_of, training_prompts
 from qerl_jax.data.order import Order
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
@@ -187,8 +182,8 @@ def assemble(
         UserError: the config asks for something that cannot be done.
     """
     lora_config, optimizer = method.lora_config, method.optimizer
-    place = functools.partial(shard_params, config=model.config, mesh=mesh)
-    head = rollout_head(model.params, config.rollout.head_format, place)
+    put = functools.partial(shard_params, config=model.config, mesh=mesh)
+    head = rollout_head(model.params, config.rollout.head_format, put)
     key = jax.random.key(config.seed, impl="threefry2x32")
     state_shapes = jax.eval_shape(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
@@ -219,11 +214,7 @@ def assemble(
             order_of(config, prompts),
             make_environments(config, model.tokenizer),
         ),
-        update=UpdateConfig(
-            model=model.config,
-            loss=method.loss,
-            recompute=plan.update.recompute,
-        ),
+        update=UpdateConfig(model=model.config, loss=method.loss, recompute=plan.update.recompute),
         buffer_tokens=plan.buffer_tokens,
         mesh=mesh,
         processes=ALONE,

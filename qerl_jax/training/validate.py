@@ -200,7 +200,7 @@ def how_to_train_on(
 
 
 def command_to_go_on(workdir: Path, *, steps: int) -> str:
-    """Returns the whole command with which a run goes on with the config that it saved."""
+    """Returns the whole command that resumes a run with the config that it saved."""
     folder = shlex.quote(str(workdir))
     return f"{command_name('train')} --workdir={folder} --config.steps={steps}"
 
