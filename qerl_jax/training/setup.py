@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -277,27 +278,18 @@ def _samplers(
 
     The rows are decided once, by the plan: a resumed run decides the same.
     """
-    sampling = SamplingConfig(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_k=config.rollout.top_k,
-        top_p=config.rollout.top_p,
-        stop=tuple(config.rollout.stop),
-    )
-    engine = EngineConfig(
-        chunk_steps=config.rollout.chunk_steps,
+    sampling = _from_section(SamplingConfig, config.rollout)
+    engine = _from_section(
+        EngineConfig,
+        config.rollout,
         max_rows=plan.rollout.rows,
         prefill_prompts=plan.rollout.prefill_prompts,
-        kv_cache_bytes=config.rollout.kv_cache_bytes,
-        kv_cache_dtype=config.rollout.kv_cache_dtype,
         dequantize=plan.rollout.dequantize,
         prompt_width=longest_prompt(config, prompts),
         num_prompts=largest_share(rollout_prompts(config), config.mesh.data),
     )
-    steps = Sampler(
-        *(model.config, model.tokenizer, sampling, engine, config.rollout.group_size),
-        turns=turn_config(config),
-    )
+    size, turns = config.rollout.group_size, turn_config(config)
+    steps = Sampler(model.config, model.tokenizer, sampling, engine, size, turns=turns)
     if plan.evaluation:
         engine = dataclasses.replace(
             engine,
@@ -336,14 +328,15 @@ def make_method(config: ConfigDict, schedule_steps: int) -> Method:
     Raises:
         UserError: an option is out of range.
     """
-    optimizer_config = _optimizer_config(config, schedule_steps)
+    updates = config.rl.updates_per_rollout
+    optimizer_config = _from_section(
+        OptimizerConfig,
+        config.optimizer,
+        warmup_updates=config.optimizer.warmup_steps * updates,
+        total_updates=schedule_steps * updates,
+    )
     return Method(
-        lora_config=LoraConfig(
-            rank=config.lora.rank,
-            alpha=config.lora.alpha,
-            rslora=config.lora.rslora,
-            targets=tuple(config.lora.targets),
-        ),
+        lora_config=_from_section(LoraConfig, config.lora),
         sigma=noise_level(
             config.aqn.schedule,
             sigma_start=config.aqn.sigma_start,
@@ -372,20 +365,24 @@ def loss_from(config: ConfigDict) -> LossConfig:
     Raises:
         UserError: the loss is unknown, or a value is out of range.
     """
-    return loss_config(
-        config.rl.loss,
-        aggregation=config.rl.aggregation,
-        clip_low=config.rl.clip_low,
-        clip_high=config.rl.clip_high,
-        dual_clip=config.rl.dual_clip or None,
-        sapo_temperature_pos=config.rl.sapo_temperature_pos,
-        sapo_temperature_neg=config.rl.sapo_temperature_neg,
-        off_policy_delta=config.rl.off_policy_delta or None,
-        kl_coef=config.rl.kl_coef,
-        kl_grad=config.rl.kl_grad,
-        entropy_coef=config.rl.entropy_coef,
-        tis_cap=config.aqn.tis_cap if config.aqn.correction == "tis" else None,
-    )
+    options = _values_of(LossConfig, config.rl) | {
+        "dual_clip": config.rl.dual_clip or None,
+        "off_policy_delta": config.rl.off_policy_delta or None,
+        "tis_cap": config.aqn.tis_cap if config.aqn.correction == "tis" else None,
+    }
+    return loss_config(config.rl.loss, **options)
+
+
+def _from_section[T](kind: type[T], section: ConfigDict, **others: Any) -> T:
+    """Makes a dataclass of the values of a section of the config, and of others."""
+    return kind(**_values_of(kind, section) | others)
+
+
+def _values_of(kind: Any, section: ConfigDict) -> dict[str, Any]:
+    """The values of a section whose names are those of a dataclass's fields."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name in section]
+    values = {name: section[name] for name in names}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def temperature_schedule(
@@ -414,20 +411,3 @@ def temperature_schedule(
         )
     curve = curves[name]
     return lambda step: start + (end - start) * curve(min(step / max(total_steps - 1, 1), 1.0))
-
-
-def _optimizer_config(config: ConfigDict, schedule_steps: int) -> OptimizerConfig:
-    updates = config.rl.updates_per_rollout
-    return OptimizerConfig(
-        name=config.optimizer.name,
-        learning_rate=config.optimizer.learning_rate,
-        schedule=config.optimizer.schedule,
-        final_fraction=config.optimizer.final_fraction,
-        warmup_updates=config.optimizer.warmup_steps * updates,
-        total_updates=schedule_steps * updates,
-        b1=config.optimizer.b1,
-        b2=config.optimizer.b2,
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-        max_grad_norm=config.optimizer.max_grad_norm,
-    )
