@@ -20,7 +20,7 @@ from qerl_jax.data.order import Cursor, Order, Source, draw, draw_turns, source_
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import _held_out_problems
 from qerl_jax.export.model_card import _training
-from qerl_jax.rewards.scores import Scores
+from qerl_jax.rewards.scored import Scores
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.show.view import curves, open_views

@@ -45,7 +45,7 @@ from qerl_jax.config.recipes import RECIPES
 from qerl_jax.data.mixture import name_sources
 from qerl_jax.errors import UserError, check_unicode, first_line, visible
 from qerl_jax.rewards.from_config import name_rewards
-from qerl_jax.system.command import name_commands
+from qerl_jax.system.command import command_name, name_commands
 from qerl_jax.system.device_memory import take_memory
 from qerl_jax.system.import_path import allow_working_directory
 from qerl_jax.system.live_line import waiting
@@ -212,6 +212,15 @@ def _flag_hint(error: flags.UnrecognizedFlagError) -> str:
     _, equals, value = str(error.flagvalue or "").partition("=")
     options = " or ".join(f"--config.{name}={value if equals else 'VALUE'}" for name in names)
     return f"; a field of the config is set like {options}"
+
+
+def new_parser(command: str, text: str | None) -> argparse.ArgumentParser:
+    """Makes the parser of a command, whose --help begins with a text."""
+    return argparse.ArgumentParser(
+        prog=command_name(command),
+        description=name_commands(text or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def run_command(

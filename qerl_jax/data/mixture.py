@@ -39,8 +39,8 @@ class MixtureSource:
 
     path: str = ""
     source: str = ""
-    weight: float = 1.0
-    split: str = "train"
+    weight: float = _KEYS["weight"]
+    split: str = _KEYS["split"]
     levels: tuple[int, ...] = ()
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -81,13 +81,10 @@ def name_sources(config: ConfigDict, fields: Iterable[str]) -> None:
 
 
 def read_mixture(data: Mapping[str, Any]) -> dict[str, MixtureSource]:
-    """Reads the mixture of a config.
+    """Reads the mixture of a config: sources by name, in the order of their names; {} without one.
 
     Args:
         data: the section `data` of a config, with the table `mixture` as a plain dict.
-
-    Returns:
-        The sources by name, in the order of their names; {} where the run has one source.
 
     Raises:
         UserError: a source lacks what it needs, has a key that it does not read or a value that is

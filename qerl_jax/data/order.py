@@ -161,11 +161,9 @@ def draw(
 def take_turns(order: Order, cursor: Cursor, n: int) -> tuple[list[int], Cursor]:
     """Divides the next n draws among the sources.
 
-    Each draw goes to the source that lags behind its share of the draws the most, so that no
-    source is ever a whole problem ahead of its share.
-
-    Returns:
-        The number of the source of each draw, and the cursor with the new credits.
+    Each draw goes to the source that lags behind its share of the draws the most, so that no source
+    is ever a whole problem ahead of its share. Returns the number of the source of each draw, and
+    the cursor with the new credits.
     """
     credits = [cursor.position(source).credit for source in order.sources]
     turns, credits = _divide(order.shares, credits, n)
@@ -177,8 +175,7 @@ def take_turns(order: Order, cursor: Cursor, n: int) -> tuple[list[int], Cursor]
 def refill_turns(lack: Sequence[int] | np.ndarray, n: int) -> list[int]:
     """Divides n draws that replace others among the sources, in proportion to what they lack.
 
-    Returns:
-        The number of the source of each draw.
+    Returns the number of the source of each draw.
     """
     shares = np.asarray(lack, float) / np.sum(lack)
     return _divide(shares.tolist(), [0.0] * len(shares), n)[0]

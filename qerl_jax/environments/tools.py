@@ -36,10 +36,9 @@ class Call(NamedTuple):
 
 
 def tool_format(template: str, source: str = "") -> str:
-    """Returns how a chat template writes calls.
+    """Returns how a chat template writes calls: as 'hermes', 'xml', 'llama' or 'mistral'.
 
-    Returns:
-        'hermes' (Qwen 2.5 and 3), 'xml' (Qwen 3.5 and 3.6), 'llama' or 'mistral'.
+    'hermes' is that of Qwen 2.5 and 3, 'xml' that of Qwen 3.5 and 3.6.
 
     Raises:
         UserError: the template has no tools, or writes their calls in another way.
@@ -64,13 +63,10 @@ def tool_format(template: str, source: str = "") -> str:
 def read_calls(
     text: str, form: str, *, in_reasoning: bool = False, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[Call]:
-    """Reads the calls in a turn of the policy, in their order.
+    """Reads the calls in a turn of the policy, in their order; an unreadable one has an error.
 
     What the policy writes while it reasons is no call. The text has its special tokens, but not the
     token that ends the turn. By the JSON schemas of the tools 'xml' tells a number from a text.
-
-    Returns:
-        The calls; one that cannot be read has an error. [] where the turn has none.
     """
     if "</think>" in text:
         text = text.rpartition("</think>")[2]

@@ -120,10 +120,7 @@ def reward_entries(
 
 
 def configured_rewards(config: ConfigDict) -> dict[str, tuple[Reward, float]]:
-    """Makes the rewards that a config names.
-
-    Returns:
-        Function and weight by name.
+    """Makes the rewards that a config names: function and weight by name.
 
     Raises:
         UserError: a reward cannot be imported or called, see `calls.resolve`.

@@ -29,9 +29,6 @@ def verify(answer: str, text: str) -> bool:
     the time limit of a caller that works by a signal, kills the worker and propagates. Answer and
     text are in LaTeX or plain.
 
-    Returns:
-        True if the answers are equal; False if they differ or the text holds no answer.
-
     Raises:
         TimeoutError: the comparison took more than `SECONDS`, or more memory than 4 GiB.
         ValueError: math-verify cannot read the reference, or failed on this pair.

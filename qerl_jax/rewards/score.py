@@ -26,7 +26,7 @@ import numpy as np
 from qerl_jax.errors import UserError, first_line, visible
 from qerl_jax.rewards.calls import LISTS, Call, call_of
 from qerl_jax.rewards.functions import LARGEST, Reward
-from qerl_jax.rewards.scores import Completion, Scores
+from qerl_jax.rewards.scored import Completion, Scores
 from qerl_jax.rewards.table import Rewards, table_of
 from qerl_jax.rewards.url import RewardError
 

@@ -295,12 +295,8 @@ def _begin_from(
 ) -> tuple[Setup, Progress]:
     """Begins a run from another one: reads it, prints what it takes over, and records it.
 
-    Returns:
-        The setup, whose reference policy is the one that training starts from, and the progress
-        before the first step.
-
-    Raises:
-        UserError: the other run has no readable checkpoint, or has another base.
+    Returns the setup, whose reference policy is the one that training starts from, and the progress
+    before the first step.
     """
     config = setup.config
     origin, best = origin_of(config.init_from)
@@ -354,14 +350,8 @@ def _read_together(
 ) -> tuple[int, TrainState, dict[str, Any]]:
     """Reads what the run begins from, the same in all processes, though the other run may save.
 
-    Process 0 chooses the checkpoint.
-
-    Returns:
-        The step, the state, with the best adapter if that is asked for, and the meta object of the
-        checkpoint.
-
-    Raises:
-        UserError: process 0 cannot read one, or the other processes cannot read the same one.
+    Process 0 chooses the checkpoint. Returns the step, the state, with the best adapter if that is
+    asked for, and the meta object of the checkpoint.
     """
     exchange, chosen = setup.processes.exchange_json, None
     for _ in range(_ATTEMPTS):
@@ -397,9 +387,6 @@ def _read_best(setup: Setup, origin: RunFolder) -> tuple[int, Trainable]:
     """Reads the best adapter of a run, and its step, which are those of one save.
 
     A run replaces the folder first, and then writes best.json with the checksum of the adapter.
-
-    Raises:
-        UserError: they cannot be read, or do not belong together.
     """
     path = origin.adapter(best=True)
     for attempt in range(_ATTEMPTS):
@@ -428,9 +415,6 @@ def _restore_origin(setup: Setup, folder: RunFolder, crc: int | None = None) -> 
     The reference policy is the one that training starts from, whose adapter is in the folder of the
     run. `crc` is the checksum of the parameters that the run begins with; None reads what
     `_begin_from` recorded. A run that began alone has its setup unchanged.
-
-    Raises:
-        UserError: the adapter cannot be read, or config.json has no checksum.
     """
     if not setup.config.init_from:
         return setup

@@ -15,7 +15,7 @@ import numpy as np
 
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.environments.episodes import Episode
-from qerl_jax.rewards.scores import Scores
+from qerl_jax.rewards.scored import Scores
 from qerl_jax.rollout.completions import Rollout, detokenize
 from qerl_jax.rollout.config import Tokenizer
 from qerl_jax.rollout.progress import Statistics

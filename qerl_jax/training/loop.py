@@ -336,12 +336,9 @@ def _save_or_stop(run: Run) -> None:
 
 
 def _compile(run: Run) -> Programs:
-    """Compiles the programs of the run: no step and no evaluation waits for the compiler.
+    """Compiles the programs of the run, so that no step and no evaluation waits for the compiler.
 
-    The programs of rollouts become part of the run's samplers.
-
-    Returns:
-        The programs of updates.
+    The programs of rollouts become part of the run's samplers; those of updates are returned.
     """
     began, trains = time.perf_counter(), run.progress.step < run.setup.config.steps
 
