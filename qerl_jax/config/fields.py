@@ -35,12 +35,7 @@ class Condition:
 
 @dataclasses.dataclass(frozen=True)
 class ModelDefault:
-    """A default that depends on the model.
-
-    Attributes:
-        text: the default in words.
-        value: function from the name of the model, one of `models.MODELS`, to the default.
-    """
+    """A default that depends on the model, in words and as a function of one of `models.MODELS`."""
 
     text: str
     value: Callable[[str], Any]
@@ -48,23 +43,14 @@ class ModelDefault:
 
 @dataclasses.dataclass(frozen=True)
 class LinkedDefault:
-    """A default that is the value of another field, also after that one is set.
-
-    Attributes:
-        field: name of the other field.
-    """
+    """A default that is the value of another field, also after that one is set."""
 
     field: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the config, to which the rows after it belong.
-
-    Attributes:
-        name: name of the section, such as 'rl', with which the names of its fields begin.
-        help: meaning of the section, '' where its fields say it.
-    """
+    """A part of the config, to which the rows after it belong; '' where its fields say it all."""
 
     name: str
     help: str = ""

@@ -20,14 +20,7 @@ from qerl_jax.rollout.progress import Statistics
 
 @dataclasses.dataclass(frozen=True)
 class RunEnvironments:
-    """The environments of a run, and how their prompts are written.
-
-    Attributes:
-        environments: the environments.
-        tokenizer: tokenizer of the policy.
-        prompts: how prompts are written.
-        max_prompt_tokens: largest number of tokens of a prompt.
-    """
+    """The environments of a run, and how their prompts are written."""
 
     environments: Environments
     tokenizer: ChatTokenizer

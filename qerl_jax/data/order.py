@@ -20,12 +20,9 @@ _KEY_CURRICULUM = 1  # tells the draws of the curriculum from the permutations o
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Training problems of one origin.
+    """Training problems of one origin, whose name is '' where a run has one.
 
-    Attributes:
-        name: name of the source in a mixture; '' where a run has one source.
-        size: number of problems.
-        weight: its part of the draws, relative to the weights of the other sources.
+    The part of the draws is relative to the weights of the other sources.
     """
 
     name: str
@@ -148,14 +145,6 @@ def _read_position(saved: Mapping[str, Any]) -> SourcePosition:
     if not math.isfinite(position.credit):
         raise ValueError("a credit is no number")
     return dataclasses.replace(position, results=results)
-
-
-def draw(
-    order: Order, cursor: Cursor, n: int, *, exclude: Collection[int] = ()
-) -> tuple[list[int], Cursor]:
-    """Draws the next n problems: `draw_turns` for the sources of `take_turns`."""
-    turns, cursor = take_turns(order, cursor, n)
-    return draw_turns(order, cursor, turns, exclude=exclude)
 
 
 def take_turns(order: Order, cursor: Cursor, n: int) -> tuple[list[int], Cursor]:

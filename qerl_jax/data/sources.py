@@ -420,12 +420,6 @@ def check_generated(
         )
 
 
-def select_generated(source: str, problems: Iterable[Problem], selection: Selection) -> list:
-    """Returns the generated problems that are kept; prints how many are left out, and why."""
-    rows = ((f"{source}:{n}", p.columns) for n, p in enumerate(problems, 1))
-    return _select(rows, selection)
-
-
 # --- The hub --------------------------------------------------------------------------------------
 
 
@@ -468,7 +462,7 @@ def load_hub_splits(source: str, local_field: str, *needed: str) -> Any:
 
 
 def read_rows(rows: Iterable[Any], where: str, selection: Selection) -> list[Problem]:
-    """Reads the rows of a split of a dataset.
+    """Reads the rows of a split of a dataset, or those of generated problems.
 
     Raises:
         UserError: a row is malformed.

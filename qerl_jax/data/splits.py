@@ -321,9 +321,10 @@ def _generate(
         config.source, config.options, seed=config.seed, size=size, rewards=config.training.scorers
     )
     cut = _held_out_size(held_out_size, len(problems), config.eval_most)
+    rows = [problem.columns for problem in problems]
     return (
-        problem_sources.select_generated(config.source, problems[cut:], config.training),
-        problem_sources.select_generated(config.source, problems[:cut], config.evaluation),
+        problem_sources.read_rows(rows[cut:], config.source, config.training),
+        problem_sources.read_rows(rows[:cut], config.source, config.evaluation),
     )
 
 

@@ -152,12 +152,7 @@ class Episode:
 
 
 class Episodes:
-    """The episodes of a rollout of B rows; the `Dialog` of the sampler.
-
-    Attributes:
-        episodes: what has happened to each row.
-        errors: failures of environments, with their counts.
-    """
+    """The episodes of a rollout of B rows, the `Dialog` of the sampler, and counted failures."""
 
     def __init__(
         self,

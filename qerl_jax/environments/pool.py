@@ -26,13 +26,7 @@ class CallError(Exception):
 
 
 class Process:
-    """A process with one environment.
-
-    Attributes:
-        pid: number of the process.
-        connection: socket to it.
-        deadline: time at which the call under way must have ended, as `time.monotonic` counts.
-    """
+    """A process with one environment, whose call must end by `deadline`, of `time.monotonic`."""
 
     def __init__(self, pid: int, connection: socket.socket):
         self.pid, self.connection = pid, connection

@@ -43,12 +43,7 @@ _CPU_MULTIPLE = 8
 class LongestRows:
     """The longest rows that a step may sample.
 
-    Attributes:
-        prompt: tokens of the longest prompt.
-        new_tokens: largest number of tokens of a completion.
-        group_size: completions of a prompt.
-        num_prompts: prompts of a step.
-        devices: devices that the buffers are dealt out to.
+    `prompt` and `new_tokens` are tokens; the buffers are dealt out to the devices.
     """
 
     prompt: int

@@ -23,12 +23,7 @@ from qerl_jax.rollout.replicas import rows_of
 
 
 class Peers(Protocol):
-    """The part of `processes.group.Processes` that a step uses.
-
-    Attributes:
-        index: number of this process.
-        count: number of all processes.
-    """
+    """The part of `processes.group.Processes` that a step uses; one of `count` processes."""
 
     index: int
     count: int

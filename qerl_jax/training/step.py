@@ -52,13 +52,7 @@ KEY_NOISE, KEY_ROLLOUT = 0, 1  # folded into the key of a step
 class Method(NamedTuple):
     """The parts of a run that need no model.
 
-    Attributes:
-        lora_config: rank, scale and targets of the adapter.
-        sigma: sigma of the noise by step, or the KL that it should cause.
-        temperature: sampling temperature by step.
-        loss: definition of the loss.
-        optimizer: the optimizer with its schedule.
-        optimizer_config: options of the optimizer.
+    `sigma` is that of the noise by step, or the KL that it should cause.
     """
 
     lora_config: LoraConfig
