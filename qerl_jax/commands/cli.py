@@ -419,11 +419,7 @@ class _ConfigParser(flags.ArgumentParser):
 
 
 def with_files(argv: Sequence[str]) -> list[str]:
-    """The arguments, where the value of --config is the path of a file instead of a name.
-
-    Raises:
-        UserError: --config names neither a file nor an installed config.
-    """
+    """The arguments, where the value of --config is the path of a file instead of a name."""
     arguments = []
     for argument in argv:
         if arguments and arguments[-1] in ("--config", "-config"):

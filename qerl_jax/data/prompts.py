@@ -4,21 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from qerl_jax.environments.replies import TemplateTokenizer
 from qerl_jax.errors import UserError, check_unicode
 
 
-class ChatTokenizer(Protocol):
+class ChatTokenizer(TemplateTokenizer, Protocol):
     """The part of a tokenizer that writes prompts."""
-
-    def encode(self, text: str, /) -> Sequence[int]:
-        """Returns the token ids of a text."""
-        ...
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], /, **arguments: Any
-    ) -> str:
-        """Returns a conversation as text."""
-        ...
 
     def check_kept(self, messages: Sequence[Mapping[str, str]], text: str, /) -> None:
         """Raises a UserError where the text leaves out a message."""

@@ -462,11 +462,7 @@ def load_hub_splits(source: str, local_field: str, *needed: str) -> Any:
 
 
 def read_rows(rows: Iterable[Any], where: str, selection: Selection) -> list[Problem]:
-    """Reads the rows of a split of a dataset, or those of generated problems.
-
-    Raises:
-        UserError: a row is malformed.
-    """
+    """Reads the rows of a split of a dataset, or those of generated problems."""
     return _select(((f"{where}:{number}", row) for number, row in enumerate(rows, 1)), selection)
 
 

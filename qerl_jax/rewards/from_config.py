@@ -120,11 +120,7 @@ def reward_entries(
 
 
 def configured_rewards(config: ConfigDict) -> dict[str, tuple[Reward, float]]:
-    """Makes the rewards that a config names: function and weight by name.
-
-    Raises:
-        UserError: a reward cannot be imported or called, see `calls.resolve`.
-    """
+    """Makes the rewards that a config names: function and weight by name."""
     rewards = {}
     for name, reward in config.rewards.items():
         options = {key: reward[key] for key in OPTIONS if key in reward}

@@ -84,11 +84,7 @@ _SAME_FIELDS = (
 def check_starts(
     config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]], processes: Processes
 ) -> None:
-    """Refuses processes that were started in different ways, before a folder is made.
-
-    Raises:
-        UserError: they differ.
-    """
+    """Refuses processes that were started in different ways, before a folder is made."""
     if processes.count == 1:
         return
     facts = flatten(config_dict(config))
@@ -251,9 +247,6 @@ def check_origin(config: ConfigDict) -> None:
     """Refuses a run to begin from that does not fit the config, before a model is loaded.
 
     Without `init_from` nothing is checked.
-
-    Raises:
-        UserError: the run cannot be read, has nothing to begin from, or trains other parameters.
     """
     if not config.init_from:
         return

@@ -80,16 +80,13 @@ def _rollout_operations(
     is for the rollouts of steps (`trains`), not of evaluations (`evaluates`).
     """
     key, params, lora, head = local
-    operations: list[Operation] = []
-    if trains:
-        sampler, policy = setup.collect.sampler, Policy(params | head, lora)
-        size = sampler.engine.num_prompts
-        operations += sampler.operations(key, policy, num_prompts=size)
-    if evaluates:
-        sampler, policy = setup.eval_sampler, Policy(params, lora)
-        size = sampler.engine.num_prompts
-        operations += sampler.operations(key, policy, num_prompts=size)
-    return operations
+    parts = [(setup.collect.sampler, Policy(params | head, lora))] if trains else []
+    parts += [(setup.eval_sampler, Policy(params, lora))] if evaluates else []
+    return [
+        operation
+        for sampler, policy in parts
+        for operation in sampler.operations(key, policy, num_prompts=sampler.engine.num_prompts)
+    ]
 
 
 def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:

@@ -178,9 +178,6 @@ def reference_policy(
     A new adapter is zero, so the policy is then the model itself, as it is without a KL in the
     loss. A given adapter (`lora.init`) is read once more, because updates overwrite the buffers of
     the trained one. TRL freezes a copy of a loaded adapter in the same way.
-
-    Raises:
-        UserError: the given adapter cannot be read, or does not fit the config.
     """
     if not _starts_from_an_adapter(config):
         return Policy(model.params, None)

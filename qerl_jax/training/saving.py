@@ -83,9 +83,6 @@ def save(run: Run, *, stops: bool = False) -> None:
     All processes of a run save the checkpoint together, and one of them writes the rest. Nothing is
     written twice for a step. Where the run ends here (`stops`), everything is on disk when the
     function returns, the checkpoint first, because a scheduler may not wait for the rest.
-
-    Raises:
-        UserError: a file could not be written.
     """
     step = run.progress.step
     save_checkpoint(run)
@@ -101,11 +98,7 @@ def save(run: Run, *, stops: bool = False) -> None:
 
 
 def save_checkpoint(run: Run) -> None:
-    """Saves a checkpoint of a run in the background.
-
-    Raises:
-        UserError: no disk space, or the previous save failed.
-    """
+    """Saves a checkpoint of a run in the background."""
     if run.log is not None:
         run.log.sync()
     run.checkpoints.save(

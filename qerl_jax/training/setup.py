@@ -91,9 +91,6 @@ def prepare(
     """Loads the model and the problems, and makes the other parts from the config.
 
     `schedule_steps` is the number of steps that the schedules of noise and learning rate span.
-
-    Raises:
-        UserError: the config asks for something that cannot be done.
     """
     method = check_method(config, rewards, schedule_steps=schedule_steps)
     mesh = make_mesh(config.mesh.data, config.mesh.tensor)
@@ -117,9 +114,6 @@ def check_method(
 
     A custom schedule is called for every step now, because it could fail at one that is hours away,
     such as a step of an extended run.
-
-    Raises:
-        UserError: an option is out of range.
     """
     _metric(config, rewards)
     _check_environment_rewards(config, rewards)
@@ -360,11 +354,7 @@ def make_method(config: ConfigDict, schedule_steps: int) -> Method:
 
 
 def loss_from(config: ConfigDict) -> LossConfig:
-    """The loss that a config names.
-
-    Raises:
-        UserError: the loss is unknown, or a value is out of range.
-    """
+    """The loss that a config names."""
     options = _values_of(LossConfig, config.rl) | {
         "dual_clip": config.rl.dual_clip or None,
         "off_policy_delta": config.rl.off_policy_delta or None,
@@ -396,9 +386,6 @@ def temperature_schedule(
     * constant: T0
     * linear: T0 + (T1 - T0) u
     * cosine: T1 + (T0 - T1) (1 + cos(pi u)) / 2
-
-    Raises:
-        UserError: the name is unknown.
     """
     curves: dict[str, Callable[[float], float]] = {
         "constant": lambda u: 0.0,

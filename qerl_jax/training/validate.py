@@ -159,9 +159,6 @@ def check_extension(config: ConfigDict, *, schedule_steps: int, target: Path) ->
     """Refuses steps after the end of a schedule that brings the learning rate to 0.
 
     `target` is the folder of the adapter or model that the run writes when it is finished.
-
-    Raises:
-        UserError: the run has steps that would train nothing.
     """
     if config.steps <= schedule_steps or not _decays_to_zero(config):
         return
