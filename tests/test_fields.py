@@ -30,7 +30,7 @@ from qerl_jax.rl.train_step import OptimizerConfig, make_optimizer
 from qerl_jax.rollout.head import HEAD_FORMATS
 from qerl_jax.rollout.shapes import _CACHE_DTYPES
 from qerl_jax.run.folder import config_dict, flatten
-from qerl_jax.training.setup import temperature_schedule
+from qerl_jax.training.setup import CURVES
 from qerl_jax.training.validate import validate
 from qerl_jax.weights.load import DTYPES, FORMATS
 
@@ -64,9 +64,7 @@ IMPLEMENTED = {
     "model.format": FORMATS,
     "model.dtype": tuple(DTYPES),
     "lora.targets": ALL_PROJECTIONS,
-    "rollout.temperature_schedule": choices_in_error(
-        lambda: temperature_schedule("x", start=1.0, end=1.0, total_steps=2)
-    ),
+    "rollout.temperature_schedule": tuple(CURVES),
     "rollout.kv_cache_dtype": ("", *_CACHE_DTYPES),
     "rollout.head_format": HEAD_FORMATS,
     "aqn.schedule": (*aqn.SCHEDULES, kl_control.SCHEDULE),

@@ -54,6 +54,13 @@ from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.peft import read_peft_config
 
+# From the start of a temperature, 0, to its end, 1.
+CURVES: dict[str, Callable[[float], float]] = {
+    "constant": lambda u: 0.0,
+    "linear": lambda u: u,
+    "cosine": lambda u: (1.0 - float(np.cos(np.pi * u))) / 2.0,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup(StepSetup):
@@ -341,12 +348,7 @@ def make_method(config: ConfigDict, schedule_steps: int) -> Method:
             stages=config.aqn.stages,
             total_steps=schedule_steps,
         ),
-        temperature=temperature_schedule(
-            config.rollout.temperature_schedule,
-            start=config.rollout.temperature,
-            end=config.rollout.temperature_end,
-            total_steps=schedule_steps,
-        ),
+        temperature=functools.partial(_temperature, config.rollout, schedule_steps),
         loss=loss_from(config),
         optimizer=make_optimizer(optimizer_config),
         optimizer_config=optimizer_config,
@@ -375,26 +377,15 @@ def _values_of(kind: Any, section: ConfigDict) -> dict[str, Any]:
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
-def temperature_schedule(
-    name: str, *, start: float, end: float, total_steps: int
-) -> Callable[[int], float]:
-    """Returns the sampling temperature by step, from 0 on.
+def _temperature(rollout: ConfigDict, total_steps: int, step: int) -> float:
+    """The sampling temperature of a step, from 0 on.
 
-    With u from 0 in the first step to 1 in the last one, and 1 in steps after that, T0 = `start`
-    and T1 = `end`:
+    With u from 0 in the first step to 1 in the last one, and 1 in steps after that, T0 =
+    `temperature` and T1 = `temperature_end`:
 
     * constant: T0
     * linear: T0 + (T1 - T0) u
     * cosine: T1 + (T0 - T1) (1 + cos(pi u)) / 2
     """
-    curves: dict[str, Callable[[float], float]] = {
-        "constant": lambda u: 0.0,
-        "linear": lambda u: u,
-        "cosine": lambda u: (1.0 - float(np.cos(np.pi * u))) / 2.0,
-    }
-    if name not in curves:
-        raise UserError(
-            f"unknown rollout.temperature_schedule {name!r}: choose from {', '.join(curves)}"
-        )
-    curve = curves[name]
-    return lambda step: start + (end - start) * curve(min(step / max(total_steps - 1, 1), 1.0))
+    u = CURVES[rollout.temperature_schedule](min(step / max(total_steps - 1, 1), 1.0))
+    return rollout.temperature + (rollout.temperature_end - rollout.temperature) * u
