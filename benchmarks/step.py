@@ -278,7 +278,7 @@ def measure(
     from qerl_jax.policy.sharding import groups_of, shard
     from qerl_jax.rl.train_step import init_state
     from qerl_jax.training.compile import compile_programs
-    from qerl_jax.training.initial_policy import first_trainable
+    from qerl_jax.training.first_policy import first_trainable
     from qerl_jax.training.step import Progress, take_step
 
     (data, tensor), setup = shape, _setup(arguments, model, format, shape, processes)
