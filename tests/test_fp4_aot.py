@@ -163,8 +163,8 @@ def test_the_tuner_sees_spills(compile_for_h200, monkeypatch):
         product = functools.partial(sm90.matmul, config=config, num_sms=132)
         compile_for_h200(product, array(192, 1024), tiles(1024, 1024))
     monkeypatch.undo()
-    with autotune.compiler_reports():
-        fits, spills = (autotune.spilled_bytes(one) for one in lowered)
+    with autotune.compiler_reports() as spilled_bytes:
+        fits, spills = map(spilled_bytes, lowered)
     assert fits == 0
     assert spills > 0
 
