@@ -22,9 +22,10 @@ LAYOUTS = "100+8x280,100+8x2048,300+8x600"
 
 
 def fill(tokens: int, prompt: int, count: int, completion: int) -> np.ndarray:
-    """Ids of a buffer of some tokens that is filled with groups; those that do not fit are divided.
+    """Ids of a buffer that is filled with groups; groups that do not fit are divided.
 
-    A group is a prompt and up to `count` completions, of so many tokens each.
+    `tokens`, `prompt` and `completion` are numbers of tokens: of the buffer, of a group's prompt,
+    and of each of its completions, at most `count`.
     """
     ids = np.full(tokens, -1, np.int32)
     start, group = 0, 0

@@ -185,8 +185,8 @@ def measured(
 ) -> list[tuple[float, Any, Callable]]:
     """Measures a product in every tiling or schedule that compiles, spills nothing and is right.
 
-    `product` takes tokens, a weight, further arguments and a `config`; `by_xla`, of the same
-    arguments, is right. `args` has a list of each argument, and so many threads compile.
+    `product` takes tokens, a weight, further arguments and a `config`; `by_xla` takes the same
+    arguments without one, and is right. `args` has a list of each argument.
 
     Returns:
         The seconds, the tiling and the program of each, the fastest first.

@@ -106,7 +106,7 @@ def random_operands(
 ) -> list[list]:
     """Tokens [M, K] for each of the weights `make(key, n, k)` to rotate through, and the weights.
 
-    A weight has so many bits a number. With `transposed` the tokens are [M, N].
+    Each number of a weight has some bits. With `transposed` the tokens are [M, N].
     """
     count = rotated(n * k * bits / 8)
     weights = [make(key, n, k) for key in jax.random.split(jax.random.key(0), count)]
