@@ -167,10 +167,7 @@ SIZES = (
     (1, 2, 600, 32, 132),
     (1, 2, 129, 256, 132),
 )
-FAST = (
-    (SIZES[1], (jnp.float8_e4m3fn, False)),
-    (SIZES[4], (jnp.bfloat16, True)),
-)
+FAST = ((SIZES[1], (jnp.float8_e4m3fn, False)), (SIZES[4], (jnp.bfloat16, True)))
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)

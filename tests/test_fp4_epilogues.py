@@ -110,11 +110,7 @@ def test_swiglu_with_its_own_adapter():
     b = b.at[:, rank:].set(0)
     config = TileConfig(8, warpgroups_n=1, block_k=256, stages=2)
     y = fp4.fp4_matmul(
-        x,
-        fp4.to_tiles(weight),
-        lora=(a, b),
-        epilogue=Swiglu(square_partials, 0.5),
-        config=config,
+        x, fp4.to_tiles(weight), lora=(a, b), epilogue=Swiglu(square_partials, 0.5), config=config
     )
     xa = float64(x) @ float64(a).T
     expected = swiglu_of(x, weight, xa, b[:, :rank], square_partials, 0.5)

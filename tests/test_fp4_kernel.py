@@ -48,12 +48,7 @@ VARIANTS = {
         2,
     ),
     "an adapter": ((8, 64, 256), TileConfig(8, warpgroups_n=1, stages=2), 64, 2),
-    "split tiles": (
-        (16, 128, 640),
-        TileConfig(16, warpgroups_n=1, stages=3, stream_k=True),
-        64,
-        3,
-    ),
+    "split tiles": ((16, 128, 640), TileConfig(16, warpgroups_n=1, stages=3, stream_k=True), 64, 3),
     "split tiles that the rows do not fill": (
         (16, 160, 384),
         TileConfig(16, warpgroups_n=2, stages=3, stream_k=True),

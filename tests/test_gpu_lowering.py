@@ -40,10 +40,7 @@ def test_fp4_product(adapter, m):
     extra = {
         "none": {},
         "product": {"xa": array(m, 2 * RANK), "b": b},
-        "xa_partials": {
-            "xa_partials": array(K // 128, m, RANK, dtype=FLOAT32),
-            "b": b,
-        },
+        "xa_partials": {"xa_partials": array(K // 128, m, RANK, dtype=FLOAT32), "b": b},
         "inside": {"a": array(RANK, K), "b": b},
     }[adapter]
     config = tiling.choose(m, N, K, rank=2 * RANK)
@@ -71,10 +68,7 @@ KERNELS = {
     ),
     "attend": (functools.partial(attention.attend, eps=1e-6, num_sms=132), (INPUTS,)),
     "attend_whole": (functools.partial(attention.attend_whole, eps=1e-6, num_sms=2), (INPUTS,)),
-    "attention_sm90": (
-        functools.partial(attention_sm90.attend, eps=1e-6, num_sms=132),
-        (INPUTS,),
-    ),
+    "attention_sm90": (functools.partial(attention_sm90.attend, eps=1e-6, num_sms=132), (INPUTS,)),
     "merge_parts": (
         functools.partial(attention.merge_parts, dtype=jnp.bfloat16),
         (PARTS, array(RANK, 256)),
