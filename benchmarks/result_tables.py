@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.rollout.profile import PARTS
 from benchmarks.rollout.results import by_policy, numbers_of
-from pallas_kernels.fp4_matmul import benchmark, cases
+from pallas_kernels.fp4_matmul import cases
 
 # The name in the table of each implementation of the kernel benchmark.
 _KERNELS = {
@@ -151,7 +151,7 @@ def kernel_table(result: dict) -> str:
 def _equal_shapes(measured: set[str]) -> list[list[str]]:
     """The measured layers in the order of the models; layers of one shape are listed together."""
     groups: dict[tuple, list[str]] = {}
-    for layer, shape in benchmark.shapes(",".join(cases.MODELS)).items():
+    for layer, shape in cases.shapes(",".join(cases.MODELS)).items():
         if layer in measured:
             groups.setdefault((*shape, cases.rank_of(layer, 1)), []).append(layer)
     return list(groups.values())
