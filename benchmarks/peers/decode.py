@@ -123,26 +123,18 @@ def generate(
 
 def write_adapter(folder: pathlib.Path, model: str, rank: int) -> None:
     """Writes a random adapter as PEFT stores it."""
-    import torch  # pyrefly: ignore[missing-import]
-    from safetensors.torch import save_file
+    import jax
 
+    from benchmarks.rollout.random_policy import random_lora
     from qerl_jax.policy.architectures import ARCHITECTURES
-    from qerl_jax.policy.lora import PROJECTIONS, projection_shapes, targets_of
-    from qerl_jax.weights.names import layer_module
+    from qerl_jax.policy.lora import LoraConfig
+    from qerl_jax.policy.trainable import Trainable
+    from qerl_jax.weights.peft import save_peft_adapter
 
-    model_config, tensors = ARCHITECTURES[model], {}
-    for layer in range(model_config.num_layers):
-        for name in targets_of(model_config, layer, PROJECTIONS):
-            n, k = projection_shapes(model_config)[name]
-            module = f"base_model.model.{layer_module(layer, name)}"
-            for part, shape in (("A", (rank, k)), ("B", (n, rank))):
-                value = 0.01 * torch.randn(shape, dtype=torch.bfloat16)
-                tensors[f"{module}.lora_{part}.weight"] = value
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    text = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank}
-    text |= {"target_modules": list(PROJECTIONS), "bias": "none", "lora_dropout": 0.0}
-    (folder / "adapter_config.json").write_text(json.dumps(text))
+    jax.config.update("jax_platforms", "cpu")  # The card is the peer's.
+    lora = random_lora(jax.random.key(0), ARCHITECTURES[model], rank=rank)
+    config = LoraConfig(rank=rank, alpha=float(rank))
+    save_peft_adapter(folder, Trainable(lora, {}), config, base_model=model)
 
 
 def _without_weights(folder: pathlib.Path, source: pathlib.Path) -> pathlib.Path:
