@@ -63,7 +63,7 @@ def origin(module: str) -> dict[str, Any]:
 
 
 def read_rows(path: pathlib.Path, keys: Keys, device: str = "") -> list[dict[str, Any]]:
-    """The rows of a JSON file, {rows: [...]} or {device, rows: [...]}; [] where there is none.
+    """The rows of a JSON file, {rows: [...]} or {device, rows: [...]}; [] without a file.
 
     Args:
         path: the file.
