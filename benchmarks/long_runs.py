@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.common import merge
 from benchmarks.differences import FEWEST_SEEDS, difference_text, over_seeds
 from benchmarks.result_tables import markdown
 from benchmarks.run_summary import describe_run
-from benchmarks.step import merge
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations, read_steps

@@ -392,6 +392,8 @@ def _peer_sections() -> list[str]:
             f"The parts, and peers that are only one part of a step ({peer_packages(rows)}). "
             + adapter_sentence(rows),
             peer_parts_table(rows),
+            "    python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4 --prompt=256 "
+            "--out=FILE\n"
             "    python -m benchmarks.peers.step --model=qwen2.5-7b --folder=FOLDER --ours=FILE\n"
             "    python -m benchmarks.peers.update --model=qwen2.5-7b --folder=FOLDER --ours=FILE\n"
             "    python -m benchmarks.peers.decode --model=qwen2.5-7b --folder=FOLDER --ours=FILE",
