@@ -5,7 +5,7 @@
     uv run python -m benchmarks.gsm8k --collect    # only the rows of the runs that are finished
     uv run python -m benchmarks.gsm8k --grid=runs/evidence-nvfp4-lora   # a grid of learning rates
 
-The arms are those of experiments/configs/evidence.py. A run lies in runs/evidence/ARM-sSEED
+The arms are those of experiments/arms/evidence.py. A run lies in runs/evidence/ARM-sSEED
 (`--workdir` names another folder than runs/evidence). Each part is a command of its own:
 
     train      experiments.grpo_gsm8k
@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.run_summary import describe_run
-from experiments.configs import evidence
+from experiments.arms import evidence
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jobs import environment_of
@@ -47,7 +47,7 @@ from qerl_jax.system.paths import user_path
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"
 PARTS = ("train", "end", "samples", "start", "start-samples")
-_CONFIG = "experiments/configs/evidence.py"
+_CONFIG = "experiments/arms/evidence.py"
 _TASK = "gsm8k"
 _WEIGHTS = "adapter_model.safetensors"  # as in `weights.peft`, which imports JAX
 _NEW_TOKENS, _SAMPLES, _SAMPLED_PROBLEMS = 1024, 64, 200

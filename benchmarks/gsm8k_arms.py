@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import gsm8k
-from experiments.configs import evidence
+from experiments.arms import evidence
 from qerl_jax.commands import cli
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder

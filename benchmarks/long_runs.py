@@ -2,7 +2,7 @@
 
     for seed in 0 1 2; do for arm in bf16-lora nvfp4-lora nvfp4-lora-aqn-paper; do
         uv run --extra cuda python -m experiments.grpo_gsm8k \
-            --config=experiments/configs/evidence.py:$arm --config.seed=$seed --config.steps=200 \
+            --config=experiments/arms/evidence.py:$arm --config.seed=$seed --config.steps=200 \
             --config.eval.every=40 --config.eval.problems=1000 \
             --config.data.eval_path=gsm8k_test_first1000.jsonl --workdir=runs/long/$arm-s$seed
     done; done
@@ -12,7 +12,7 @@ The result is benchmarks/results/long_runs.json, one row for each run; a run rep
 same arm, seed and learning rate. Sixty steps, as in gsm8k.json, cannot tell an arm that learns more
 from one that only learns faster. Minutes are those of the steps, without evaluations.
 
-`--name=dapo_math` collects the arms of experiments/configs/evidence_math.py in dapo_math.json.
+`--name=dapo_math` collects the arms of experiments/arms/evidence_math.py in dapo_math.json.
 """
 
 import argparse

@@ -28,7 +28,7 @@ from benchmarks import (
 )
 from benchmarks import evidence as page
 from benchmarks.gsm8k import RESULTS
-from experiments.configs import evidence, evidence_math
+from experiments.arms import evidence, evidence_math
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
 from qerl_jax.quantization import cache as calibrated
@@ -281,7 +281,7 @@ def test_the_commands_of_a_run(tmp_path):
     assert tuple(found) == gsm8k.PARTS
     run = tmp_path / f"{ARM}-s2"
     assert found["train"] == [
-        *("-m", "experiments.grpo_gsm8k", f"--config=experiments/configs/evidence.py:{ARM}"),
+        *("-m", "experiments.grpo_gsm8k", f"--config=experiments/arms/evidence.py:{ARM}"),
         *("--config.seed=2", "--config.model.source=m.gguf", "--config.data.path=a.jsonl"),
         *("--config.steps=7", f"--workdir={run}"),
     ]

@@ -1,7 +1,7 @@
 r"""Arms of a comparison on competition mathematics with DAPO: weights in 16 and in 4 bits.
 
     uv run --extra cuda python -m experiments.dapo_math \
-        --config=experiments/configs/evidence_math.py:nvfp4-lora --config.seed=0
+        --config=experiments/arms/evidence_math.py:nvfp4-lora --config.seed=0
 
 The model is Qwen2.5-Coder-1.5B-Instruct, the problems are those of levels 3 to 5 of MATH's training
 set, and MATH-500 tests. All of them come from files:
