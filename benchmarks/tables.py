@@ -2,8 +2,8 @@
 
     uv run python -m benchmarks.tables
 
-writes docs/benchmarks.md, docs/config.md, parts of the pages in `PAGES` and of docs/evidence.md
-(`benchmarks/evidence.py`), and the pictures (`benchmarks/pictures.py`). Every figure comes from a
+writes docs/benchmarks.md, docs/config.md, parts of the pages in `PAGES`, and the pictures
+(`benchmarks/pictures.py`). Every figure comes from a
 file under benchmarks/results/. The list of folders in CONTRIBUTING.md is made of the first
 docstring line of each package (`benchmarks/source_tree.py`), docs/config.md of the rows of
 `qerl_jax/config/fields.py`.
@@ -16,9 +16,6 @@ import textwrap
 
 from benchmarks.card_table import card_table, paths_table
 from benchmarks.config_page import config_page
-from benchmarks.differences import runs_by_arm
-from benchmarks.evidence import write_evidence
-from benchmarks.evidence_tables import cost_sentence, noise_sentence
 from benchmarks.memory_table import memory_table
 from benchmarks.mesh_tables import scaling_sentence, scaling_table, tensor_ratios
 from benchmarks.pictures import draw_pictures
@@ -140,31 +137,6 @@ def _preset_section() -> str:
     )
 
 
-def first_run_text() -> str:
-    """What the README states of the default run: right answers, those cut off, and the time."""
-    learning = _read("learning_sums.json")["learning"]
-    accuracy, truncated = learning["eval_accuracy"], learning["eval_truncated"]
-    after = [100 * value for value in accuracy["by_seed"]["after"]]
-    problems = learning["config"]["eval"]["problems"]
-    return (
-        f"Right on {problems} held-out sums: {100 * accuracy['before']:.0f} % before, "
-        f"{min(after):.0f} to {max(after):.0f} % after {learning['steps']} steps "
-        f"({len(after)} seeds); cut off: {100 * truncated['before']:.0f} %, then "
-        f"{100 * truncated['after']:.0f} %.\n{_first_run_minutes()}"
-    )
-
-
-def _first_run_minutes() -> str:
-    """What the default run takes from its command to its end, by processor."""
-    runs = [_read(path.name) for path in sorted(_RESULTS.glob("first_run_*.json"))]
-    cores = max(run["device"]["cores"] for run in runs)
-    texts = []
-    for run in runs:
-        processor, vectors = run["device"]["processor"], run["device"]["vectors"]
-        texts.append(f"{run['total_seconds'] / 60:.1f} ({processor}, {vectors})")
-    return f"Minutes to its end on {cores} cores, without downloads: {', '.join(texts)}."
-
-
 def _peer_rows() -> list[dict]:
     """The rows of peers.json, if there is one."""
     path = _RESULTS / "peers.json"
@@ -259,19 +231,6 @@ def _cold_seconds(result: dict) -> str:
     calibration = result.get("calibration_seconds")
     also = f" and {calibration:.0f} s of calibration" if calibration else ""
     return f"{result['seconds']:.0f} s, compilation{also} included"
-
-
-def cost_text() -> str:
-    """What the README states first: what four bits cost."""
-    text = cost_sentence(runs_by_arm(_read("gsm8k.json")))
-    return _filled(f"{text} The 16-bit weights come from a file in Q4_K_M: `docs/evidence.md`.")
-
-
-def noise_text() -> str:
-    """What the README states of the gain of noise."""
-    text = noise_sentence(runs_by_arm(_read("gsm8k.json")))
-    text += " Claim by claim: `docs/evidence.md`."
-    return _filled(text)
 
 
 def game_text() -> str:
@@ -558,9 +517,6 @@ def with_generated_parts(page: str, text: str) -> str:
     parts = {
         "README.md": {
             "speed": speed_text,
-            "cost": cost_text,
-            "noise": noise_text,
-            "first run": first_run_text,
             "memory": lambda: memory_table(_preset_steps().values()),
         },
         "docs/environments.md": {
@@ -586,7 +542,6 @@ def main() -> None:
         text = with_generated_parts(name, path.read_text(encoding="utf-8"))
         path.write_text(text, encoding="utf-8")
     draw_pictures(docs)
-    write_evidence(_RESULTS, docs)
 
 
 if __name__ == "__main__":
