@@ -3,7 +3,7 @@
     uv run --extra cuda python -m benchmarks.speedrun --model=qwen2.5-coder-1.5b.gguf \
         --train=gsm8k_train.jsonl --test=gsm8k_test_first1000.jsonl
 
-trains the preset `speedrun` of experiments/configs/evidence.py in a new folder, with the first
+trains the preset `speedrun` of experiments/arms/evidence.py in a new folder, with the first
 1,000 test problems as its evaluation before the first step and after the last, at 1,024 new tokens.
 The clock runs from the start of this command until the training command has ended, both evaluations
 included. Compiled programs and calibrated weights are kept in runs/speedrun/cache: the run is cold
@@ -35,7 +35,7 @@ from qerl_jax.system.atomic import write_json
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.staging import check_writable
 
-_CONFIG = "experiments/configs/evidence.py:speedrun"
+_CONFIG = "experiments/arms/evidence.py:speedrun"
 _PROBLEMS, _NEW_TOKENS = 1000, 1024
 
 

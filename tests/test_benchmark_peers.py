@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from tiny_checkpoints import model_config
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks import loading, pictures, step_tables, tables
+from benchmarks import loading, pictures, step_tables
 from benchmarks import step as own_step
 from benchmarks.peers import decode, rows, serve, step, update
 from benchmarks.random_checkpoint import model_folder, word, write_random
@@ -249,26 +249,14 @@ def test_what_is_said_of_the_peers_together():
     alone = row("vLLM", rollout_s=12.0, packages="vllm 1, torch 2")
     qlora = row("TRL (QLoRA) + vLLM", format="nf4", rollout_s=15.5, packages="torch 2, trl 3")
     assert step_tables.peer_packages([alone, qlora]) == "vllm 1, torch 2, trl 3"
-    text = step_tables.adapter_sentence([qlora, alone, row(rollout_s=30.0)])
-    assert "8 completions in bf16 then take 3.5 s (qwen2.5-7b) longer" in text
-    assert not step_tables.adapter_sentence([qlora | {"rollout_format": "nf4"}, alone])
+    text = step_tables.adapter_seconds([qlora, alone, row(rollout_s=30.0)])
+    assert text == "3.5 s (qwen2.5-7b)"
+    assert not step_tables.adapter_seconds([qlora | {"rollout_format": "nf4"}, alone])
 
 
-def test_the_pages_with_and_without_peers(tmp_path, monkeypatch):
-    for path in tables._RESULTS.glob("*.json"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "peers.json").unlink(missing_ok=True)
-    for module in (tables, pictures):
-        monkeypatch.setattr(module, "_RESULTS", tmp_path)
-    assert tables.speed_text().startswith("![Time of a decode step")
-    assert "Beside other libraries" not in tables.benchmarks_page()
-    assert pictures.peers_data() == {}
+def test_the_picture_of_peers(tmp_path, monkeypatch):
     (tmp_path / "peers.json").write_text(json.dumps({"rows": [row(), row(batch=2)]}))
-    text = tables.speed_text()
-    assert text.startswith("![A step here")
-    assert "8 completions of 2,048 tokens after prompts of 256" in text.replace("\n", " ")
-    assert text.count("| qwen2.5-7b |") == 1
-    assert "2 x 256 + 2,048" in tables.benchmarks_page()
+    monkeypatch.setattr(pictures, "_RESULTS", tmp_path)
     data = pictures.peers_data()
     assert data["qwen2.5-7b"]["rows"] == 8
     assert data["qwen2.5-7b"]["steps"] == {
