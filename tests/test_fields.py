@@ -1,6 +1,5 @@
 """The rows of the config's fields: each explains a field, and modules implement its choices."""
 
-import functools
 import itertools
 import math
 import re
@@ -31,7 +30,7 @@ from qerl_jax.rl.train_step import OptimizerConfig, make_optimizer
 from qerl_jax.rollout.head import HEAD_FORMATS
 from qerl_jax.rollout.shapes import _CACHE_DTYPES
 from qerl_jax.run.folder import config_dict, flatten
-from qerl_jax.training.setup import temperature_schedule
+from qerl_jax.training.setup import CURVES
 from qerl_jax.training.validate import validate
 from qerl_jax.weights.load import DTYPES, FORMATS
 
@@ -65,9 +64,7 @@ IMPLEMENTED = {
     "model.format": FORMATS,
     "model.dtype": tuple(DTYPES),
     "lora.targets": ALL_PROJECTIONS,
-    "rollout.temperature_schedule": choices_in_error(
-        lambda: temperature_schedule("x", start=1.0, end=1.0, total_steps=2)
-    ),
+    "rollout.temperature_schedule": tuple(CURVES),
     "rollout.kv_cache_dtype": ("", *_CACHE_DTYPES),
     "rollout.head_format": HEAD_FORMATS,
     "aqn.schedule": (*aqn.SCHEDULES, kl_control.SCHEDULE),
@@ -95,7 +92,7 @@ RESUMED = {
         *("rewards.NAME.time_limit", "rewards.NAME.retries", "rewards.NAME.token_env"),
         *("environment.time_limit", "environment.processes"),
     },
-    "place": {
+    "source": {
         *("model.source", "data.source", "data.path", "data.eval_source", "data.eval_path"),
         *("data.mixture.NAME.source", "data.mixture.NAME.path"),
     },
@@ -161,8 +158,8 @@ def test_what_may_change_when_a_run_goes_on():
         assert resume.moves_only_memory(field, config), field
     config.rl.loss = "bnpo"
     assert not resume.moves_only_memory("train.micro_batch_rows", config)
-    assert resume.is_place("data.mixture.math.path")
-    assert not resume.is_place("data.mixture.math.weight")
+    assert resume.is_source("data.mixture.math.path")
+    assert not resume.is_source("data.mixture.math.weight")
     assert resume.is_free("log.group")
     assert not resume.is_free("log")
 
@@ -188,38 +185,37 @@ def test_defaults_that_depend_on_the_model_or_on_a_field(experiment):
     assert config.eval.max_new_tokens == 7
 
 
-def refused(name, value):
-    """The error of a config with another value in a field of a row."""
+def refused(field, value):
+    """What the error of a value says."""
     config = grpo_gsm8k.get_config("qwen2.5-7b")
-    section, _, key = name.replace("NAME", "format").rpartition(".")
-    inside = functools.reduce(getattr, filter(None, section.split(".")), config)
-    with inside.unlocked(), inside.ignore_type():
-        inside[key] = (value,) if name == "lora.targets" else value
+    with config.unlocked(), config.rewards.format.unlocked():
+        config.update_from_flattened_dict({field: value})
     with pytest.raises(UserError) as caught:
         validate(config)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS.values() if row.limits], ids=lambda r: r.name)
-def test_a_number_out_of_the_limits_of_its_row_is_refused(row):
+def test_a_value_outside_of_the_limits_of_a_row(row):
+    name = row.name.replace("NAME", "format")
     lower, *upper = row.limits
-    values = [lower - 1, *(limit + 1 for limit in upper if limit < math.inf)]
-    if isinstance(row.default, float):
-        values = [*map(float, values), math.nan, *([] if upper == [math.inf] else [math.inf])]
+    default = row.default.value if isinstance(row.default, ModelDefault) else row.default
+    values = [lower - 1, *(one + 1 for one in upper if one < math.inf)]
+    if isinstance(default, float):
+        values = [*map(float, values), math.nan, *([] if math.inf in upper else [math.inf])]
     for value in values:
-        assert f"{row.name.replace('NAME', 'format')}={value}: it must be " in refused(
-            row.name, value
-        )
+        assert f"{name}={value}" in refused(name, value)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS.values() if row.choices], ids=lambda r: r.name)
-def test_a_name_that_is_no_choice_of_its_row_is_refused(row):
+def test_a_value_that_is_no_choice_of_a_row(row):
+    value = ("q_proj", "absent") if row.name == "lora.targets" else "absent"
     choices = ", ".join(choice or "''" for choice in row.choices)
-    message = f"unknown {row.name} 'nonsense': choose from {choices}"
-    assert message in refused(row.name, "nonsense")
-    assert ("package.module:function" in refused(row.name, "nonsense")) == row.function
-    if not row.function:
-        assert "unknown" in refused(row.name, "module:function")
+    text = refused(row.name, value)
+    assert f"unknown {row.name} 'absent': choose from {choices}" in text
+    assert ("or 'package.module:function'" in text) == row.function
+    if not row.function and row.name != "lora.targets":
+        assert f"unknown {row.name} 'module:f'" in refused(row.name, "module:f")
 
 
 def test_a_function_and_an_open_end_are_allowed():

@@ -1,4 +1,4 @@
-"""Whose run a folder holds: the user's key, the tag of config.json, and what a folder may name."""
+"""Whose run a folder holds: the user's key and the tag of config.json."""
 
 import json
 import os
@@ -12,10 +12,8 @@ from finished_run import write_run
 
 from qerl_jax.errors import UserError
 from qerl_jax.run import ownership
-from qerl_jax.run.folder import open_run, record_fact, record_places
+from qerl_jax.run.folder import open_run, record_fact, record_sources
 from qerl_jax.system import user_key
-
-TOKEN = "TEST_OWNERSHIP_TOKEN"
 
 
 @pytest.fixture(autouse=True)
@@ -206,10 +204,10 @@ def test_what_begins_a_run_signs_it_and_what_continues_it_adds_no_tag(tiny, tmp_
         assert "tag" not in saved(folder.path)
         record_fact(again, "other", {"b": 2})
         assert not ownership.is_own(folder.path)
-        record_places(again, config)
+        record_sources(again, config)
         assert not ownership.is_own(folder.path)
         ownership.adopt(folder.path)
-        record_places(again, config)
+        record_sources(again, config)
         assert ownership.is_own(folder.path)
 
 

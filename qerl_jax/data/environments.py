@@ -20,14 +20,7 @@ from qerl_jax.rollout.progress import Statistics
 
 @dataclasses.dataclass(frozen=True)
 class RunEnvironments:
-    """The environments of a run, and how their prompts are written.
-
-    Attributes:
-        environments: the environments.
-        tokenizer: tokenizer of the policy.
-        prompts: how prompts are written.
-        max_prompt_tokens: largest number of tokens of a prompt.
-    """
+    """The environments of a run, and how their prompts are written."""
 
     environments: Environments
     tokenizer: ChatTokenizer
@@ -82,9 +75,7 @@ class RunEnvironments:
     def with_reset(self, key: jax.Array, prompt: Prompt) -> Prompt:
         """Returns a prompt with what its environment says at its reset.
 
-        Args:
-            key: PRNG key, which the seed of the environment follows from.
-            prompt: the prompt.
+        The seed of the environment follows from the key.
 
         Raises:
             UserError: the reset fails, or the prompt is too long.
@@ -113,12 +104,7 @@ class RunEnvironments:
 
 
 def environment_seed(key: jax.Array, number: int) -> int:
-    """Returns the seed of the environment of a prompt, from 0 to 2^31 - 1.
-
-    Args:
-        key: PRNG key of the rollout.
-        number: number of the prompt.
-    """
+    """Returns the seed of the environment of a prompt, from 0 to 2^31 - 1."""
     data = jax.device_get(jax.random.key_data(key)).tobytes() + number.to_bytes(8, "little")
     return int.from_bytes(hashlib.sha256(data).digest()[:4], "little") >> 1
 
@@ -141,12 +127,7 @@ def conversation_columns(episode: Episode) -> dict[str, Any]:
 def conversation_metrics(
     episodes: Sequence[Episode], work: Sequence[Statistics]
 ) -> dict[str, float]:
-    """Returns values to log of the conversations of a step.
-
-    Args:
-        episodes: the conversations.
-        work: work of the device, by rollout.
-    """
+    """Returns values to log of the conversations of a step."""
     calls = sum(episode.calls for episode in episodes)
     endings = collections.Counter(episode.ending for episode in episodes)
     decoded = sum(one.decoded for one in work)

@@ -51,9 +51,9 @@ from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import bucket, dequantize_mode, rows_left
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.lines import line_columns
 from qerl_jax.run.ownership import trusts
 from qerl_jax.run.statistics import paired_difference
-from qerl_jax.run.terminal import line_columns
 from qerl_jax.system.atomic import write_atomic
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.system.live_line import LiveLine, waiting

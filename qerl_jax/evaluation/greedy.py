@@ -20,7 +20,7 @@ from qerl_jax.policy.policy import Policy
 from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.rewards.score import score
-from qerl_jax.rewards.scores import Scores
+from qerl_jax.rewards.scored import Scores
 from qerl_jax.rollout.completions import detokenize
 from qerl_jax.rollout.replicas import deal
 from qerl_jax.rollout.sampler import Sampler, shared_tokens

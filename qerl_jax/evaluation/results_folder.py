@@ -210,9 +210,8 @@ def open_folder(
         saved_results = json_file.read_object(folder / _RESULTS)
         saved_tasks = _object(saved_results, "tasks", folder)
         saved_settings = _object(saved_results, "settings", folder)
-        # Results of an earlier version do not have all of them.
-        present = [key for key in _SAME_MODEL_FILES if key in saved_settings]
-        _check_same(folder, "", saved_settings, settings, (*_SAME_SETTINGS, *present))
+        same = (*_SAME_SETTINGS, *_SAME_MODEL_FILES)
+        _check_same(folder, "", saved_settings, settings, same)
         for task in task_entries.keys() & saved_tasks.keys():
             entry = _object(saved_tasks, task, folder)
             _check_same(folder, f"{task}.", entry, task_entries[task], _SAME_TASK)

@@ -131,7 +131,8 @@ class EngineConfig:
     """How the engine samples: batches, memory and number formats.
 
     Attributes:
-        chunk_steps: decode steps between two checks for rows that have ended.
+        chunk_steps: decode steps between two checks for rows that have ended; those of a run are
+            `rollout.chunk_steps`, which has another default.
         max_rows: number of rows that decode together, while the others wait; 0 is as many as the
             memory holds.
         kv_cache_bytes: memory for keys and values, which also bounds the rows. 0 sets no bound

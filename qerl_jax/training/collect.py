@@ -29,7 +29,7 @@ from qerl_jax.environments.episodes import Episode, Episodes
 from qerl_jax.environments.roles import FAILURE, OPEN
 from qerl_jax.errors import UserError
 from qerl_jax.policy.policy import Policy
-from qerl_jax.rewards.scores import Completion, Scores
+from qerl_jax.rewards.scored import Completion, Scores
 from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.progress import RolloutProgress, live_fraction

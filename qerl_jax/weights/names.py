@@ -19,11 +19,11 @@ RECURRENT_TENSORS = {
     "dt_bias": "dt_bias",
     "gated_norm": "norm.weight",
 }
-# Arrays that the parameter tree, and an export, have in float32 beside the norms.
+# Arrays that the parameter tree, and an export, have in float32 like the norms.
 _WIDE = ("a_log", "dt_bias")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", *HEAD_NORMS)
 _RECURRENT = tuple(name for members in RECURRENT.values() for name in members)
-# Where the text model lies in a checkpoint that also has a vision tower.
+# Where the text model is in a checkpoint that also has a vision tower.
 _NESTED_ROOT = "model.language_model."
 _NOT_TEXT = ("model.visual.", "mtp.")
 
@@ -50,11 +50,9 @@ def centered_at(config: ModelConfig, array: str) -> float:
 
 
 def text_tensors(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the tensors of a text model by their names, and which parts beside it there are.
+    """Returns the tensors of a text model by their names, and which other parts were left out.
 
-    Args:
-        tensors: tensors by name; those of a vision tower and of a head for several tokens (MTP) are
-            left out.
+    These are a vision tower and a head for several tokens (MTP).
     """
     text = {
         name.replace(_NESTED_ROOT, "model.", 1) if name.startswith(_NESTED_ROOT) else name: tensor
@@ -93,9 +91,7 @@ def peft_norm(layer: int, norm: str) -> str:
 def stored_tensors(config: ModelConfig, layer: int) -> dict[str, list[str]]:
     """Returns by name of an array of the parameter tree the stored tensors whose rows it stacks.
 
-    Args:
-        config: the architecture.
-        layer: number of the layer, or -1 for the arrays outside of the layers.
+    Layer -1 has the arrays outside of the layers.
     """
     if layer < 0:
         arrays = {"embed_tokens": [EMBED], "norm": [NORM]}
