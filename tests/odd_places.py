@@ -4,17 +4,15 @@ import contextlib
 import copy
 import functools
 import hashlib
-import inspect
 import json
 import math
 import operator
 import os
+import pathlib
 import re
 import shutil
 import socket
 import stat
-
-from qerl_jax.run.folder import RunFolder
 
 SECRET = "secret-of-the-user-17"
 # Values of JSON that no reader expects. '@deep 900@' becomes a list of that depth, see `dumps`.
@@ -32,8 +30,9 @@ ODD_VALUES = [
 
 
 def places_of(folder):
-    """The places of a `RunFolder` that its properties and methods name."""
-    found = {getattr(folder, n) for n, v in inspect.getmembers(RunFolder) if type(v) is property}
+    """The places of a `RunFolder` that its attributes and methods name."""
+    values = [getattr(folder, name) for name in dir(folder) if not name.startswith("_")]
+    found = {value for value in values if isinstance(value, pathlib.Path)} - {folder.path}
     both = (False, True)
     return found | {make(best=best) for make in (folder.adapter, folder.model) for best in both}
 

@@ -835,7 +835,9 @@ def run_cases(cases, place, tokens, tiny, capfd):
                 "the server got a request": tokens,
                 "code ran": (place / "ran").exists() or MODULE in sys.modules,
                 "a traceback": "Traceback" in said,
-                "raw text reached the terminal": visible(said) != said,
+                "raw text reached the terminal": not all(
+                    character in "\n\t" or character.isprintable() for character in said
+                ),
                 "a secret was printed": any(text in said for text in own),
                 "a secret was written": any(
                     text.encode() in path.read_bytes() for path in theirs for text in own

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from finished_run import write_run
+from odd_places import put
 
 from qerl_jax.errors import UserError
 from qerl_jax.run import ownership
@@ -45,42 +46,15 @@ def test_only_the_user_can_read_the_key(config_home):
     assert user_key.sign(b"content", "run") != signature
 
 
-def readable(key):
-    key.chmod(0o640)
-
-
-def in_an_open_folder(key):
-    key.parent.chmod(0o770)
-
-
-def a_link(key):
-    key.rename(key.with_name("other"))
-    key.symlink_to("other")
-
-
-def a_pipe(key):
-    key.unlink()
-    os.mkfifo(key, 0o600)
-
-
-def a_folder(key):
-    key.unlink()
-    key.mkdir()
-
-
-def short(key):
-    key.write_bytes(b"")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (readable, "can be read or replaced by other users"),
-        (in_an_open_folder, "can be read or replaced by other users"),
-        (a_link, "is a link"),
-        (a_pipe, "is not a file of this user"),
-        (a_folder, "is not a file of this user"),
-        (short, "is not a key"),
+        (lambda key: key.chmod(0o640), "can be read or replaced by other users"),
+        (lambda key: key.parent.chmod(0o770), "can be read or replaced by other users"),
+        (lambda key: put(key, "dangling", key.parent), "is a link"),
+        (lambda key: put(key, "pipe", key.parent), "is not a file of this user"),
+        (lambda key: put(key, "folder", key.parent), "is not a file of this user"),
+        (lambda key: key.write_bytes(b""), "is not a key"),
     ],
 )
 def test_a_key_that_proves_nothing_is_refused(change, message, config_home):
