@@ -48,7 +48,7 @@ def chunks(monkeypatch):
 
     def recording(key, params, lora_layers, state, cache_rows, *others, **options):
         slots, active = cache_rows
-        assert len(state.keys[0]) == len(slots) == len(active)
+        assert len(state.layers[0].keys) == len(slots) == len(active)
         seen.append(len(active))
         return decode_chunk(key, params, lora_layers, state, cache_rows, *others, **options)
 
@@ -113,7 +113,7 @@ def test_prefilled_prompts_are_freed_before_others_are_prefilled(monkeypatch):
     def recording(*arguments, **options):
         assert all(keys() is None for keys in kept)
         prefilled = prefill(*arguments, **options)
-        kept.append(weakref.ref(prefilled.cache.keys[0]))
+        kept.append(weakref.ref(prefilled.cache.layers[0].keys))
         return prefilled
 
     monkeypatch.setattr(decode, "prefill", recording)
@@ -127,7 +127,7 @@ def test_prompts_are_prefilled_in_full_batches_of_few_widths(monkeypatch):
 
     def recording(params, lora, tokens, lengths, **options):
         prefilled = prefill(params, lora, tokens, lengths, **options)
-        seen.append((tokens.shape, prefilled.cache.keys[0].shape[2]))
+        seen.append((tokens.shape, prefilled.cache.layers[0].keys.shape[2]))
         return prefilled
 
     monkeypatch.setattr(decode, "prefill", recording)
@@ -214,8 +214,7 @@ def test_a_row_that_is_not_active_attends_to_nothing():
     # Slot 1 was compacted away.
     slots = np.array([0, 2, 3, 4], np.int32)
     state = state.replace(
-        keys=[keys[slots] for keys in state.keys],
-        values=[values[slots] for values in state.values],
+        layers=jax.tree.map(lambda x: x[slots], state.layers),
         lengths=jnp.array([5, 1, 7, 9, 11]),
         rows=jnp.array([0, 9, 1, 2, 3]),
         counts=jnp.array([1, 1, 1, 22, 1]),
@@ -418,7 +417,7 @@ def test_a_chunk_holds_the_cache_once():
     model, params, lora = policy(layers=3)
     config = decode_config(model, max_new_tokens=2000)
     state = decode.empty_state(8, 2048, model_config=model, dtype=jnp.dtype(jnp.float32))
-    size = sum(x.nbytes for x in [*state.keys, *state.values])
+    size = sum(x.nbytes for x in jax.tree.leaves(state.layers))
     layers = decode.fuse_adapter(lora, model_config=model, dtype=jnp.dtype(jnp.float32))
     rows = decode.CacheRows(np.arange(8, dtype=np.int32), np.ones(8, bool))
     lowered = decode.decode_chunk.lower(

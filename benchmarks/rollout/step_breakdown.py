@@ -96,14 +96,16 @@ def step_parts(subject: Subject, batch: int, options: BenchmarkConfig) -> dict[s
     chunk = Chunk(subject, batch, options.new_tokens, options)
     steps = chunk.plan.chunk_steps
     middle = options.prompt + (options.new_tokens - steps) // 2
-    states = [chunk.empty_state()]  # A chunk donates its state, and returns the next one.
-    key = jax.random.key(options.seed)
-    state = states[0]
-    for index in range(subject.model_config.num_layers):
-        for arrays in (state.keys, state.values):
-            key, subkey = jax.random.split(key)
-            values = normal(subkey, arrays[index].shape, jnp.bfloat16, 1.0)
-            arrays[index] = values.astype(arrays[index].dtype)
+    key, state = jax.random.key(options.seed), chunk.empty_state()
+    arrays, treedef = jax.tree.flatten(state.layers)
+    state = dataclasses.replace(state, layers=[])  # Each array is freed as it is replaced.
+    for index in range(len(arrays)):
+        key, subkey = jax.random.split(key)
+        values = normal(subkey, arrays[index].shape, jnp.bfloat16, 1.0)
+        arrays[index] = values.astype(arrays[index].dtype)
+    # A chunk donates its state, and returns the next one.
+    states = [dataclasses.replace(state, layers=treedef.unflatten(arrays))]
+    del arrays
     # Kernels in a CUDA graph do not have the names of their instructions.
     observed = chunk.lower(jax.eval_shape(chunk.empty_state)).compile(
         compiler_options={"xla_gpu_enable_command_buffer": ""}

@@ -17,7 +17,8 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.policy.aqn import LAYER_NORMS
-from qerl_jax.policy.lora import ALL_FUSED, RECURRENT, Lora, member_bounds, merge_layer
+from qerl_jax.policy.layers.kinds import ALL_FUSED, FUSED, member_bounds
+from qerl_jax.policy.lora import Lora, merge_layer
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize
 from qerl_jax.weights.load import LoadedModel
 
@@ -64,7 +65,7 @@ def merged_layers(
         model: model whose weights the adapter is merged into, dense or packed.
         lora: LoRA to merge; None if the weights themselves were trained.
         packed: whether the weights are rounded to NVFP4, as llm-compressor would round the merged
-            bfloat16 weights, instead of to bfloat16. Those of `lora.RECURRENT` never are.
+            bfloat16 weights, instead of to bfloat16. Only those of `kinds.FUSED` are.
         retention: dictionary by projection, to which the measures of the kept update are added; a
             projection without an update is left out.
 
@@ -81,7 +82,7 @@ def merged_layers(
         for fused, members in ALL_FUSED.items():
             if fused not in layer:
                 continue
-            packs = packed and fused not in RECURRENT
+            packs = packed and fused in FUSED
             bounds = member_bounds(fused, model.config)
             before = _round(layer[fused], bounds, packed=packs)
             after = _round(merged[fused], bounds, packed=packs)

@@ -41,7 +41,7 @@ from qerl_jax.export.scores import (
     make_probe,
     open_held_out_set,
 )
-from qerl_jax.policy.lora import ALL_FUSED
+from qerl_jax.policy.layers.kinds import ALL_FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.system import json_file

@@ -19,9 +19,10 @@ from qerl_jax.compile.aot import compile_operations
 from qerl_jax.compile.operation import Operation, Programs, abstract, commit
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
-from qerl_jax.policy.attention import rotary_angles
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import FUSED, member_bounds, projection_shapes
+from qerl_jax.policy.layers import kinds
+from qerl_jax.policy.layers.attention import rotary_angles
+from qerl_jax.policy.layers.kinds import FUSED, Layer, member_bounds, projection_shapes
 from qerl_jax.policy.quant import QuantTensor, check_inputs, dequantize, quantize_on_device
 from qerl_jax.quantization.gptq import SAME_PROGRAM, block_scales, gptq, pack_codes
 from qerl_jax.quantization.rounding import PackedLayer
@@ -74,8 +75,8 @@ def calibrated_layers(
     """
     config = checkpoint.config
     shapes = projection_shapes(config)
-    for member, *_ in FUSED.values():
-        check_inputs(shapes[member], "nvfp4")
+    for fused in FUSED.keys() & kinds.fused_counts(config).keys():
+        check_inputs(shapes[FUSED[fused][0]], "nvfp4")
     rows = _batch_rows(len(tokens))
     tokens = tokens[: len(tokens) // rows * rows]
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -83,14 +84,13 @@ def calibrated_layers(
     x = jnp.asarray(embedding[tokens], dtype).reshape(-1, rows, tokens.shape[1], config.embed_dim)
     del embedding
     read = functools.partial(read_layer, checkpoint, dtype=DTYPES["bfloat16"])
-    # Programs by whether the layer is recurrent.
-    programs_of: dict[bool, Programs] = {}
+    programs_of: dict[Layer, Programs] = {}
     for number, dense in enumerate(each_layer(read, config.num_layers, label="calibrating")):
         layer = {name: _on_device(name, array, dtype) for name, array in dense.items()}
-        is_recurrent = number in config.recurrent_layers
-        if is_recurrent not in programs_of:
-            programs_of[is_recurrent] = _programs(layer, x, options, config)
-        programs = programs_of[is_recurrent]
+        kind = kinds.layer_of(config, number)
+        if kind not in programs_of:
+            programs_of[kind] = _programs(kind, layer, x, options, config)
+        programs = programs_of[kind]
         arrays, errors, rounded_errors = dict(dense), {}, {}
         for fused in (fused for fused in FUSED if fused in layer):
             members = FUSED[fused]
@@ -115,11 +115,7 @@ def calibrated_layers(
 
 
 def _batch_rows(windows: int) -> int:
-    """Returns how many windows form a batch, so that batches of equal size leave few windows out.
-
-    Args:
-        windows: number of windows, at least 1.
-    """
+    """Returns how many windows form a batch, so that batches of equal size leave few out."""
     sizes = range(min(windows, _ROWS[0]), _ROWS[-1] + 1)
     return max(sizes, key=lambda rows: (windows // rows * rows, rows))
 
@@ -129,12 +125,13 @@ def _on_device(name: str, array: np.ndarray, dtype: DTypeLike) -> jax.Array:
 
 
 def _programs(
-    layer: dict, x: jax.Array, options: CalibrationOptions, config: ModelConfig
+    kind: Layer, layer: dict, x: jax.Array, options: CalibrationOptions, config: ModelConfig
 ) -> Programs:
     """Returns the programs of a layer; on a GPU all are compiled now, several at a time.
 
     Args:
-        layer: any layer of its kind, as all have the same shapes.
+        kind: the kinds of its parts.
+        layer: any layer of these kinds, as all have the same shapes.
         x: inputs of the layer.
         options: what GPTQ does.
         config: the architecture.
@@ -148,7 +145,7 @@ def _programs(
 
     for fused in (fused for fused in FUSED if fused in arrays):
         weight = arrays[fused]
-        moments = {"name": fused, "config": config}
+        moments = {"name": fused, "kind": kind, "config": config}
         hessian = add(("moments", fused), _moments, moments, arrays, rows).eval_shape()
         scaling = add(("scales", fused), _scales, {"grow": options.grow}, weight, hessian)
         scales, divisor, _ = scaling.eval_shape()
@@ -158,7 +155,7 @@ def _programs(
         codes, _ = add(("gptq", fused), gptq, static, *arguments).eval_shape()
         packed = add(("pack", fused), _pack, {}, codes, scales, divisor).eval_shape()
         add(("dense", fused), _dense, {"dtype": weight.dtype}, packed)
-    add("outputs", _outputs, {"config": config}, arrays, rows)
+    add("outputs", _outputs, {"kind": kind, "config": config}, arrays, rows)
     if jax.default_backend() != "gpu":
         return Programs(table)
     table = {
@@ -242,19 +239,20 @@ def _output_squares(
     return squares(wide - dequantize(packed, jnp.float32)), squares(wide)
 
 
-@functools.partial(jax.jit, static_argnames=("name", "config"), compiler_options=SAME_PROGRAM)
-def _moments(layer: dict, x: jax.Array, *, name: str, config: ModelConfig) -> jax.Array:
-    """Returns the mean of x x^T, float32 [K, K], over the inputs of a projection.
+@functools.partial(
+    jax.jit, static_argnames=("name", "kind", "config"), compiler_options=SAME_PROGRAM
+)
+def _moments(
+    layer: dict, x: jax.Array, *, name: str, kind: Layer, config: ModelConfig
+) -> jax.Array:
+    """Returns the mean of x x^T, float32 [K, K], over the inputs of the weight `name`.
 
-    Args:
-        layer: the layer, in which the projections before this one are quantized.
-        x: inputs [batches, B, T, D] of the layer.
-        name: name of the fused projection.
-        config: the architecture.
+    x [batches, B, T, D] are inputs of the layer, in which the projections before this one are
+    quantized.
     """
 
     def add(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:
-        _, inputs = _run(layer, batch, config)
+        _, inputs = _run(kind, layer, batch, config)
         rows = inputs[name].reshape(-1, inputs[name].shape[-1])
         product = jax.lax.dot_general(
             rows,
@@ -276,16 +274,18 @@ def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
 
 
 @functools.partial(
-    jax.jit, static_argnames="config", donate_argnames="x", compiler_options=SAME_PROGRAM
+    jax.jit, static_argnames=("kind", "config"), donate_argnames="x", compiler_options=SAME_PROGRAM
 )
-def _outputs(layer: dict, x: jax.Array, *, config: ModelConfig) -> jax.Array:
+def _outputs(layer: dict, x: jax.Array, *, kind: Layer, config: ModelConfig) -> jax.Array:
     """Returns the outputs [batches, B, T, D] of a layer."""
-    return jax.lax.map(lambda batch: _run(layer, batch, config)[0], x)
+    return jax.lax.map(lambda batch: _run(kind, layer, batch, config)[0], x)
 
 
-def _run(layer: dict, x: jax.Array, config: ModelConfig) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _run(
+    kind: Layer, layer: dict, x: jax.Array, config: ModelConfig
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the outputs of a layer, and the inputs of its projections by name."""
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
     angles = rotary_angles(positions, config)
-    return transformer.layer_with_inputs(layer, x, lengths, angles, config=config)
+    return transformer.layer_with_inputs(kind, layer, x, lengths, angles, config=config)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.policy import transformer
+from qerl_jax.policy.collectives import over_vocabulary, own_tokens
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
-from qerl_jax.policy.tensor_parallel import over_vocabulary, own_tokens
 from qerl_jax.rl.packing import PackedBuffer
 
 _CHUNK_BYTES = 256 << 20  # size of the float32 logits that are held at a time

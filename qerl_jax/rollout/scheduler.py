@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from qerl_jax.policy.layers.part import Kept
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.completions import Completions
 from qerl_jax.rollout.decode import Samples
-from qerl_jax.rollout.programs import RolloutPrograms, compaction
+from qerl_jax.rollout.programs import RolloutPrograms, compactions
 from qerl_jax.rollout.progress import Statistics
 
 _NO_ROW = -1
@@ -50,7 +51,6 @@ class Scheduler:
         self._key, (self._params, self._lora) = key, policy
         self._prompts, self._identities = prompts, identities
         self._shapes, config, self._programs = programs
-        self._model = config.model
         self.completions = completions
         self.over = completions.ended  # bool [B], whether a row needs no more steps
         self.in_flight: list[tuple[np.ndarray, Samples]] = []
@@ -168,20 +168,17 @@ class Scheduler:
                 self._slots = self._slots[indices]
                 self._state = dataclasses.replace(
                     self._state,
-                    keys=self._gather(self._state.keys, indices, sizes, keys=True),
-                    values=self._gather(self._state.values, indices, sizes, keys=False),
+                    layers=self._gather(self._state.layers, indices, sizes),
                 )
 
     def _gather(
-        self, arrays: list[jax.Array], indices: np.ndarray, sizes: tuple[int, int], *, keys: bool
-    ) -> list[jax.Array]:
+        self, layers: list[Kept], indices: np.ndarray, sizes: tuple[int, int]
+    ) -> list[Kept]:
         """Gathers rows of the arrays of all layers, and frees them one after the other."""
-        return [
-            _gather_and_free(
-                self._programs[compaction(self._model, layer, keys=keys), *sizes], indices, array
-            )
-            for layer, array in enumerate(arrays)
-        ]
+        arrays, treedef = jax.tree.flatten(layers)
+        programs = [self._programs[name, *sizes] for name in compactions(layers)]
+        pairs = zip(programs, arrays, strict=True)
+        return treedef.unflatten([_gather_and_free(one, indices, array) for one, array in pairs])
 
     def decode_chunk(self) -> None:
         """Starts the decoding of a chunk."""

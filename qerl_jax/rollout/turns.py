@@ -211,9 +211,7 @@ class TurnScheduler(Scheduler):
         rows = [row for row, began in self._waits.items() if began <= before]
         for row in [row for row in rows if row not in self._kept][: max(0, wanted)]:
             place = np.flatnonzero(self._rows == row)[0]
-            taken = self._programs["take"](
-                self._state.keys, self._state.values, place.astype(np.int32)
-            )
+            taken = self._programs["take"](self._state.layers, place.astype(np.int32))
             on_host = self._key.sharding.with_memory_kind("pinned_host")
             self._kept[row] = jax.device_put(taken, on_host)
             self._rows[place] = _NO_ROW
@@ -221,10 +219,8 @@ class TurnScheduler(Scheduler):
     def _restore(self, row: int, place: int) -> None:
         """Gives a row that lost its slot another one."""
         kept = jax.device_put(self._kept.pop(row), self._key.sharding)
-        keys, values = self._programs["put"](
-            self._state.keys, self._state.values, kept, np.int32(place)
-        )
-        self._state = dataclasses.replace(self._state, keys=keys, values=values)
+        layers = self._programs["put"](self._state.layers, kept, np.int32(place))
+        self._state = dataclasses.replace(self._state, layers=layers)
         self._rows[place] = row
 
     def _go_on(self, row: int, place: int) -> _Extension:
@@ -270,15 +266,15 @@ class TurnScheduler(Scheduler):
             lengths[i] = one.length
             numbers[i], counts[i] = self._identities[one.row], self._sampled[one.row]
             limits[i] = one.limit
-        logits, keys, values = self._programs["extend", count, width](
-            *(self._params, self._lora_layers, self._state.keys, self._state.values),
+        logits, layers = self._programs["extend", count, width](
+            *(self._params, self._lora_layers, self._state.layers),
             *(places, tokens, positions, last),
         )
         state, samples = self._programs["resume", count](
-            *(self._key, dataclasses.replace(self._state, keys=[], values=[]), logits),
+            *(self._key, dataclasses.replace(self._state, layers=[]), logits),
             *(slots, lengths, numbers, counts, limits, self.completions.temperature),
         )
-        self._state = dataclasses.replace(state, keys=keys, values=values)
+        self._state = dataclasses.replace(state, layers=layers)
         self._enqueue(rows, samples)
 
     def _enqueue(self, rows: np.ndarray, samples: Samples) -> None:
