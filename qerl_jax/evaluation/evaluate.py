@@ -26,12 +26,6 @@ from qerl_jax.environments.episodes import Episode, Episodes
 from qerl_jax.environments.roles import ENDINGS, FAILURE, OPEN
 from qerl_jax.errors import UserError, memory_errors, visible
 from qerl_jax.evaluation import results_folder
-from qerl_jax.evaluation.conversations import (
-    check_trusted,
-    environments_of,
-    has_environment,
-    turns_of,
-)
 from qerl_jax.evaluation.greedy import is_correct, score_completions, tokens_of_examples
 from qerl_jax.evaluation.load_policy import (
     LoadedPolicy,
@@ -40,9 +34,15 @@ from qerl_jax.evaluation.load_policy import (
     read_run,
     trusts_run,
 )
-from qerl_jax.evaluation.prompts import TaskPrompts, encode_task
 from qerl_jax.evaluation.results_folder import EvaluateConfig
+from qerl_jax.evaluation.run_environments import (
+    check_trusted,
+    environments_of,
+    has_environment,
+    turns_of,
+)
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
+from qerl_jax.evaluation.task_prompts import TaskPrompts, encode_task
 from qerl_jax.evaluation.tasks import RUN, Task, extracted_answer, make_tasks, same_answer
 from qerl_jax.rewards.calls import announce_hosts, check_columns, resolve
 from qerl_jax.rewards.functions import CONVERSATION_COLUMNS, Reward

@@ -16,7 +16,7 @@ from typing import Any
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.flags import check_sampling
 from qerl_jax.evaluation.load_policy import LoadedPolicy
-from qerl_jax.evaluation.prompts import check_prompts
+from qerl_jax.evaluation.task_prompts import check_prompts
 from qerl_jax.evaluation.tasks import Task, TaskOverrides
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.provenance import provenance

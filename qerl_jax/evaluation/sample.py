@@ -15,9 +15,9 @@ from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
 from qerl_jax.environments.episodes import environment_of
 from qerl_jax.environments.roles import ENDINGS
 from qerl_jax.errors import UserError, check_limits, memory_errors, visible
-from qerl_jax.evaluation.conversations import environments_of, has_environment, turns_of
 from qerl_jax.evaluation.flags import check_sampling, json_object, template_arguments
 from qerl_jax.evaluation.load_policy import OWN, LoadedPolicy, open_policy
+from qerl_jax.evaluation.run_environments import environments_of, has_environment, turns_of
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
