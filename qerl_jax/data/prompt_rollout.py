@@ -20,21 +20,13 @@ from qerl_jax.rollout.sampler import Sampler
 
 
 class Ended(NamedTuple):
-    """A completion that has ended.
-
-    Attributes:
-        prompt: its prompt.
-        text: its text; of a conversation, the policy's last turn.
-        tokens: number of sampled tokens.
-        finished: whether it ended by itself and not by a limit.
-        episode: what happened between the row and its environment; None without environments.
-    """
+    """A completion that has ended."""
 
     prompt: Prompt
-    text: str
-    tokens: int
-    finished: bool
-    episode: Episode | None
+    text: str  # of a conversation, the policy's last turn
+    tokens: int  # number of sampled tokens
+    finished: bool  # whether it ended by itself and not by a limit
+    episode: Episode | None  # what happened between it and its environment, if it has one
 
     @property
     def has_failed(self) -> bool:

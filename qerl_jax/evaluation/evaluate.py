@@ -276,19 +276,20 @@ def _complete(
     Returns:
         The lines of the file for P prompts, with S samples each.
     """
-    samples, order = job.config.samples, _sort_by_length(job.prompts)
+    samples, prompts = job.config.samples, job.prompts
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
     sample_ids = {(problem, sample) for problem in order for sample in range(samples)}
     lines = read_jsonl(path) if path.exists() else []
     rows: _Rows = {_sample_id(path, row): row for row in lines}
     rows |= _score(
         job, [row for sample_id, row in rows.items() if sample_id in sample_ids], received
     )
-    _write_rows(path, rows)  # This drops an incomplete last line.
+    write_atomic(path, _lines(rows))  # This drops an incomplete last line.
     incomplete = {problem for problem, _ in sample_ids - rows.keys()}
     if problems := [problem for problem in order if problem in incomplete]:
         _complete_problems(job, path, rows, problems, max_rows=max_rows, received=received)
-    _write_rows(path, dict(sorted(rows.items())))
-    return [[rows[problem, s] for s in range(samples)] for problem in range(len(job.prompts))]
+    write_atomic(path, _lines(dict(sorted(rows.items()))))
+    return [[rows[problem, s] for s in range(samples)] for problem in range(len(prompts))]
 
 
 def _complete_problems(
@@ -381,10 +382,6 @@ def _append(
 def _max_problems(job: _Job) -> int:
     """Returns the number of problems whose completions the host holds in one rollout."""
     return max(1, _ROLLOUT_TOKENS // (job.config.samples * job.task.max_new_tokens))
-
-
-def _sort_by_length(prompts: Sequence[Prompt]) -> list[int]:
-    return sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
 
 
 def _watch(
@@ -567,10 +564,6 @@ def _engine(job: _Job) -> EngineConfig:
         dequantize=dequantize_mode(job.policy.model.params),
         kv_cache_dtype=job.task.kv_cache_dtype,
     )
-
-
-def _write_rows(path: Path, rows: _Rows) -> None:
-    write_atomic(path, _lines(rows))
 
 
 def _lines(rows: _Rows) -> str:

@@ -60,17 +60,11 @@ def combine(
     parts: Collection[RolloutProgress], ended: np.ndarray, rollout: Rollout
 ) -> RolloutProgress:
     """Returns the progress of several rollouts as one, with the completions of all of them."""
-    work = [part.statistics for part in parts]
+    work = zip(*(dataclasses.astuple(part.statistics) for part in parts), strict=True)
     return RolloutProgress(
         ended=ended,
         tokens=sum(part.tokens for part in parts),
-        statistics=Statistics(
-            prefilled_prompts=sum(part.prefilled_prompts for part in work),
-            decoded=sum(part.decoded for part in work),
-            live=sum(part.live for part in work),
-            idle=sum(part.idle for part in work),
-            waiting_seconds=sum(part.waiting_seconds for part in work),
-        ),
+        statistics=Statistics(*(sum(values) for values in work)),
         rollout=rollout,
     )
 

@@ -28,43 +28,23 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Row:
-    """A completion that is sampled.
+    """A completion that is sampled; its token ids, which only grow, are in the rollout."""
 
-    Its token ids only grow; they are in the arrays of the rollout.
-
-    Attributes:
-        number: index of the row.
-        identity: what its samples depend on, besides the key and their positions.
-        group: index of its prompt.
-        prompt: token ids of its prompt.
-        state: what it does.
-        cache_row: index of its keys and values in the batch; -1 without a slot.
-        kept: its keys and values in memory of the host, if it has lost its slot.
-        start: length of the completion at which its turn began.
-        limit: length of the completion at which its turn is cut off.
-        scheduled: length of the completion once the device has finished what is in flight.
-        turn: number of its turns that have ended; samples in flight of an earlier one are ignored.
-        sampled: number of sampled tokens of these turns.
-        since: time at which its last turn ended, in seconds.
-        reply: token ids that the environment wrote after it.
-        ending: what ended the row, see `environments.roles`; OPEN before.
-    """
-
-    number: int
-    identity: int
-    group: int
-    prompt: Sequence[int]
+    number: int  # index of the row
+    identity: int  # what its samples depend on, besides the key and their positions
+    group: int  # index of its prompt
+    prompt: Sequence[int]  # token ids
     state: State = State.WAITING
-    cache_row: int = NO_SLOT
-    kept: list[jax.Array] | None = None
-    start: int = 0
-    limit: int = 0
-    scheduled: int = 0
-    turn: int = 0
-    sampled: int = 0
-    since: float = 0.0
-    reply: Sequence[int] = ()
-    ending: int = OPEN
+    cache_row: int = NO_SLOT  # index of its keys and values in the batch
+    kept: list[jax.Array] | None = None  # these in memory of the host, if it has lost its slot
+    start: int = 0  # length of the completion at which its turn began
+    limit: int = 0  # length of the completion at which its turn is cut off
+    scheduled: int = 0  # length once the device has finished what is in flight
+    turn: int = 0  # number of turns that have ended; samples of an earlier one are ignored
+    sampled: int = 0  # number of sampled tokens of these turns
+    since: float = 0.0  # time at which the last of them ended, in seconds
+    reply: Sequence[int] = ()  # token ids that the environment wrote after it
+    ending: int = OPEN  # what ended the row, see `environments.roles`
 
     @property
     def decodes(self) -> bool:
@@ -83,17 +63,11 @@ class Row:
 
 
 class Next(NamedTuple):
-    """Who comes next.
+    """Who comes next."""
 
-    Attributes:
-        evicted: rows that give up their slots to others.
-        resumed: rows whose next turn begins; those without a slot get the first free ones.
-        begun: how many rows that have had no slot get one.
-    """
-
-    evicted: list[Row]
-    resumed: list[Row]
-    begun: int
+    evicted: list[Row]  # rows that give up their slots to others
+    resumed: list[Row]  # rows whose next turn begins; without a slot, they get the first free ones
+    begun: int  # how many rows that have had no slot get one
 
 
 def next_rows(live: Collection[Row], *, waiting: int, slots: int, now: float) -> Next:

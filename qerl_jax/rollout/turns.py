@@ -1,7 +1,8 @@
 """What happens when a turn of a row has ended: the row ends, or hands it to an environment.
 
-In a conversation the environment's reply comes back as token ids, which are prefilled on the row's
-live cache together with those of other rows, and the next turn begins.
+A policy says how long a turn may be, what its end does to the row, and which replies are there. A
+reply comes back as token ids, which are prefilled on the row's live cache together with those of
+other rows, and the next turn begins.
 
 When an environment replies depends on the time, and so does which rows are in a batch. So all
 batches of a rollout with conversations have one size: a row has the same numbers whatever the other
@@ -30,52 +31,23 @@ class Dialog(Protocol):
         ...
 
 
-class TurnPolicy(Protocol):
-    """What rows do after a turn.
-
-    Attributes:
-        keeps_cache: whether a row keeps its slot when its turn has its last tokens.
-    """
-
-    keeps_cache: bool
-
-    def turn_tokens(self, length: int, sampled: int) -> int:
-        """Returns the largest number of tokens of the next turn of a completion.
-
-        It has `length` tokens so far, of which `sampled` were sampled.
-        """
-        ...
-
-    def end_turn(self, row: Row, ids: np.ndarray, *, complete: bool) -> None:
-        """Ends a row whose turn has ended, or lets it wait for a reply.
-
-        The turn has sampled tokens; it is complete if the policy or a stop string ended it, and not
-        a limit.
-        """
-        ...
-
-    def replies(self, seconds: float, /) -> Sequence[Reply]:
-        """Returns the replies that are there, or waits until one is or the seconds have passed."""
-        ...
-
-
 class OneTurn:
     """Completions of one turn: a row ends with it."""
 
-    keeps_cache = False
+    keeps_cache = False  # whether a row keeps its slot when its turn has its last tokens
 
     def __init__(self, max_new_tokens: int) -> None:
         self._max_new_tokens = max_new_tokens
 
     def turn_tokens(self, length: int, sampled: int) -> int:
-        """Returns the tokens that are left of the limit on all."""
+        """Returns the limit of the next turn after `length` tokens, `sampled` of them sampled."""
         return self._max_new_tokens - sampled
 
     def end_turn(self, row: Row, ids: np.ndarray, *, complete: bool) -> None:
-        """Ends the row."""
+        """Ends the row; the turn is `complete` where no limit has ended it."""
         row.end(ANSWER if complete else TOKENS)
 
-    def replies(self, seconds: float, /) -> Sequence[Reply]:
+    def replies(self, seconds: float) -> Sequence[Reply]:
         """Returns no reply."""
         return ()
 
@@ -89,7 +61,7 @@ class Conversations:
         self._dialog, self._limits, self._max_new_tokens = dialog, limits, max_new_tokens
 
     def turn_tokens(self, length: int, sampled: int) -> int:
-        """Returns the smallest of what is left of the limits."""
+        """Returns the limit of the next turn."""
         return self._limits.next_turn(length, sampled, self._max_new_tokens)
 
     def end_turn(self, row: Row, ids: np.ndarray, *, complete: bool) -> None:
@@ -101,6 +73,9 @@ class Conversations:
             space, limit = 0, TOKENS
         self._dialog.submit(Turn(row.number, ids.tolist(), complete, max(0, space), limit))
 
-    def replies(self, seconds: float, /) -> Sequence[Reply]:
+    def replies(self, seconds: float) -> Sequence[Reply]:
         """Returns those of the environments."""
         return self._dialog.replies(seconds)
+
+
+type TurnPolicy = OneTurn | Conversations
