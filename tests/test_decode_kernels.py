@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from simulated_kernel import simulation
 from warpgroup_kernel import BACKENDS, assert_close, on_gpu, wide
 
 from pallas_kernels import decode, device
@@ -168,10 +167,7 @@ SIZES = (
     (1, 2, 600, 32, 132),
     (1, 2, 129, 256, 132),
 )
-FAST = (
-    (SIZES[1], (jnp.float8_e4m3fn, False)),
-    (SIZES[4], (jnp.bfloat16, True)),
-)
+FAST = ((SIZES[1], (jnp.float8_e4m3fn, False)), (SIZES[4], (jnp.bfloat16, True)))
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
@@ -214,11 +210,8 @@ def test_attention(dtype, qk_norm, kv_heads, group, positions, head_dim, num_sms
 
 @pytest.fixture
 def simulated():
-    """Parameters of a simulation, which fails the test if it finds a race."""
-    yield plgpu.InterpretGPUParams(detect_races=True)
-    races = interpret_pallas_call.get_races()
-    interpret_pallas_call.reset_gpu_interpret_mode_state()
-    assert not races.races_found
+    with simulation() as parameters:
+        yield parameters
 
 
 def check_sm90_attention(inputs, factor, interpret, *, num_sms):
@@ -308,21 +301,18 @@ def hopper(monkeypatch):
     layer._sm90_attention_agrees.cache_clear()
 
 
-@pytest.mark.parametrize(("error", "expected"), [(0.0, True), (1.0, False)])
-def test_sm90_attention_that_disagrees_is_not_used(error, expected, hopper):
-    hopper.setattr(self_test, "relative_error", lambda attend: error)
-    with contextlib.nullcontext() if expected else pytest.warns(match="off by 1.0e"):
-        assert layer.supports_sm90_attention(cache(), 40) == expected
-    assert not layer.supports_sm90_attention(cache(positions=401), 40)
-
-
-def test_sm90_attention_that_does_not_compile_is_not_used(hopper):
-    def relative_error(attend):
-        raise NotImplementedError("gone")
+@pytest.mark.parametrize("error", [0.0, 1.0, None])
+def test_sm90_attention_that_disagrees_or_does_not_compile_is_not_used(error, hopper):
+    def relative_error(_):
+        if error is None:
+            raise NotImplementedError("gone")
+        return error
 
     hopper.setattr(self_test, "relative_error", relative_error)
-    with pytest.warns(match="NotImplementedError: gone"):
-        assert not layer.supports_sm90_attention(cache(), 40)
+    warns = pytest.warns(match="off by 1.0e|NotImplementedError: gone")
+    with contextlib.nullcontext() if error == 0.0 else warns:
+        assert layer.supports_sm90_attention(cache(), 40) == (error == 0.0)
+    assert not layer.supports_sm90_attention(cache(positions=401), 40)
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)

@@ -17,7 +17,7 @@ def no_model_is_loaded(monkeypatch):
     def load(*_, **__):
         raise AssertionError("a dry run loads no weights")
 
-    monkeypatch.setattr("qerl_jax.training.base.load", load)
+    monkeypatch.setattr("qerl_jax.training.first_policy.load", load)
 
 
 def told(config, **options):

@@ -17,7 +17,7 @@ from qerl_jax.environments.roles import SAMPLED
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.sampler import Sampler
-from qerl_jax.weights.compact import compact_layers
+from qerl_jax.weights.layer_memory import compact_layers
 
 pytestmark = pytest.mark.gpu
 TURNS, TOKENS, REPLY = 3, 40, 9

@@ -24,7 +24,7 @@ from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
 from qerl_jax.rewards.from_config import PYTHON_REWARDS
 from qerl_jax.run.ownership import write_config
 from qerl_jax.run.saved_config import saved_config
-from qerl_jax.training.base import _announce
+from qerl_jax.training.first_policy import _announce
 from qerl_jax.training.loop import train
 from qerl_jax.weights.peft import WEIGHTS_FILE
 

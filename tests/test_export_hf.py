@@ -18,13 +18,14 @@ import pytest
 import tiny_checkpoints
 import tiny_run
 import transformers
+import yaml
 
 from qerl_jax.commands import evaluate, export_hf
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.evaluation.results_folder import EvaluateConfig, locate_results
-from qerl_jax.export import merge, model_card, scores
+from qerl_jax.export import card_scores, merge, model_card
 from qerl_jax.export import write as export_lib
 from qerl_jax.export.model_card import Card, serve_lines
 from qerl_jax.export.write import ExportConfig, export
@@ -121,26 +122,19 @@ def parsed_by_vllm(item):
     return module["name"], module["path"]
 
 
+def foreign_card(**changes):
+    """The card of an adapter without a run."""
+    facts = {"name": "n", "format": "peft", "base": "Q/q", "source": "Q/q", "served_base": "Q/q"}
+    facts |= {"base_format": "bf16", "onto": "trained", "rank": 48, "trained_norms": False}
+    return Card(**facts | {"run": None, "steps": None} | changes)
+
+
 @pytest.mark.parametrize(
     "name", ["mine", "seed=0-1a2b3c4d", "lr=1e-5,seed=0", "a b", "it's", '"', "\u00e9", "a=b=c"]
 )
 def test_vllm_reads_the_line_that_is_printed(name):
     folder = f"runs/s/{name}/exports/peft"
-    card = Card(
-        name=name,
-        format="peft",
-        folder=folder,
-        base="Q/q",
-        base_format="bf16",
-        source="Q/q",
-        served_base="Q/q",
-        onto="trained",
-        rank=16,
-        trained_norms=False,
-        run=None,
-        steps=None,
-    )
-    *command, item = shlex.split(serve_lines(card)[-1])
+    *command, item = shlex.split(serve_lines(foreign_card(name=name, folder=folder))[-1])
     assert command[-1] == "--lora-modules"
     assert parsed_by_vllm(item) == (name, folder)
 
@@ -226,6 +220,10 @@ def test_with_base(norms, tiny, tmp_path, capsys):
     again, policy = open_policy(str(out), dtype="float32"), open_policy(str(run))
     np.testing.assert_array_equal(logits(again), logits(policy))
     assert f"vllm serve {base} --enable-lora" in capsys.readouterr().out
+    card = (base / "README.md").read_text()
+    assert "# run-base\n" in card
+    assert f"in NVFP4: the weights that the adapter {out} was trained on" in card
+    assert "tags:\n- nvfp4\n" in card
 
 
 def test_an_adapter_with_norms_names_the_remedy(tiny, tmp_path, capsys):
@@ -348,11 +346,9 @@ def test_small_updates_of_norms_are_kept(form, tiny, tmp_path):
     assert tensors["model.embed_tokens.weight"].dtype == ml_dtypes.bfloat16
 
 
-def test_untrained_norms_have_the_dtype_of_the_others(run, tmp_path):
-    out = run_export(run, "merged", out=str(tmp_path / "out"))
-    tensors = dict(safetensors.read_file(out / "model.safetensors"))
-    assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
-    assert "trained norms" not in (out / "README.md").read_text()
+def scored_card(run, tmp_path):
+    out = str(tmp_path / "out")
+    return (export(ExportConfig(str(run), "peft", out, score_problems=3)) / "README.md").read_text()
 
 
 def test_scores(tiny, tmp_path, monkeypatch, capsys):
@@ -367,11 +363,8 @@ def test_scores(tiny, tmp_path, monkeypatch, capsys):
         asked.append((packed, policy.lora is not None, len(prompts), new_tokens))
         return GreedyScore(accuracy=len(asked) / 4, truncated=0.0)
 
-    monkeypatch.setattr(scores, "greedy_accuracy", accuracy)
-    config = ExportConfig(
-        source=str(run), format="peft", out=str(tmp_path / "out"), score_problems=3
-    )
-    card = (export(config) / "README.md").read_text()
+    monkeypatch.setattr(card_scores, "greedy_accuracy", accuracy)
+    card = scored_card(run, tmp_path)
     assert asked == [(True, False, 3, 4), (True, True, 3, 4), (False, True, 3, 4)]
     assert "pass@1 0.500 on 3 held-out problems: NVFP4 base + adapter\n" in capsys.readouterr().out
     for name, score in (("NVFP4 base", 0.25), ("bf16 base + adapter", 0.75)):
@@ -380,11 +373,8 @@ def test_scores(tiny, tmp_path, monkeypatch, capsys):
 
 def test_a_score_with_missing_rewards_is_not_on_the_card(run, tmp_path, monkeypatch, capsys):
     found = iter([GreedyScore(1.0, 0.0, missing=2), GreedyScore(0.25, 0.0), GreedyScore(0.75, 0.0)])
-    monkeypatch.setattr(scores, "greedy_accuracy", lambda *_, **__: next(found))
-    config = ExportConfig(
-        source=str(run), format="peft", out=str(tmp_path / "out"), score_problems=3
-    )
-    card = (export(config) / "README.md").read_text()
+    monkeypatch.setattr(card_scores, "greedy_accuracy", lambda *_, **__: next(found))
+    card = scored_card(run, tmp_path)
     assert "no pass@1: 2 of 3 completions have no score: NVFP4 base\n" in capsys.readouterr().out
     assert "1.000" not in card
     assert "| NVFP4 base + adapter | 0.250 " in card
@@ -394,7 +384,7 @@ def test_kl():
     """Checks against the KL of (1/4, 3/4) to (1/2, 1/2), and of equal distributions, by hand."""
     p, q = np.log(np.array([[0.25, 0.75]])), np.log(np.array([[0.5, 0.5]]))
     expected = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
-    found = scores.probe_kl([p.astype(np.float32), q], [q.astype(np.float32), q])
+    found = card_scores.probe_kl([p.astype(np.float32), q], [q.astype(np.float32), q])
     assert found == pytest.approx(expected / 2)
 
 
@@ -546,24 +536,17 @@ def test_the_card_says_which_adapter_it_is(tiny, tmp_path, capsys):
         run_export(run, "peft", out=str(tmp_path / "incomplete"))
 
 
-def test_the_base_of_an_adapter_has_a_card(run, tmp_path):
-    run_export(run, "peft", out=str(tmp_path / "mine"), with_base=True)
-    card = (tmp_path / "mine-base" / "README.md").read_text()
-    assert "# mine-base\n" in card
-    assert f"in NVFP4: the weights that the adapter {tmp_path / 'mine'} was trained on" in card
-    assert 'tags: ["nvfp4"]' in card
-
-
 # --- The card -------------------------------------------------------------------------------------
 
 
 def test_the_card(run, tmp_path):
     out = run_export(run, "merged", out=str(tmp_path / "out"))
+    tensors = dict(safetensors.read_file(out / "model.safetensors"))
+    assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
     text = (out / "README.md").read_text()
+    assert "trained norms" not in text
     front, _, body = text.removeprefix("---\n").partition("\n---\n")
-    matter = {
-        key: json.loads(value) for key, value in (x.split(": ", 1) for x in front.split("\n"))
-    }
+    matter = yaml.safe_load(front)
     assert matter["library_name"] == "transformers"
     assert "base_model" not in matter  # because a local path means nothing to the hub
     for part in (
@@ -583,15 +566,10 @@ def test_the_card(run, tmp_path):
     assert str(tmp_path.parent) not in training
 
 
-def test_the_card_names_a_base_of_the_hub(tmp_path):
-    out = tmp_path / "out"
-    described = model_card.Card(
-        name="n", format="peft", folder=str(out), base="Qwen/Qwen3-0.6B", base_format="nvfp4",
-        source="Qwen/Qwen3-0.6B", served_base="", onto="trained", rank=48, trained_norms=False,
-        run=None, steps=None,
-    )  # fmt: skip
-    text = model_card.model_card(described)
-    assert 'base_model: "Qwen/Qwen3-0.6B"\nbase_model_relation: "adapter"\n' in text
+def test_the_card_names_a_base_of_the_hub():
+    text = model_card.model_card(foreign_card(folder="out", served_base=""))
+    matter = yaml.safe_load(text.split("---")[1])
+    assert (matter["base_model"], matter["base_model_relation"]) == ("Q/q", "adapter")
     assert "--max-lora-rank 64" in text
 
 
@@ -665,10 +643,9 @@ def test_no_problems_to_score_on(tiny, tmp_path, capsys):
 def test_an_export_is_not_overwritten(run, tmp_path, monkeypatch):
     out = run_export(run, "peft", out=str(tmp_path / "out"))
     before = (out / "README.md").read_bytes()
-    monkeypatch.setattr(
-        export_lib, "open_policy", None
-    )  # the error comes before anything is loaded
-    with pytest.raises(UserError, match="exists already"):
+    # The error comes before anything is loaded.
+    monkeypatch.setattr(export_lib, "open_policy", None)
+    with pytest.raises(UserError, match="exists already; remove it or choose another folder"):
         run_export(run, "merged", out=str(out))
     assert (out / "README.md").read_bytes() == before
 
@@ -718,8 +695,5 @@ def test_the_command(run, tmp_path):
     command = [sys.executable, "-m", "experiments.export_hf", str(run), "--format=merged"]
     command += [f"--out={tmp_path / 'mine'}"]
     result = subprocess.run(command, cwd=tiny_run.ROOT, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert (
-        result.stderr
-        == f"error: {tmp_path / 'mine'} exists already; remove it or choose another folder\n"
-    )
+    words = f"error: {tmp_path / 'mine'} exists already; remove it or choose another folder\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", words)

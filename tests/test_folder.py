@@ -179,17 +179,6 @@ def test_another_config_is_refused_by_field(tmp_path):
     assert "\n" not in message
 
 
-def test_a_field_of_a_later_version_is_named(tmp_path):
-    begin(tmp_path)
-    other = ConfigDict(
-        make_config().to_dict() | {"rl": make_config().rl.to_dict() | {"metric": ""}}
-    )
-    with pytest.raises(UserError) as caught, folder.open_run(tmp_path, other):
-        pass
-    assert '(rl.metric: (absent) -> "")' in str(caught.value)
-    assert str(caught.value).endswith("a field that was absent then is of a later version")
-
-
 def test_an_evaluation_before_training_does_not_begin_a_run(tmp_path):
     with folder.open_run(tmp_path / "a", make_config()) as run:
         run.metrics.write_text('{"step": 0, "eval_accuracy_before": 0.5, "eval_seconds": 1.0}\n')

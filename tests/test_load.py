@@ -26,7 +26,7 @@ from tiny_checkpoints import (
 from qerl_jax.errors import UserError
 from qerl_jax.policy.quant import QuantTensor, quantize_nvfp4
 from qerl_jax.system.live_line import waiting
-from qerl_jax.weights import compact, load, names, safetensors
+from qerl_jax.weights import layer_memory, load, names, safetensors
 from qerl_jax.weights.checkpoint import open_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -122,7 +122,7 @@ def test_layers_that_move_to_memory_of_their_own_size_are_the_same(tmp_path, mon
     write_folder(tmp_path, model_config(), random_tensors(model_config()))
     expected = load.load(str(tmp_path)).params
     moved = []
-    monkeypatch.setattr(compact, "_free_bytes", lambda: moved.append(True) or 2**30)
+    monkeypatch.setattr(layer_memory, "_free_bytes", lambda: moved.append(True) or 2**30)
     found = load.load(str(tmp_path)).params
     assert moved
     assert_trees_equal(found, expected)

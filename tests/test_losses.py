@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from row_loss import row_loss
+from row_loss import loss_config, row_loss
 
 from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
@@ -92,7 +92,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_parts_add_up(name, options):
-    config = losses.loss_config(name, **options)
+    config = loss_config(name, **options)
     case = make_case(config.aggregation)
     loss, gradient, metrics = case.loss(config)
     parts = [case.rows(i, i + 2).loss(config) for i in (0, 2, 4)]
@@ -200,7 +200,7 @@ def by_the_equations(name, new, now, inputs, *, dual_clip, kl_coef, tis_cap):
 def test_losses_by_their_equations(name, options):
     if name in ("cispo", "sapo"):
         options = {k: v for k, v in options.items() if k != "dual_clip"}
-    config = losses.loss_config(name, **options)
+    config = loss_config(name, **options)
     case = make_case(config.aggregation)
     loss, gradient, _ = case.loss(config)
     rest = {"dual_clip": None, "kl_coef": 0.0, "tis_cap": None} | options
@@ -219,7 +219,7 @@ def test_losses_by_their_equations(name, options):
 
 
 def test_gspo_clips_whole_sequences():
-    config = losses.loss_config("gspo", clip_low=0.1, clip_high=0.1)
+    config = loss_config("gspo", clip_low=0.1, clip_high=0.1)
     case = make_case("sequence")
     # The token ratios are far from 1; their geometric means are 1.05, 1.2, 1, 1.2, 0.8 and 0.95.
     means = np.array([1.05, 1.2, 1.0, 1.2, 0.8, 0.95])
@@ -244,7 +244,7 @@ def test_gspo_clips_whole_sequences():
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(("ratio", "weight"), [(0.1, 0.8), (1.1, 1.1), (9.0, 5.0)])
 def test_cispo_clips_the_weight_and_keeps_the_gradient(advantage, ratio, weight):
-    config = losses.loss_config("cispo", clip_low=0.2, clip_high=4.0)
+    config = loss_config("cispo", clip_low=0.2, clip_high=4.0)
     loss, gradient, metrics = token_case(np.log(ratio), advantage).loss(config)
     assert loss == pytest.approx(weight * advantage, rel=1e-5)  # the log-probability is -1
     assert gradient.item() == pytest.approx(-weight * advantage, rel=1e-5)
@@ -262,7 +262,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient(advantage, ratio, weight)
     ],
 )
 def test_dual_clip(ratio, advantage, loss, passes, beyond):
-    config = losses.LossConfig("token", dual_clip=3.0)
+    config = loss_config("dapo", dual_clip=3.0)
     value, gradient, metrics = token_case(np.log(ratio), advantage).loss(config)
     assert value == pytest.approx(loss, rel=1e-5)
     expected = -ratio * advantage if passes else 0.0
@@ -272,7 +272,7 @@ def test_dual_clip(ratio, advantage, loss, passes, beyond):
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_masked_positions_may_hold_anything(name, options):
-    config = losses.loss_config(name, **options)
+    config = loss_config(name, **options)
     case = make_case(config.aggregation)
     loss, gradient, metrics = case.loss(config)
     outside = case.inputs["mask"] == 0
@@ -290,7 +290,7 @@ def test_masked_positions_may_hold_anything(name, options):
 
 @pytest.mark.parametrize("name", losses.LOSSES)
 def test_an_empty_mask(name):
-    config = losses.loss_config(name, kl_coef=0.1, tis_cap=2.0)
+    config = loss_config(name, kl_coef=0.1, tis_cap=2.0)
     case = make_case()
     nothing = np.zeros_like(case.inputs["mask"])
     weights = losses.token_weights(nothing, config.aggregation, **SIZES)
@@ -302,7 +302,7 @@ def test_an_empty_mask(name):
 
 @pytest.mark.parametrize("name", losses.LOSSES)
 def test_gradient_on_policy_is_the_policy_gradient(name):
-    config = losses.loss_config(name)
+    config = loss_config(name)
     case = make_case(config.aggregation)
     _, gradient, metrics = case.loss(config, old_logprobs=None)
     advantages, weights = case.inputs["advantages"], case.inputs["weights"]
@@ -326,7 +326,7 @@ def test_gradient_on_policy_is_the_policy_gradient(name):
     ],
 )
 def test_clipping(ratio, advantage, loss, passes, low, high):
-    config = losses.LossConfig("token", clip_low=0.2, clip_high=0.28)
+    config = loss_config("dapo", clip_low=0.2, clip_high=0.28)
     value, gradient, metrics = token_case(np.log(ratio), advantage).loss(config)
     assert value == pytest.approx(loss, rel=1e-5, abs=1e-9)
     expected = -ratio * advantage if passes else 0.0
@@ -338,7 +338,7 @@ def test_clipping(ratio, advantage, loss, passes, low, high):
 
 @pytest.mark.parametrize("kl_grad", losses.KL_GRADS)
 def test_kl_gradients(kl_grad):
-    config = losses.LossConfig("token", kl_coef=1.0, kl_grad=kl_grad)
+    config = loss_config("dapo", kl_coef=1.0, kl_grad=kl_grad)
     case = token_case(0.3, advantage=0.0)
     ref = np.full((1, 1), -1.5, np.float32)
     loss, gradient, metrics = case.loss(config, ref_logprobs=ref)
@@ -357,7 +357,7 @@ def test_kl_gradients(kl_grad):
 
 @pytest.mark.parametrize(("gap", "has_gradient"), [(2.5, True), (2.7, False), (25.0, False)])
 def test_clipped_k3_has_no_gradient_beyond_ten(gap, has_gradient):
-    config = losses.LossConfig("token", kl_coef=0.5, kl_grad="k3_clipped")
+    config = loss_config("dapo", kl_coef=0.5, kl_grad="k3_clipped")
     case = token_case(0.0, advantage=0.0)
     loss, gradient, metrics = case.loss(config, ref_logprobs=np.full((1, 1), gap - 1, np.float32))
     near = min(gap, 20.0)
@@ -380,7 +380,7 @@ FAR_LOSSES = [
 @pytest.mark.parametrize("options", FAR_LOSSES, ids=str)
 def test_log_ratios_of_any_size_have_finite_gradients(options):
     """One far token would make the gradient of the whole update NaN, and the update is skipped."""
-    config = losses.loss_config(**options)
+    config = loss_config(**options)
     for gap in (19.0, 50.0, 89.0, 500.0):
         for advantage, sign in itertools.product((-1.0, 1.0), (-1.0, 1.0)):
             case = token_case(sign * gap, advantage)
@@ -395,7 +395,7 @@ def test_log_ratios_of_any_size_have_finite_gradients(options):
 
 
 def test_a_policy_that_is_nan_is_not_clamped():
-    config = losses.loss_config("grpo", kl_coef=0.1)
+    config = loss_config("grpo", kl_coef=0.1)
     case = token_case(0.0, 1.0)
     case.logprobs[:] = np.nan
     loss, gradient, _ = case.loss(config, ref_logprobs=np.full((1, 1), -1.0, np.float32))
@@ -424,7 +424,7 @@ def test_k3_of_close_policies():
     [(-1.0, 1.0), (-1.5, np.exp(0.5)), (-9.0, 2.0), (-0.5, np.exp(-0.5)), (np.nan, 1.0)],
 )
 def test_importance_weight_is_truncated_and_before_the_kl(rollout, weight):
-    config = losses.LossConfig("token", tis_cap=2.0, kl_coef=0.1)
+    config = loss_config("dapo", tis_cap=2.0, kl_coef=0.1)
     case = token_case(0.0, advantage=1.0)
     inputs = {
         "rollout_logprobs": np.full((1, 1), rollout, np.float32),
@@ -444,7 +444,7 @@ def test_importance_weight_is_truncated_and_before_the_kl(rollout, weight):
 
 def test_rollout_is_only_measured_without_a_cap():
     case = make_case()
-    config = losses.loss_config("dapo")
+    config = loss_config("dapo")
     without = case.loss(config, rollout_logprobs=None)
     measured = case.loss(config)
     assert measured[0] == without[0]
@@ -454,7 +454,7 @@ def test_rollout_is_only_measured_without_a_cap():
 
 def test_bfloat16_inputs_are_computed_in_float32():
     case = make_case()
-    config = losses.loss_config("dapo", kl_coef=0.04)
+    config = loss_config("dapo", kl_coef=0.04)
     loss, _ = row_loss(jnp.asarray(case.logprobs, jnp.bfloat16), config=config, **case.inputs)
     assert loss.dtype == jnp.float32
 
@@ -463,24 +463,19 @@ def test_bfloat16_inputs_are_computed_in_float32():
     ("options", "message"),
     [
         ({"name": "ppo"}, "'ppo'.*grpo, dapo"),
-        ({"aggregation": "mean"}, "aggregation 'mean'.*token, sequence"),
         ({"dual_clip": 1.0}, "dual_clip is 1.0"),
         ({"name": "cispo", "dual_clip": 3.0}, "dual_clip is 3.0.*does not clip the ratio"),
-        ({"kl_grad": "k1"}, "'k1'.*unbiased"),
-        ({"clip_low": -0.1}, "clip_low is -0.1"),
-        ({"clip_high": float("nan")}, "clip_high is nan"),
         ({"dual_clip": float("nan")}, "dual_clip is nan"),
-        ({"tis_cap": 0.0}, "tis_cap is 0.0"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(UserError, match=message):
-        losses.loss_config(**{"name": "dapo"} | options)
+        loss_config(**{"name": "dapo"} | options)
 
 
 def test_an_aggregation_replaces_the_one_of_the_loss():
-    assert losses.loss_config("grpo").aggregation == "sequence"
-    config = losses.loss_config("gspo", aggregation="token")
+    assert loss_config("grpo").aggregation == "sequence"
+    config = loss_config("gspo", aggregation="token")
     assert (config.aggregation, config.ratio) == ("token", "sequence")
 
 
@@ -490,7 +485,7 @@ def test_an_aggregation_replaces_the_one_of_the_loss():
 )
 def test_missing_inputs(options, missing):
     with pytest.raises(ValueError, match=missing):
-        make_case().loss(losses.loss_config("dapo", **options), **{missing: None})
+        make_case().loss(loss_config("dapo", **options), **{missing: None})
 
 
 def test_row_sums_by_hand():
@@ -504,7 +499,7 @@ def test_row_sums_by_hand():
 
 def test_the_off_policy_mask_leaves_out_rows_of_a_negative_advantage():
     """A token without a record counts as no difference; the mask has no gradient."""
-    config = losses.loss_config("opsm")
+    config = loss_config("opsm")
     case = make_case("sequence")
     case.inputs["rollout_logprobs"] = case.logprobs + np.array(
         [[0.9], [0.9], [0.9], [0.4], [0.9], [0.9]], np.float32
@@ -518,14 +513,14 @@ def test_the_off_policy_mask_leaves_out_rows_of_a_negative_advantage():
     case.inputs["rollout_logprobs"][5, 1] = np.nan  # one of three: 0.3
     assert case.loss(config)[1][5].any()
     # It applies to every loss, and the KL stays.
-    config = losses.loss_config("dapo", off_policy_delta=0.5, kl_coef=0.1)
+    config = loss_config("dapo", off_policy_delta=0.5, kl_coef=0.1)
     assert case.loss(config)[1][1].any()
 
 
 def test_the_temperatures_of_sapo_count_from_the_second_update_on():
     case = make_case("sequence")
     plain, other = (
-        losses.loss_config("sapo", sapo_temperature_pos=pos, sapo_temperature_neg=neg)
+        loss_config("sapo", sapo_temperature_pos=pos, sapo_temperature_neg=neg)
         for pos, neg in ((1.0, 1.05), (3.0, 0.2))
     )
     first = [case.loss(config, old_logprobs=None) for config in (plain, other)]
@@ -533,11 +528,3 @@ def test_the_temperatures_of_sapo_count_from_the_second_update_on():
     np.testing.assert_allclose(first[0][1], first[1][1], rtol=1e-6)
     later = [case.loss(config)[1] for config in (plain, other)]
     assert not np.allclose(*later, rtol=1e-2)
-
-
-@pytest.mark.parametrize("field", ["sapo_temperature_pos", "sapo_temperature_neg"])
-def test_temperatures_and_thresholds_are_positive(field):
-    with pytest.raises(UserError, match=f"{field} is 0.0: it must be greater than 0"):
-        losses.loss_config("sapo", **{field: 0.0})
-    with pytest.raises(UserError, match=r"off_policy_delta is -0.1"):
-        losses.loss_config("grpo", off_policy_delta=-0.1)

@@ -16,6 +16,7 @@ import optax
 import pytest
 from h200 import array, tiles
 from jax.sharding import NamedSharding
+from row_loss import loss_config
 
 from pallas_kernels import attention
 from pallas_kernels import decode as decode_kernels
@@ -31,7 +32,6 @@ from qerl_jax.policy.sharding import abstract_on, specs
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import data_parallel
-from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import empty_buffer
 from qerl_jax.rl.train_step import UpdateConfig, init_state
 from qerl_jax.rollout import decode, tensor_parallel

@@ -16,7 +16,8 @@ import tiny_run
 
 from qerl_jax.errors import UserError
 from qerl_jax.processes.group import ALONE
-from qerl_jax.run import metrics, terminal
+from qerl_jax.run import lines as run_lines
+from qerl_jax.run import metrics
 from qerl_jax.run.folder import open_run
 from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.system.jsonl import read_jsonl
@@ -279,15 +280,15 @@ def test_format_row():
         "remaining_seconds": 3720.0,
         "update_skipped": True,
     }
-    line = terminal.format_row(row, 600)
+    line = run_lines.format_row(row, 600)
     assert line == (
         "step   7/600  reward  0.412  acc 0.40  format 0.98  len 231.4  entropy 0.812  "
         "sigma 1.0e-02  grad 0.213  rollout 51.2k train 812 tok/s  left 1h02m  UPDATE SKIPPED"
     )
     del row["update_skipped"]
-    assert len(terminal.format_row(row, 600)) <= 150
-    assert terminal.format_row({"step": 1, "reward": None}, 9) == "step 1/9  reward -"
-    assert "format 1.00" in terminal.format_row({"step": 1, "reward/format": 1.0}, 9)
+    assert len(run_lines.format_row(row, 600)) <= 150
+    assert run_lines.format_row({"step": 1, "reward": None}, 9) == "step 1/9  reward -"
+    assert "format 1.00" in run_lines.format_row({"step": 1, "reward/format": 1.0}, 9)
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 100, 140])
@@ -306,8 +307,8 @@ def test_the_line_of_a_step_fits_its_columns(columns):
         "train_tokens_per_second": 812.3,
         "remaining_seconds": 3720.0,
     }
-    line = terminal.format_row(row, 2000, columns)
-    whole = terminal.format_row(row, 2000)
+    line = run_lines.format_row(row, 2000, columns)
+    whole = run_lines.format_row(row, 2000)
     assert len(line) <= columns < len(whole)
     # What is left out is the least important, and what stays keeps its order.
     assert line.startswith("step 1007/2000  ")
@@ -316,22 +317,22 @@ def test_the_line_of_a_step_fits_its_columns(columns):
     assert all(part in parts for part in line.split("  "))
     assert ("reward -0.412" in line, "left 1h02m" in line) == (columns > 40, columns > 40)
     assert ("len 1231.4" in line, "tok/s" in line) == (columns > 60, False)
-    assert terminal.format_row(row, 2000, 5) == "step 1007/2000"
+    assert run_lines.format_row(row, 2000, 5) == "step 1007/2000"
 
 
 def test_a_log_has_the_whole_line_and_a_terminal_what_fits(monkeypatch):
     monkeypatch.setenv("COLUMNS", "72")
     stream = io.StringIO()
-    assert terminal.line_columns(stream) is None
+    assert run_lines.line_columns(stream) is None
     stream.isatty = lambda: True
-    assert terminal.line_columns(stream) == 72
+    assert run_lines.line_columns(stream) == 72
 
 
 def test_format_of_an_evaluation():
     before = {"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 3.0}
-    assert terminal.format_row(before, 9) == "greedy accuracy before training: 0.250"
+    assert run_lines.format_row(before, 9) == "greedy accuracy before training: 0.250"
     after = {"step": 4, "eval_accuracy": 0.5, "eval_seconds": 3.0}
-    assert terminal.format_row(after, 9) == "greedy accuracy after step 4: 0.500"
+    assert run_lines.format_row(after, 9) == "greedy accuracy after step 4: 0.500"
 
 
 @pytest.mark.parametrize("columns", [80, 72, 40])
@@ -339,12 +340,12 @@ def test_the_lines_of_an_evaluation_fit_their_columns(columns):
     row = {"step": 1007, "eval_accuracy": 0.5, "eval_seconds": 3.0}
     row |= {"eval_truncated": 0.26, "eval_missing": 12}
     whole = "greedy accuracy after step 1007: 0.500  cut off 26 %  no score 12: not compared"
-    assert terminal.format_row(row, 2000) == whole
-    line = terminal.format_row(row, 2000, columns)
+    assert run_lines.format_row(row, 2000) == whole
+    line = run_lines.format_row(row, 2000, columns)
     assert len(line) <= columns
     assert ("cut off" in line, "no score" in line) == (columns == 80, columns > 40)
     answers = [{"question": 9 * "is it ", "completion": 99 * "a" + "end", "finished": False}]
-    lines = terminal.format_answers(answers, answers, columns)
+    lines = run_lines.format_answers(answers, answers, columns)
     assert {len(line) for line in lines[1:]} == {columns}
     assert all(line.endswith("aend (no score, cut off)") for line in lines[1:])
     assert len(lines[0]) == min(53, columns)
@@ -352,7 +353,7 @@ def test_the_lines_of_an_evaluation_fit_their_columns(columns):
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.4, "4s"), (192, "3m12s"), (3599.9, "1h00m")])
 def test_time_left(seconds, text):
-    assert terminal.format_row({"step": 1, "remaining_seconds": seconds}, 1).endswith(
+    assert run_lines.format_row({"step": 1, "remaining_seconds": seconds}, 1).endswith(
         f"left {text}"
     )
 
@@ -370,7 +371,7 @@ def test_answers_before_and_after():
         answer("q", 200 * "a" + "end", correct=False),
         answer("other", "x", correct=True),
     ]
-    lines = terminal.format_answers(before, after)
+    lines = run_lines.format_answers(before, after)
     assert lines == [
         "What is 1 + 2?",
         r"  before: It is 4\x1b (wrong, cut off)",
@@ -379,7 +380,7 @@ def test_answers_before_and_after():
         "  before: no (no score)",
         f"  after:  ...{154 * 'a'}end (wrong)",
     ]
-    assert terminal.format_answers([], after) == []
+    assert run_lines.format_answers([], after) == []
 
 
 def test_answers_are_read_by_step(tmp_path):

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import tiny_run
 from ml_collections import ConfigDict
-from problem_sets import load_mixture
+from problem_sets import draw, load_mixture
 
 from qerl_jax.commands.cli import _ConfigParser
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.data.mixture import MixtureSource, divide, read_mixture
-from qerl_jax.data.order import Cursor, Order, Source, draw, draw_turns, source_metrics, take_turns
+from qerl_jax.data.order import Cursor, Order, Source, draw_turns, source_metrics, take_turns
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import _held_out_problems
 from qerl_jax.export.model_card import _training
-from qerl_jax.rewards.scores import Scores
+from qerl_jax.rewards.scored import Scores
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.show.view import curves, open_views
@@ -305,7 +305,7 @@ def test_moved_sources_are_found_again_and_others_refused(mixed, files, tmp_path
 
 def test_the_model_card_names_the_sources(whole):
     run = json.loads((whole / "config.json").read_text())
-    text = "\n".join(_training(run, 6))
+    text = _training(run)["fields"]
     assert re.search(r"data.mixture.short +\| .*short.jsonl, 75.0% of the draws", text)
     assert "| data.source" not in text
 

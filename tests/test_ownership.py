@@ -19,7 +19,7 @@ from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.rewards import calls
 from qerl_jax.run import ownership
-from qerl_jax.run.folder import RunFolder, open_run, record_fact, record_places
+from qerl_jax.run.folder import RunFolder, open_run, record_fact, record_sources
 from qerl_jax.system import user_key
 
 TOKEN = "TEST_OWNERSHIP_TOKEN"
@@ -223,10 +223,10 @@ def test_what_begins_a_run_signs_it_and_what_continues_it_adds_no_tag(tiny, tmp_
         assert "tag" not in saved(folder.path)
         record_fact(again, "other", {"b": 2})
         assert not ownership.is_own(folder.path)
-        record_places(again, config)
+        record_sources(again, config)
         assert not ownership.is_own(folder.path)
         ownership.adopt(folder.path)
-        record_places(again, config)
+        record_sources(again, config)
         assert ownership.is_own(folder.path)
 
 

@@ -22,6 +22,7 @@ from qerl_jax.rollout.completions import Completions
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.decode import Samples
 from qerl_jax.rollout.progress import live_fraction
+from qerl_jax.rollout.row import Row
 from qerl_jax.weights.tokenizer import from_folder
 
 policy = functools.partial(tiny_rollout.policy, layers=1)
@@ -325,11 +326,14 @@ def test_a_stop_string_may_hold_a_special_token(stop, length, chunk, tmp_path):
     ids = np.array([[3, 4, tiny_checkpoints.VOCAB - 1, 5, 6, 7]], np.int32)
     zeros = np.zeros((1, chunk), np.float32)
     completions = Completions(1, SamplingConfig(max_new_tokens=6, stop=stop), tokenizer)
-    for start in range(0, 6, chunk):
+    row, ended = Row(0, identity=0, group=0, prompt=[1]), {}
+    row.begin_turn(0, 6)
+    while not ended:
+        start = completions.rollout.lengths[0]
         part = ids[:, start : start + chunk]
-        completions.append(np.array([0]), Samples(part, zeros, zeros))
-    assert completions.rollout.lengths[0] == length
-    assert completions.rollout.finished[0] == (length < 6)
+        ended = completions.append([row], np.zeros(1, int), Samples(part, zeros, zeros))
+    np.testing.assert_array_equal(completions.turn(row), ids[0, :length])
+    assert ended == {row: length < 6}
 
 
 # --- Memory ---------------------------------------------------------------------------------------

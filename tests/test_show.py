@@ -15,10 +15,10 @@ from contrast import contrast
 import qerl_jax.show.runs
 from qerl_jax.commands import show as command
 from qerl_jax.errors import UserError, visible
+from qerl_jax.show.columns import shorten, width, wrap
 from qerl_jax.show.html import page, write_page
 from qerl_jax.show.runs import read_steps_option
 from qerl_jax.show.terminal import show
-from qerl_jax.show.text import shorten, width, wrap
 from qerl_jax.show.view import open_views, read_condition
 
 SCRIPT = "<script>alert(1)</script></script><!--<b>"

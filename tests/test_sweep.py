@@ -23,7 +23,7 @@ from qerl_jax.run.folder import config_dict
 from qerl_jax.run.jobs import environment_of
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.statistics import half_interval
-from qerl_jax.run.sweep import MEASURES, Run, format_table, is_finished, make_table, settings
+from qerl_jax.run.sweep_folder import MEASURES, Run, format_table, is_finished, make_table, settings
 from qerl_jax.training.loop import train
 
 # --- Overrides ----------------------------------------------------------------------------------

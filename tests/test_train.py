@@ -30,9 +30,9 @@ from qerl_jax.evaluation.evaluate import evaluate
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.evaluation.results_folder import EvaluateConfig
-from qerl_jax.export.scores import open_held_out_set
+from qerl_jax.export.card_scores import open_held_out_set
 from qerl_jax.rewards.calls import Timed
-from qerl_jax.rewards.scores import Scores
+from qerl_jax.rewards.scored import Scores
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.system import live_line
 from qerl_jax.system.jsonl import read_jsonl

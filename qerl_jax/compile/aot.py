@@ -13,7 +13,7 @@ import jax
 from pallas_kernels import fp4_matmul
 from qerl_jax.compile import executable_cache, program_cache
 from qerl_jax.compile.operation import Executables, Operation
-from qerl_jax.system.threads import available_cores
+from qerl_jax.system.processor import available_cores
 
 _THREADS = max(4, available_cores() // 2)  # programs that compile at the same time
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
@@ -47,19 +47,12 @@ def compile_operations(
 
 
 class FirstRunAlone:
-    """A program whose first run is never at the same time as another program's first run.
+    """A program whose first run is never at the same time as that of another with the same lock.
 
     When a program first runs on a device, XLA loads its kernels, and cuDNN captures a stream to
     build its graphs. Two threads that did so at once, each on its GPU, failed with "capturing
     stream has unjoined work". XLA may do it after the call has returned, so the lock is held until
     the first results are ready.
-
-    Args:
-        program: the compiled program.
-        lock: lock that these programs share.
-
-    Attributes:
-        program: the compiled program.
     """
 
     def __init__(self, program: Callable[..., Any], lock: threading.Lock) -> None:
@@ -76,11 +69,7 @@ class FirstRunAlone:
 
 
 class _Compiler:
-    """Threads that load or compile programs, until the block is left.
-
-    Attributes:
-        executables: the programs that are ready.
-    """
+    """Threads that load or compile programs, until the block is left; `executables` are ready."""
 
     def __init__(
         self,

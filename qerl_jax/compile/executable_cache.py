@@ -15,14 +15,13 @@ import os
 import pathlib
 import pickle
 import warnings
-from collections.abc import Collection, Generator, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import jax
 import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
-from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import xla_client
 
 from pallas_kernels import device, fp4_matmul
@@ -42,12 +41,8 @@ def paths(
 ) -> dict[Hashable, pathlib.Path]:
     """Returns the files of programs in the common folder, or else in that of the run.
 
-    Without a folder, or across processes, it returns no files.
-
-    Args:
-        keys: identities of the programs among all programs of the policy.
-        policy: tree of the arrays of the policy.
-        of_any_policy: those of the keys that tell all shapes; files of other policies serve them.
+    Without a folder, or across processes, it returns no files. The keys tell the programs of a
+    policy apart; those `of_any_policy` tell all shapes, and files of other policies serve them.
     """
     folder = program_cache.current().folder_of_executables if _is_used() else None
     if folder is None or not jax.config.jax_enable_compilation_cache:
@@ -75,9 +70,7 @@ def devices_of(policy: Any) -> list[jax.Device]:
 def origin(policy: Any, *, shapes: bool = True) -> str:
     """Returns a text of everything that the programs of a policy depend on besides their keys.
 
-    Args:
-        policy: tree of the arrays of the policy.
-        shapes: whether they depend on the arrays of the policy, and not only on where these are.
+    Without `shapes` they depend on where the arrays of the policy are, but not on their shapes.
     """
     leaves, treedef = jax.tree.flatten(policy)
     # A program of several devices names them; that of one device runs on any.
@@ -112,20 +105,12 @@ def _sources() -> str:
 _SOURCES = _sources()  # as imported; the files may be edited while the process runs
 
 
-@contextlib.contextmanager
-def jax_cache_off() -> Generator[None]:
+def jax_cache_off() -> contextlib.AbstractContextManager[None]:
     """Switches JAX's cache off while the block runs.
 
     It would store the same programs again, and a program loaded from it cannot be serialized.
     """
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
+    return program_cache.jax_settings(jax_enable_compilation_cache=False)
 
 
 def dumps(program: jax.stages.Compiled) -> bytes:
@@ -157,15 +142,11 @@ def load(content: bytes, name: str, devices: list[jax.Device]) -> jax.stages.Com
 def load_for_devices(
     content: bytes, compiled_for: Sequence[jax.Device], devices: Sequence[jax.Device]
 ) -> jax.stages.Compiled:
-    """Returns a serialized program for other devices of the same kind and number.
+    """Returns a serialized program for other devices, as many and of the same kind.
 
-    The devices are an option of the compilation, and XLA takes other options with a compiled
-    program: the code is the same. `deserialize_and_load` has no argument for them.
-
-    Args:
-        content: the serialized program, which this process compiled or this user has signed.
-        compiled_for: the devices that it was compiled for, in their order.
-        devices: the other devices.
+    This process compiled it or this user has signed it. The devices are an option of the
+    compilation, and XLA takes other options with a compiled program: the code is the same.
+    `deserialize_and_load` has no argument for them.
     """
     serialized, trees = pickle.loads(content)
     in_tree, out_tree = map(jax.tree.structure, trees)

@@ -14,22 +14,16 @@ import jax
 
 
 class Operation(NamedTuple):
-    """A jitted function for one set of shapes.
+    """A jitted function for one set of shapes."""
 
-    Attributes:
-        function: the jitted function.
-        static: its static arguments.
-        arguments: a function that returns its other arguments, abstract ones for device arrays.
-            Like the key, it is only needed to compile ahead of time.
-        key: identity of the program among all programs of a policy.
-        of_any_policy: whether the key alone tells the shapes of the arguments, so that the same
-            program serves another policy, such as the base without the adapter.
-    """
-
-    function: Any
-    static: dict[str, Any]
+    function: Any  # the jitted function
+    static: dict[str, Any]  # its static arguments
+    # Returns its other arguments, abstract ones for device arrays. Like the key, it is only needed
+    # to compile ahead of time.
     arguments: Callable[[], tuple[Any, ...]] = tuple
-    key: Hashable = None
+    key: Hashable = None  # identity of the program among all programs of a policy
+    # Whether the key alone tells the shapes of the arguments, so that the same program serves
+    # another policy, such as the base without the adapter.
     of_any_policy: bool = False
 
     @classmethod
@@ -38,11 +32,7 @@ class Operation(NamedTuple):
     ) -> "Operation":
         """Returns an operation of any policy, whose key follows from the shapes of its arguments.
 
-        Args:
-            name: name of the operation.
-            function: the jitted function.
-            static: its static arguments.
-            *arguments: its other arguments, as shapes.
+        The static arguments are apart from the others, which are shapes.
         """
         key = name, *static.values(), digest(arguments)
         return cls(function, static, lambda: arguments, key, of_any_policy=True)

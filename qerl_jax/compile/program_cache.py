@@ -3,7 +3,7 @@
 A program is code: to load one is to execute what the writer of its file chose. In the folder of a
 run, which may come from another person, each file begins with a signature of its name and content
 by the user's key, and a file without a valid one is not read. So are serialized executables in the
-common folder. JAX's own entries lie there as JAX writes them.
+common folder. JAX's own entries are there as JAX writes them.
 
 A program that this process compiles is written to both folders, and one from the common folder is
 copied to that of the run, which executes it again when it resumes. A program from the folder of a
@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +45,14 @@ _JAX: Any = sys.modules[compilation_cache.reset_cache.__module__]
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCache:
-    """Where compiled programs are looked for and written; JAX uses it as its own cache.
+    """Where compiled programs are looked for and written; JAX uses it as its own cache."""
 
-    Attributes:
-        folder: folder of a run, or None.
-        common: JAX's own cache of the user, or None.
-        common_folder: folder of `common`, or None.
-        shared: folder that runs of this user share, or None.
-        trusted: whether programs in the folder of the run are read without a valid signature.
-        replaces: whether files of the run are replaced, and not only added.
-    """
-
-    folder: Path | None
-    common: Any = None
-    common_folder: Path | None = None
-    trusted: bool = False
-    replaces: bool = True
-    shared: Path | None = None
+    folder: Path | None  # of a run
+    common: Any = None  # JAX's own cache of the user, or None
+    common_folder: Path | None = None  # of `common`
+    trusted: bool = False  # whether programs of the run are read without a valid signature
+    replaces: bool = True  # whether files of the run are replaced, and not only added
+    shared: Path | None = None  # folder that runs of this user share
     _has_warned: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @property
@@ -182,14 +173,8 @@ def install(
 ) -> Generator[None]:
     """Makes the folder of a run and the common one JAX's cache while the block runs.
 
-    `jax_compilation_cache_dir` must be set, as JAX has no cache without it.
-
-    Args:
-        folder: as in `ProgramCache`; made if missing.
-        common: the common folder; None for none.
-        trusted: as in `ProgramCache`.
-        replaces: as in `ProgramCache`.
-        shared: as in `ProgramCache`.
+    `jax_compilation_cache_dir` must be set, as JAX has no cache without it. The arguments are those
+    of `ProgramCache`, but `common` is the folder; the folder of the run is made if missing.
     """
     open_common = _JAX.get_file_cache
     jax_cache = None if common is None else open_common(str(common))[0]
@@ -205,6 +190,26 @@ def install(
         _JAX.get_file_cache = open_common
         compilation_cache.reset_cache()
         _current_cache.reset(token)
+
+
+@contextlib.contextmanager
+def jax_settings(**settings: Any) -> Generator[None]:
+    """Gives JAX settings while the block runs; its cache is opened anew with them and after it.
+
+    Without that the cache stays in the folder that was first opened.
+    """
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        _set(settings)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def current() -> ProgramCache:

@@ -3,17 +3,17 @@
 On a GPU the compiler measures candidates and may choose other matmul kernels the next time, which
 round differently. So a run keeps its programs in its folder: the same programs give the same bits.
 
-On a CPU they save the time of the compiler. They lie in a folder for each kind of processor, as a
-program with instructions of one does not run on another.
+On a CPU they save the time of the compiler. Each kind of processor has a folder, as a program with
+instructions of one does not run on another.
 """
 
 import contextlib
 import os
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from qerl_jax.compile import program_cache
 from qerl_jax.system.paths import cache_folder
@@ -24,12 +24,10 @@ from qerl_jax.system.processor import processor_digest
 def keep_programs(path: Path, *, trusted: bool = False, writes: bool = True) -> Generator[None]:
     """Keeps compiled programs in a folder while the block runs.
 
-    On a CPU they lie in a folder of its processor inside, `cpu-DIGEST`; nothing is kept where JAX
-    has a cache of its own, or where the features of the processor are unknown. Those that the runs
-    of a sweep share lie in its folder, see `program_cache`.
-
-    Programs that are in JAX's cache are executed and copied to the folder, and new ones go to both,
-    see `program_cache`.
+    On a CPU that is the folder of its processor inside, `cpu-DIGEST`; nothing is kept where JAX has
+    a cache of its own, or where the features of the processor are unknown. The runs of a sweep
+    share those in its folder. Programs in JAX's cache are executed and copied to the folder, and
+    new ones go to both, see `program_cache`.
 
     Args:
         path: folder of the programs; made if missing.
@@ -45,9 +43,10 @@ def keep_programs(path: Path, *, trusted: bool = False, writes: bool = True) -> 
     if folder is None and (shared is None or common is not None):
         yield
         return
+    # XLA would write files of its own into the folder, which have no signature.
+    no_files = {} if common else {"jax_persistent_cache_enable_xla_caches": ""}
     with (
-        set_cache_folder(common or folder or shared or path),
-        _no_files_of_xla() if common is None else contextlib.nullcontext(),
+        set_cache_folder(common or folder or shared or path, **no_files),
         program_cache.install(
             folder, common=common, trusted=trusted, replaces=writes, shared=shared
         ),
@@ -84,36 +83,10 @@ def _shared_folder() -> Path | None:
     return Path(shared) if os.path.isabs(shared) else None
 
 
-@contextlib.contextmanager
-def set_cache_folder(path: Path) -> Generator[None]:
-    """Makes a folder JAX's cache of compiled programs while the block runs.
+def set_cache_folder(path: Path, **settings: Any) -> contextlib.AbstractContextManager[None]:
+    """Makes a folder JAX's cache of compiled programs, with settings of JAX, while a block runs.
 
     Programs that compile in less than JAX's default of one second are cached too.
     """
-    settings = {
-        "jax_compilation_cache_dir": str(path.resolve()),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        # Without a reset the cache stays in the folder that was first opened.
-        compilation_cache.reset_cache()
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-
-
-@contextlib.contextmanager
-def _no_files_of_xla() -> Generator[None]:
-    """Keeps XLA from files of its own in the folder, which have no signature."""
-    name = "jax_persistent_cache_enable_xla_caches"
-    before = getattr(jax.config, name)
-    jax.config.update(name, "")
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
+    settings |= {"jax_persistent_cache_min_compile_time_secs": 0.0}
+    return program_cache.jax_settings(jax_compilation_cache_dir=str(path.resolve()), **settings)

@@ -4,7 +4,7 @@ A merged weight is W + scale * B A, summed in float32 and rounded once, to bfloa
 update is small compared to the weights, so rounding can remove it. If the weights are on the 4-bit
 grid already, as the weights of an NVFP4 base are, an update of less than half the distance between
 two code points changes nothing at all. `UpdateRetention` measures what remains of the update in the
-weights; `scores.probe_kl` measures the effect on the policy.
+weights; `card_scores.probe_kl` measures the effect on the policy.
 """
 
 import dataclasses
@@ -27,17 +27,13 @@ from qerl_jax.weights.load import LoadedModel
 class UpdateRetention:
     """Measures how much of the update dW of some weights is in the weights that are written.
 
-    Let `change` be the difference that the update makes in the written weights.
-
-    Attributes:
-        overlap: sum of change * dW over all elements.
-        update: sum of dW^2 over all elements.
-        error: sum of (change - dW)^2 over all elements.
+    Let `change` be the difference that the update makes in the written weights. The fields are sums
+    over all elements.
     """
 
-    overlap: float = 0.0
-    update: float = 0.0
-    error: float = 0.0
+    overlap: float = 0.0  # change * dW
+    update: float = 0.0  # dW^2
+    error: float = 0.0  # (change - dW)^2
 
     def add(self, sums: Sequence[float]) -> None:
         """Adds the sums (overlap, update, error) over more weights."""
@@ -59,18 +55,11 @@ class UpdateRetention:
 def merged_layers(
     model: LoadedModel, lora: Lora | None, *, packed: bool, retention: dict[str, UpdateRetention]
 ) -> Iterator[dict]:
-    """Yields the layers of a model with the adapter merged into them, one at a time.
+    """Yields the layers of a model with the adapter merged into them, as NumPy arrays.
 
-    Args:
-        model: model whose weights the adapter is merged into, dense or packed.
-        lora: LoRA to merge; None if the weights themselves were trained.
-        packed: whether the weights are rounded to NVFP4, as llm-compressor would round the merged
-            bfloat16 weights, instead of to bfloat16. Only those of `kinds.FUSED` are.
-        retention: dictionary by projection, to which the measures of the kept update are added; a
-            projection without an update is left out.
-
-    Yields:
-        Layers with the projections in bfloat16 or packed, as NumPy arrays.
+    With `packed` the weights are rounded to NVFP4, as llm-compressor would round the merged
+    bfloat16 weights, instead of to bfloat16; only those of `kinds.FUSED` are. The measures of
+    the kept update go into `retention` by projection, where there is an update.
 
     Raises:
         UserError: a merged weight cannot be packed.
@@ -97,23 +86,16 @@ def merged_layers(
 def norm_retention(before: dict, after: dict) -> dict[str, UpdateRetention]:
     """Measures how much of the update of trained norms bfloat16 keeps.
 
-    Args:
-        before: parameters before the training.
-        after: parameters after the training.
-
     Returns:
         The measure under the key 'norms', or {} if no norm was trained.
     """
     retention = UpdateRetention()
     for layer_before, layer_after in zip(before["layers"], after["layers"], strict=True):
         for norm in LAYER_NORMS:
-            update = np.asarray(layer_after[norm], np.float64) - np.asarray(
-                layer_before[norm], np.float64
-            )
-            ends = [
-                np.asarray(layer[norm], ml_dtypes.bfloat16) for layer in (layer_before, layer_after)
-            ]
-            change = ends[1].astype(np.float64) - ends[0].astype(np.float64)
+            ends = [np.asarray(layer[norm]) for layer in (layer_before, layer_after)]
+            update = np.subtract(ends[1], ends[0], dtype=np.float64)
+            rounded = [end.astype(ml_dtypes.bfloat16).astype(np.float64) for end in ends]
+            change = rounded[1] - rounded[0]
             sums = (change * update, update**2, (change - update) ** 2)
             retention.add([x.sum() for x in sums])
     return {"norms": retention} if retention.update else {}

@@ -14,25 +14,13 @@ _TEXT = {".json", ".md", ".jinja", ".txt", ".yaml", ".yml"}
 
 
 def check_name(option: str, name: str) -> None:
-    """Refuses a name that no repository of the hub has.
-
-    Args:
-        option: the option that the name is passed by.
-        name: the name.
-
-    Raises:
-        UserError: it is not USER/NAME.
-    """
+    """Raises a UserError for a name, passed by an option, that is not USER/NAME."""
     if not _NAME.fullmatch(name):
         raise UserError(f"{option}={name}: write it as USER/NAME")
 
 
 def check_push(names: Sequence[str], *, public: bool = False) -> None:
-    """Refuses what could not be uploaded, before an export is made.
-
-    Args:
-        names: repositories to upload to, USER/NAME.
-        public: whether everyone may see them.
+    """Refuses repositories that an upload could not go to, before an export is made.
 
     Raises:
         UserError: a name has another form, there is no token, the hub does not answer, or a
@@ -67,15 +55,7 @@ def check_push(names: Sequence[str], *, public: bool = False) -> None:
 
 
 def push(folder: Path, name: str, *, public: bool) -> str:
-    """Uploads a folder as a repository of the hub.
-
-    Args:
-        folder: the export.
-        name: the repository, USER/NAME, which `check_push` accepted.
-        public: whether everyone may see it.
-
-    Returns:
-        The address of the repository.
+    """Uploads an export to a repository that `check_push` accepted, and returns its address.
 
     Raises:
         UserError: the upload failed; the export itself is complete.
@@ -98,21 +78,12 @@ def push(folder: Path, name: str, *, public: bool) -> str:
 
 
 def check_names_no_folder(folder: Path, name: str, folders: Iterable[Path]) -> None:
-    """Refuses to upload text that names folders of this machine.
+    """Raises a UserError if a file of text in an export names one of `folders` of this machine.
 
-    Args:
-        folder: the export.
-        name: the repository, USER/NAME, for the message.
-        folders: folders of this machine, such as that of the run; the home folder and the working
-            directory are among them without being named.
-
-    Raises:
-        UserError: a file of text names one of them.
+    The home folder and the working directory are among them without being named.
     """
-    local_paths = {Path.home(), Path.cwd(), *folders}
-    local_paths |= {path.absolute() for path in local_paths} | {
-        path.resolve() for path in local_paths
-    }
+    given = {Path.home(), Path.cwd(), *folders}
+    local_paths = given | {path.absolute() for path in given} | {path.resolve() for path in given}
     patterns = {
         path: _names(path) for path in sorted(local_paths) if path.is_absolute() and path.name
     }
@@ -127,7 +98,7 @@ def check_names_no_folder(folder: Path, name: str, folders: Iterable[Path]) -> N
 
 
 def _names(path: Path) -> re.Pattern[str]:
-    """A pattern of texts that name a folder or what lies in it.
+    """A pattern of texts that name a folder or something in it.
 
     A vocabulary has tokens such as '/root', so that a folder of one part counts only within a path.
     """

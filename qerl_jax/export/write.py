@@ -21,6 +21,15 @@ from qerl_jax.errors import UserError, check_limits, visible
 from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy, read_run, trusts_run
 from qerl_jax.evaluation.scorers import check_scorers, run_scorers
 from qerl_jax.evaluation.tasks import TaskOverrides
+from qerl_jax.export.card_scores import (
+    HeldOutSet,
+    Probe,
+    add_divergence,
+    add_score,
+    add_trained_scores,
+    make_probe,
+    open_held_out_set,
+)
 from qerl_jax.export.merge import merged_layers, norm_retention
 from qerl_jax.export.model_card import (
     FORMAT_NAMES,
@@ -32,15 +41,6 @@ from qerl_jax.export.model_card import (
     serve_lines,
 )
 from qerl_jax.export.push import check_name, check_names_no_folder, check_push, push
-from qerl_jax.export.scores import (
-    HeldOutSet,
-    Probe,
-    add_divergence,
-    add_score,
-    add_trained_scores,
-    make_probe,
-    open_held_out_set,
-)
 from qerl_jax.policy.layers.kinds import ALL_FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
@@ -390,6 +390,8 @@ def _make_card(
     hides = config.push and Path(origin).is_absolute()
     public = config.base_name or (Path(origin).name if hides else origin)
     served = public if base.format == "bf16" or base.packed else str(base.calibrated or "")
+    if base_out is not None:
+        served = _base_name(config.push) if config.push else str(base_out)
     read_from = config.base or source_name
     return Card(
         name=source.resolve().name,
@@ -398,7 +400,7 @@ def _make_card(
         base=public,
         base_format=base.format,
         source=public if hides or config.base_name else read_from,
-        served_base=_served_base(config, served, base_out),
+        served_base=served,
         onto=onto,
         rank=0 if policy.lora_config is None else policy.lora_config.rank,
         trained_norms=trained_norms,
@@ -433,12 +435,6 @@ def _evaluate_command(config: ExportConfig, out: Path, base_out: Path | None) ->
     flags += [f"--judge={config.judge}"] if config.judge else []
     flags += [f"--limit={config.score_problems}"] if config.score_problems else []
     return f"{command_name('evaluate')} {shlex.join([str(run), *flags])}"
-
-
-def _served_base(config: ExportConfig, served: str, base_out: Path | None) -> str:
-    if base_out is None:
-        return served
-    return _base_name(config.push) if config.push else str(base_out)
 
 
 def _open(config: ExportConfig, format: str) -> LoadedPolicy:

@@ -31,7 +31,7 @@ from qerl_jax.rollout.shapes import (
 
 # Part of the pool that a plan fills: the pool needs its free memory in one piece.
 _USABLE = 0.95
-# What packed weights take of the pool, by their bytes, after `weights.compact` copied the layers:
+# What packed weights take of the pool, by their bytes, after `layer_memory` copied the layers:
 # 1.00 to 1.02 was measured with random NVFP4 weights of 1.5B to 72B in a pool of 78 GB. A pool that
 # is hardly larger than the weights is copied in small batches, and loses a little more.
 _PACKED_SPREAD = 1.02
@@ -151,11 +151,7 @@ def this_device() -> Device:
 
 
 def kernel_of(*, hopper: bool) -> str:
-    """What multiplies packed weights on a card that is not there, as in `fp4_matmul`.
-
-    Args:
-        hopper: whether it is a Hopper card.
-    """
+    """What multiplies packed weights on a card that is not there, as in `fp4_matmul`."""
     chosen = fp4_matmul.chosen_kernel()
     if chosen in ("mma", "xla"):
         return chosen
@@ -163,12 +159,7 @@ def kernel_of(*, hopper: bool) -> str:
 
 
 def plan_run(
-    config: ConfigDict,
-    model: ModelConfig,
-    device: Device,
-    *,
-    prompt: int = 0,
-    weights: int = 0,
+    config: ConfigDict, model: ModelConfig, device: Device, *, prompt: int = 0, weights: int = 0
 ) -> RunPlan:
     """Plans the memory of a run.
 

@@ -38,12 +38,7 @@ _CPU_MULTIPLE = 8
 class LongestRows:
     """The longest rows that a step may sample.
 
-    Attributes:
-        prompt: tokens of the longest prompt.
-        new_tokens: largest number of tokens of a completion.
-        group_size: completions of a prompt.
-        num_prompts: prompts of a step.
-        devices: devices that the buffers are dealt out to.
+    `prompt` and `new_tokens` are tokens; the buffers are dealt out to the devices.
     """
 
     prompt: int
@@ -89,15 +84,9 @@ def plan_update(
 ) -> MemoryPlan:
     """Chooses the buffers of the update.
 
-    Args:
-        model: architecture of the policy.
-        rows: the longest rows that a step may sample.
-        adapter: bytes of the adapter in the dtype of the computation.
-        itemsize: bytes of an activation.
-        buffer_tokens: wanted size of a buffer; 0 chooses it.
-        recompute: wanted recomputation; None chooses it.
-        free: bytes that weights and training state leave on the device; None where they are
-            unknown, as on a CPU.
+    `adapter` and `itemsize` are the bytes of the adapter in the dtype of the computation and of an
+    activation. A size of 0 and a recomputation of None are chosen, by the bytes that weights and
+    training state leave `free` on the device; None where they are unknown, as on a CPU.
 
     Returns:
         The plan. Without a known memory a buffer is about one group. Where nothing fits, it is the
@@ -187,9 +176,8 @@ def update_memory(
     """Returns the bytes of an update on a buffer of `tokens` positions.
 
     They equal those of XLA's memory analysis of the compiled program to 1 %, and with recurrent
-    layers about to 10 %. The forward pass keeps the results of the products of every layer that are
-    not in `recompute`. `itemsize` are the bytes of an activation, `adapter` those of the adapter in
-    the dtype of the computation.
+    layers about to 10 %. The forward pass keeps the results of the products of every layer.
+    `tokens` are the positions of the buffer; `adapter` and `itemsize` as in `plan_update`.
     """
     costs = {
         part: part.memory(model, itemsize, tokens, recompute) for part in kinds.parts_of(model)

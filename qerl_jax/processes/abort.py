@@ -16,11 +16,7 @@ _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 @contextlib.contextmanager
 def line_on_abort(line: Callable[[], str | None]) -> Generator[None]:
-    """Ends an aborted process with a line while the block runs.
-
-    Args:
-        line: returns the line, or None for an abort that has another reason and needs no line.
-    """
+    """Ends an aborted process with a line while the block runs; none for None, another reason."""
 
     def handle(signum: int) -> None:
         del signum

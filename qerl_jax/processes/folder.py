@@ -23,13 +23,7 @@ def open_run_together(
 ) -> Generator[OpenRun]:
     """Opens a run folder as `run.folder.open_run` does, in process 0, and shows it to the others.
 
-    Args:
-        path: as in `open_run`; that of process 0 counts.
-        config: as in `open_run`.
-        processes: the processes of the run.
-
-    Yields:
-        The run folder.
+    The path of process 0 counts.
 
     Raises:
         UserError: as in `open_run`, or a process does not see the folder.

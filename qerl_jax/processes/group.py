@@ -87,10 +87,7 @@ class Processes:
         multihost_utils.sync_global_devices("begin")
 
     def exchange(self, share: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-        """Returns the shares of all processes, in their order.
-
-        Args:
-            share: arrays by name.
+        """Returns the shares of all processes, arrays by name, in the order of the processes.
 
         Raises:
             StoppedError: another process has stopped instead of giving its share.
@@ -127,14 +124,11 @@ class Processes:
         return self.exchange_json(value if self.index == 0 else None)[0]
 
     def check_same(self, fields: Mapping[str, Any], remedy: str) -> None:
-        """Refuses processes that differ.
-
-        Args:
-            fields: values that must be the same in all processes, by name; they are JSON.
-            remedy: what to do about a difference.
+        """Refuses processes whose fields, values of JSON by name, differ.
 
         Raises:
-            UserError: a value differs; the line names the fields, the values and the processes.
+            UserError: a value differs; the line names the fields, the values, the processes and the
+                remedy.
         """
         first, *others = self.exchange_json(fields)
         for other, values in enumerate(others, 1):

@@ -16,7 +16,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Generator, Mapping
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import jax
 
@@ -42,13 +42,10 @@ class Rank(NamedTuple):
 
 
 def read_rank(environment: Mapping[str, str], *, devices: int) -> Rank | None:
-    """Returns the place of this process, or None where it runs alone.
+    """Returns the rank of this process by its environment, or None where it runs alone.
 
-    A run on one device is a run of one process, so that SLURM may start several such runs at once.
-
-    Args:
-        environment: the environment variables.
-        devices: number of devices of the run's mesh.
+    A run on one device is a run of one process, so that SLURM may start several such runs at once;
+    `devices` is the number of those of the run's mesh.
 
     Raises:
         UserError: the variables are incomplete or wrong, or name processes for a single device.
@@ -86,9 +83,6 @@ def read_rank(environment: Mapping[str, str], *, devices: int) -> Rank | None:
 def local_devices(environment: Mapping[str, str]) -> list[int]:
     """Returns the numbers of the devices that this process serves; [] for all that it sees.
 
-    Args:
-        environment: the environment variables.
-
     Raises:
         UserError: the variable does not list numbers.
     """
@@ -122,7 +116,8 @@ def connect(*, devices: int) -> Generator[Processes]:
         processes = Processes(rank.index, rank.count, rank.address)
         stack.enter_context(line_on_abort(processes.coordinator_is_lost))
         if rank.index:
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(_open_null())))
+            null = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(null))
         try:
             processes.begin()
             yield processes
@@ -198,7 +193,3 @@ def _number(name: str, text: str) -> int:
     if not text.isdecimal() or len(text) > 10:  # A job of a federation of clusters has 10 digits.
         raise UserError(f"{name}={text}: it must be a whole number")
     return int(text)
-
-
-def _open_null() -> TextIO:
-    return open(os.devnull, "w", encoding="utf-8")

@@ -40,11 +40,7 @@ def environments(
 ) -> list[dict[str, str]]:
     """Returns what to set in the environment of each process; [] where one process runs alone.
 
-    Args:
-        data: number of groups.
-        tensor: number of GPUs of a group.
-        environment: the environment variables of this process.
-        gpus: number of GPUs of the machine.
+    There are `data` groups of `tensor` GPUs each, and `gpus` GPUs in the machine.
     """
     if data == 1 or not gpus or any(environment.get(name) for name in _DECIDED):
         return []
@@ -81,10 +77,7 @@ def one_for_each_group(*, data: int, tensor: int) -> Generator[None]:
 
     It must run before JAX and CUDA start. Signals, such as Ctrl-C, go to process 0 alone, which
     tells the others. Only process 0 prints; the output of another process is shown if it fails.
-
-    Args:
-        data: number of groups, each of which gets a process.
-        tensor: number of GPUs of a group.
+    Each of the `data` groups of `tensor` GPUs gets a process.
     """
     gpus = number_of_gpus()
     settings = environments(data=data, tensor=tensor, environment=os.environ, gpus=gpus)
@@ -108,13 +101,7 @@ def one_for_each_group(*, data: int, tensor: int) -> Generator[None]:
 
 
 class _Child:
-    """Another process of the run.
-
-    Attributes:
-        index: its number.
-        process: the process.
-        lines: the last lines that it wrote to stderr and that are not shown.
-    """
+    """Another process of the run, whose last lines on stderr that are not shown are `lines`."""
 
     def __init__(self, index: int, command: list[str], environment: Mapping[str, str]):
         ask_to_die = after_parent(signal.SIGKILL)

@@ -20,8 +20,13 @@ from qerl_jax.policy.sizes import packed_numbers, weight_bytes
 from qerl_jax.quantization import cache
 from qerl_jax.quantization.cache import Entry
 from qerl_jax.quantization.calibration import CalibrationOptions, calibrated_layers
+from qerl_jax.quantization.calibration_text import (
+    TextConfig,
+    check_tokens,
+    choose_prompts,
+    sample_windows,
+)
 from qerl_jax.quantization.rounding import fill_packed
-from qerl_jax.quantization.text import TextConfig, check_tokens, choose_prompts, sample_windows
 from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.run.provenance import versions
 from qerl_jax.system.live_line import waiting
@@ -47,11 +52,7 @@ def recorded_digest(run: Mapping[str, Any]) -> str:
 
 
 def calibration_cost(model: ModelConfig) -> tuple[int, int]:
-    """Estimates the seconds on an H100 and the bytes on the disk that a calibrated base takes.
-
-    Args:
-        model: the architecture.
-    """
+    """Estimates the seconds on an H100 and the bytes on the disk that a calibrated base takes."""
     seconds = _SECONDS + _SECONDS_PER_WEIGHT * packed_numbers(model)
     return round(seconds), weight_bytes(model, format="nvfp4", itemsize=2)
 
@@ -59,10 +60,7 @@ def calibration_cost(model: ModelConfig) -> tuple[int, int]:
 def describe_cost(config: ConfigDict, model: ModelConfig) -> str:
     """Returns a line that says what the calibrated base of a run takes; '' for a run without one.
 
-    Args:
-        config: the resolved config. Whether its model is in NVFP4 already, and then stays as it is,
-            is not looked up.
-        model: the architecture.
+    Whether the model is in NVFP4 already, and then stays as it is, is not looked up.
     """
     if not is_calibrated(config.model):
         return ""
@@ -80,13 +78,8 @@ def calibrated_base(
     """Returns the calibrated base of a new run: from the cache, or calibrated now.
 
     The rounded policy, which fits wherever the run fits, completes training prompts. Then one layer
-    after the other is quantized on the first device, with the text of the completions.
-
-    Args:
-        config: the resolved config.
-        checkpoint: the model, with weights that are not packed.
-        prompts: the training prompts.
-        processes: number of processes of the run. This one samples with its own devices.
+    after the other is quantized on the first device, with the text of the completions. Of several
+    processes this one samples with its own devices.
 
     Raises:
         UserError: the cache cannot be written, or the model cannot be quantized.
@@ -131,14 +124,9 @@ def calibrated_base(
 
 
 def restored_base(checkpoint: Checkpoint, digest: str, tokens: Path) -> Entry:
-    """Returns exactly the calibrated base that a run was trained on.
+    """Returns exactly the calibrated base that a run was trained on, by the digest it recorded.
 
-    Where the cache lacks it, it is calibrated again on the text that the run kept.
-
-    Args:
-        checkpoint: the model of the run.
-        digest: digest of the base that the run recorded.
-        tokens: the file with the text.
+    Where the cache lacks it, it is calibrated again on the text that the run kept in a file.
 
     Raises:
         UserError: the base is not in the cache, and cannot be made again or came out different.
@@ -168,14 +156,7 @@ def restored_base(checkpoint: Checkpoint, digest: str, tokens: Path) -> Entry:
 def load_calibrated(
     entry: Entry, checkpoint: Checkpoint, *, dtype: str, place: Place | None = None
 ) -> LoadedModel:
-    """Loads a calibrated base under the name of the model that it was made from.
-
-    Args:
-        entry: the base.
-        checkpoint: the model that it was made from.
-        dtype: as in `load`.
-        place: as in `load`.
-    """
+    """Loads a calibrated base, as `load` does, under the name of the model it was made from."""
     model = load(str(entry.path), format="nvfp4", dtype=dtype, place=place)
     return _named_as(model, entry, checkpoint)
 
@@ -196,14 +177,9 @@ def _named_as(model: LoadedModel, entry: Entry, checkpoint: Checkpoint) -> Loade
 def load_base_of_run(
     source: str, run: Mapping[str, Any], tokens: Path, *, format: str, dtype: str
 ) -> LoadedModel:
-    """Loads the base of a saved run: calibrated, as it was, or as `load` does.
+    """Loads the base of a saved run: calibrated in NVFP4, as it was, or as `load` does.
 
-    Args:
-        source: the model.
-        run: content of config.json of the run.
-        tokens: the text that the run keeps.
-        format: format of the weights; another one than nvfp4 is not calibrated.
-        dtype: as in `load`.
+    `run` is the content of its config.json, and `tokens` the file of the text that it keeps.
 
     Raises:
         UserError: as in `load` and `restored_base`.
@@ -222,12 +198,6 @@ def describe_base_of_run(
     source: str, run: Mapping[str, Any], *, format: str, dtype: str
 ) -> LoadedModel | None:
     """Returns what `load_base_of_run` returns without its weights, as `load.describe` does.
-
-    Args:
-        source: the model.
-        run: content of config.json of the run.
-        format: format of the weights.
-        dtype: as in `load`.
 
     Returns:
         The description; None where the calibrated base is not in the cache.

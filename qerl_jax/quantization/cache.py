@@ -31,17 +31,11 @@ _ID_DIGITS = 24
 
 
 class Entry(NamedTuple):
-    """A calibrated model.
+    """A calibrated model."""
 
-    Attributes:
-        path: its folder.
-        digest: SHA-256 of its weights, in hex digits.
-        record: content of calibration.json.
-    """
-
-    path: Path
-    digest: str
-    record: dict[str, Any]
+    path: Path  # its folder
+    digest: str  # SHA-256 of its weights, in hex digits
+    record: dict[str, Any]  # content of calibration.json
 
     @property
     def tokens(self) -> Path:
@@ -61,13 +55,10 @@ def key_of(facts: Mapping[str, Any]) -> str:
 
 
 def weights_digest(path: Path) -> str:
-    """SHA-256 over all bytes of the weights of a model, in hex digits.
+    """SHA-256 in hex digits of all bytes of a .gguf file, or of the safetensors files of a folder.
 
     Digests are remembered by path, size and time of change, so that a file is read once where the
     cache can be written.
-
-    Args:
-        path: a .gguf file, or a folder of safetensors files.
     """
     memory = cache_folder() / _DIGESTS
     try:
@@ -151,15 +142,10 @@ def lock(key: str) -> Generator[None]:
 
 
 def complete_entry(folder: Path, tokens: np.ndarray, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the text and calibration.json to the checkpoint of a new entry.
-
-    Args:
-        folder: folder that holds the checkpoint and is not in its place yet.
-        tokens: int32 [B, T] windows of the text.
-        record: what the model was made from.
+    """Adds the text, int32 [B, T], and calibration.json to the checkpoint of a new entry.
 
     Returns:
-        The content of calibration.json.
+        The content of calibration.json: `record`, what the model was made from, and its digest.
     """
     np.save(folder / TOKENS, tokens, allow_pickle=False)
     content = {**record, "digest": _digest_of_all(map(sha256_of, _weight_files(folder)))}

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from qerl_jax.compile.aot import compile_operations
 from qerl_jax.compile.operation import Operation, Programs, abstract, commit
@@ -28,7 +27,7 @@ from qerl_jax.quantization.gptq import SAME_PROGRAM, block_scales, gptq, pack_co
 from qerl_jax.quantization.rounding import PackedLayer
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
-from qerl_jax.weights.load import DTYPES, each_layer, read_layer
+from qerl_jax.weights.load import DTYPES, each_layer, name_in_errors, read_layer
 
 _ROWS = range(4, 9)  # text windows that run through a layer together
 _DAMPING = (0.01, 0.1, 1.0)  # one after the other, until the moments have a factor
@@ -36,19 +35,12 @@ _DAMPING = (0.01, 0.1, 1.0)  # one after the other, until the moments have a fac
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationOptions:
-    """What GPTQ does beside rounding columns one after the other.
+    """What GPTQ does in addition to rounding columns one after the other."""
 
-    Attributes:
-        grow: whether scales of blocks may grow, see `gptq.block_scales`.
-        orders: whether columns are taken by descending energy, see `gptq.gptq`.
-        damping: what is added to the diagonal of the moments, relative to its mean.
-        reports_errors: whether the errors of outputs are measured, also those of rounding, which
-            takes a few more products.
-    """
-
-    grow: bool = True
-    orders: bool = True
-    damping: float = _DAMPING[0]
+    grow: bool = True  # whether scales of blocks may grow, see `gptq.block_scales`
+    orders: bool = True  # whether columns are taken by descending energy, see `gptq.gptq`
+    damping: float = _DAMPING[0]  # added to the diagonal of the moments, relative to its mean
+    # Whether the errors of outputs are measured, also those of rounding: a few more products.
     reports_errors: bool = False
 
 
@@ -86,7 +78,10 @@ def calibrated_layers(
     read = functools.partial(read_layer, checkpoint, dtype=DTYPES["bfloat16"])
     programs_of: dict[Layer, Programs] = {}
     for number, dense in enumerate(each_layer(read, config.num_layers, label="calibrating")):
-        layer = {name: _on_device(name, array, dtype) for name, array in dense.items()}
+        layer = {
+            name: jnp.asarray(array, None if names.is_wide(name) else dtype)
+            for name, array in dense.items()
+        }
         kind = kinds.layer_of(config, number)
         if kind not in programs_of:
             programs_of[kind] = _programs(kind, layer, x, options, config)
@@ -95,11 +90,8 @@ def calibrated_layers(
         for fused in (fused for fused in FUSED if fused in layer):
             members = FUSED[fused]
             hessian = programs["moments", fused](layer, x)
-            try:
+            with name_in_errors(checkpoint, number, fused):
                 packed = _quantize(layer[fused], hessian, options, programs, fused)
-            except UserError as error:
-                where = f"layer {number}, {'/'.join(members)}"
-                raise UserError(f"{checkpoint.path}: {where}: {error}") from error
             if options.reports_errors:
                 bounds = member_bounds(fused, config)
                 ratios = _output_errors(layer[fused], packed, hessian, bounds)
@@ -115,13 +107,9 @@ def calibrated_layers(
 
 
 def _batch_rows(windows: int) -> int:
-    """Returns how many windows form a batch, so that batches of equal size leave few out."""
+    """Returns how many windows form a batch, so that equal batches leave few windows out."""
     sizes = range(min(windows, _ROWS[0]), _ROWS[-1] + 1)
     return max(sizes, key=lambda rows: (windows // rows * rows, rows))
-
-
-def _on_device(name: str, array: np.ndarray, dtype: DTypeLike) -> jax.Array:
-    return jnp.asarray(array) if names.is_wide(name) else jnp.asarray(array, dtype)
 
 
 def _programs(
@@ -129,12 +117,7 @@ def _programs(
 ) -> Programs:
     """Returns the programs of a layer; on a GPU all are compiled now, several at a time.
 
-    Args:
-        kind: the kinds of its parts.
-        layer: any layer of these kinds, as all have the same shapes.
-        x: inputs of the layer.
-        options: what GPTQ does.
-        config: the architecture.
+    All layers of a kind have the same shapes, and so do their inputs `x`.
     """
     arrays, rows = abstract(layer), abstract(x)
     table: dict[Hashable, Operation] = {}
@@ -245,10 +228,9 @@ def _output_squares(
 def _moments(
     layer: dict, x: jax.Array, *, name: str, kind: Layer, config: ModelConfig
 ) -> jax.Array:
-    """Returns the mean of x x^T, float32 [K, K], over the inputs of the weight `name`.
+    """Returns the mean of x x^T, float32 [K, K], over the inputs of the fused projection `name`.
 
-    x [batches, B, T, D] are inputs of the layer, in which the projections before this one are
-    quantized.
+    In the layer, with inputs x [batches, B, T, D], the projections before it are quantized.
     """
 
     def add(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:

@@ -46,17 +46,12 @@ Array = jax.Array
 
 @functools.partial(jax.jit, static_argnames="grow")
 def block_scales(weight: Array, energy: Array, *, grow: bool = True) -> tuple[Array, Array]:
-    """Chooses the scales of a fused group in NVFP4.
+    """Chooses scales FP8 (E4M3) [N, K/16] of a fused group in NVFP4, and their float32 divisor.
 
-    Args:
-        weight: float32 [N, K], the stacked rows of the group.
-        energy: float32 [K], the mean square of each input, which weighs the errors of its column.
-        grow: whether a scale may exceed the one that maps the largest weight of its block to 6.
-            Smaller ones, which clip, are never taken: an error that makes all large weights smaller
-            does more harm than its square says.
-
-    Returns:
-        FP8 (E4M3) scales [N, K/16], and the float32 divisor of all of them.
+    `weight`, float32 [N, K], has the stacked rows of the group, and `energy`, float32 [K], the mean
+    square of each input, which weighs the errors of its column. With `grow` a scale may exceed the
+    one that maps the largest weight of its block to 6. Smaller ones, which clip, are never taken:
+    an error that makes all large weights smaller does more harm than its square says.
     """
     blocks = weight.reshape(len(weight), -1, BLOCK)
     amax = jnp.abs(blocks).max(axis=-1)

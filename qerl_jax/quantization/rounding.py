@@ -13,7 +13,7 @@ from qerl_jax.policy.layers.kinds import FUSED, member_bounds
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
-from qerl_jax.weights.load import DTYPES, each_layer, read_layer
+from qerl_jax.weights.load import DTYPES, each_layer, name_in_errors, read_layer
 from qerl_jax.weights.save import (
     SHARD_BYTES,
     checkpoint_tensors,
@@ -26,26 +26,16 @@ _BFLOAT16 = DTYPES["bfloat16"]
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayer:
-    """A quantized layer.
+    """A quantized layer; its errors are relative, ratios of root mean squares, by projection."""
 
-    Attributes:
-        arrays: the layer of the parameter tree as NumPy arrays, its projections packed.
-        errors: relative error (ratio of root mean squares) of each projection: of its weight, or
-            of its outputs on the text where it was calibrated.
-        rounded_errors: relative error that rounding to the nearest would have caused in the
-            outputs, where that was measured.
-    """
-
-    arrays: dict
-    errors: dict[str, float]
+    arrays: dict  # the layer of the parameter tree as NumPy arrays, its projections packed
+    errors: dict[str, float]  # of the weights, or of the outputs on the text of a calibration
+    # What rounding to the nearest would have caused in the outputs, where that was measured.
     rounded_errors: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:
-    """Rounds the layers of a checkpoint to the nearest NVFP4 numbers, as llm-compressor does.
-
-    Args:
-        checkpoint: the model, with weights that are not packed.
+    """Rounds the layers of a dense checkpoint to the nearest NVFP4 numbers, as llm-compressor does.
 
     Returns:
         An iterator over the quantized layers in order.
@@ -62,31 +52,22 @@ def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:
 
 
 def pack_layer(checkpoint: Checkpoint, layer: int, dense: dict) -> PackedLayer:
-    """Quantizes the projections of a layer.
-
-    Args:
-        checkpoint: the checkpoint of the layer.
-        layer: number of the layer, named in errors.
-        dense: NumPy arrays of the layer; the projections are rounded to bfloat16 first.
+    """Quantizes the projections of a layer of NumPy arrays, which are rounded to bfloat16 first.
 
     Returns:
         The layer, with its errors measured on the weights.
 
     Raises:
-        UserError: a weight cannot be quantized.
+        UserError: a weight cannot be quantized; it names the checkpoint and the layer.
     """
     arrays, errors = dict(dense), {}
     for fused in (fused for fused in FUSED if fused in dense):
-        members = FUSED[fused]
         weight = np.asarray(dense[fused], _BFLOAT16)
         bounds = member_bounds(fused, checkpoint.config)
-        try:
+        with name_in_errors(checkpoint, layer, fused):
             arrays[fused] = quantize_nvfp4(np.split(weight, bounds))
-        except UserError as error:
-            where = f"layer {layer}, {'/'.join(members)}"
-            raise UserError(f"{checkpoint.path}: {where}: {error}") from error
         sums = (np.split(rows, bounds) for rows in jax.device_get(_squares(weight, arrays[fused])))
-        for member, error_squares, weight_squares in zip(members, *sums, strict=True):
+        for member, error_squares, weight_squares in zip(FUSED[fused], *sums, strict=True):
             errors[member] = float(np.sqrt(error_squares.sum() / max(weight_squares.sum(), 1e-30)))
     return PackedLayer(arrays, errors)
 
@@ -108,13 +89,8 @@ def fill_packed(
 ) -> list[dict[str, float]]:
     """Fills an empty folder with an NVFP4A16 checkpoint, as llm-compressor writes it.
 
-    Memory holds the tensors of at most one file, the embedding and a few layers.
-
-    Args:
-        folder: existing empty folder.
-        checkpoint: the checkpoint of the layers; all other tensors are copied from it in bfloat16.
-        layers: the quantized layers in order.
-        max_shard_bytes: largest number of tensor bytes in one file, as in `fill_checkpoint`.
+    Memory holds the tensors of at most one file, the embedding and a few layers. All tensors
+    outside of the layers are copied from the checkpoint in bfloat16.
 
     Returns:
         For every layer the error of each projection.

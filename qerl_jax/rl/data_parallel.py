@@ -126,13 +126,8 @@ def _on_each(
 ) -> Callable[..., Any]:
     """Returns a function that runs on every device; its results have a first axis of groups.
 
-    Args:
-        function: function of `train_step`.
-        mesh: mesh of the run.
-        donates: whether the first argument is donated.
-        gathers: whether every device gets the results of all, such as those that the host reads.
-        results: function from the specs of totals to those of the results.
-        **static: static arguments of the function.
+    The first argument is donated if it `donates`; if it `gathers`, every device gets the results of
+    all, such as those that the host reads. `results` makes their specs from those of totals.
     """
 
     def local(*arguments: Any) -> Any:
@@ -165,7 +160,7 @@ def _find_trainable(arguments: tuple) -> Trainable | None:
 
 
 def _specs_of_totals(trainable: Trainable | None, mesh: Mesh) -> Totals:
-    """Returns where totals lie, whose gradient is a tree like the trainable."""
+    """Returns the specs of totals, whose gradient is a tree like the trainable."""
     gradient = jax.tree.map(
         lambda spec: P(DATA, *spec) if TENSOR in spec else P((DATA, TENSOR)),
         specs(trainable, mesh.shape[TENSOR]),

@@ -2,7 +2,7 @@
 
 Orbax writes a checkpoint under a temporary name and renames it when it is complete, so a process
 that is killed while it saves leaves the earlier checkpoints as they were. Orbax does not notice
-altered bytes inside a complete checkpoint, so a CRC-32 of the arrays is saved beside them.
+altered bytes inside a complete checkpoint, so a CRC-32 of the arrays is saved with them.
 
 Where a run has several processes, all of them hold the whole state and make the same calls of
 `Checkpoints`: Orbax writes the arrays of process 0, and every process restores them. They exchange

@@ -16,11 +16,9 @@ _FLUSH_SECONDS = 10.0  # Flushing is also an fsync.
 
 
 class EventFile:
-    """Writes scalars for TensorBoard.
+    """Writes scalars for TensorBoard into a folder, which is made if missing.
 
-    Args:
-        folder: folder of the event files; made if missing.
-        purge_step: step from which on TensorBoard hides earlier files; None hides nothing.
+    TensorBoard hides what earlier files say from `purge_step` on; None hides nothing.
     """
 
     def __init__(self, folder: Path, *, purge_step: int | None):

@@ -36,9 +36,19 @@ from qerl_jax.system.staging import scratch_of
 BEST = ":best"  # what `init_from` ends with for the best adapter of a run
 
 
+class _Inside:
+    """The path of something in a run folder."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", owner: type | None = None) -> Path:
+        return folder.path / self._name
+
+
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Where the files of a run lie; they need not exist.
+    """The paths of the files of a run, which need not exist.
 
     Attributes:
         path: the folder, for example runs/sums-smollm2-135m-paper-1a2b3c4d.
@@ -46,84 +56,29 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """The resolved config, versions, commit, device and command line of the first start.
-
-        A later start changes only fields that move only memory or time, and lists their old values
-        as `changes`. The last field is the tag by which `ownership` recognizes it.
-        """
-        return self.path / "config.json"
-
-    @property
-    def lock(self) -> Path:
-        """The file that a process locks while it trains here."""
-        return self.path / "lock"
-
-    @property
-    def calibration(self) -> Path:
-        """The text that a calibrated base was made from: int32 [B, T] token ids."""
-        return self.path / "calibration_tokens.npy"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of `checkpoints.Checkpoints`."""
-        return self.path / "checkpoints"
-
-    @property
-    def programs(self) -> Path:
-        """The folder of compiled programs, see `compile.run_cache.keep_programs`."""
-        return self.path / "programs"
-
-    @property
-    def metrics(self) -> Path:
-        """Rows of steps and evaluations, see `metrics`."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def completions(self) -> Path:
-        """Some of the completions of each step."""
-        return self.path / "completions.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard's files."""
-        return self.path / "tensorboard"
-
-    @property
-    def profile(self) -> Path:
-        """The folder of the profiler's traces."""
-        return self.path / "profile"
-
-    @property
-    def curves(self) -> Path:
-        """The picture that `plots.plot_run` draws."""
-        return self.path / "curves.png"
-
-    @property
-    def summary(self) -> Path:
-        """Steps, best accuracy and peak memory; written last, so it marks a finished run."""
-        return self.path / "summary.json"
-
-    @property
-    def best(self) -> Path:
-        """Step and accuracy of the best evaluation, and checksum of `adapter(best=True)`."""
-        return self.path / "best.json"
-
-    @property
-    def evaluations(self) -> Path:
-        """The folder of evaluations on benchmarks."""
-        return self.path / "evaluations"
-
-    @property
-    def exports(self) -> Path:
-        """The folder of exports for other tools."""
-        return self.path / "exports"
-
-    @property
-    def first_adapter(self) -> Path:
-        """The adapter that the run began from, where the KL to it is part of the loss."""
-        return self.path / "first_adapter"
+    # The resolved config, versions, commit, device and command line of the first start. A later
+    # start changes only fields that move only memory or time, and lists their old values as
+    # `changes`. The last field is the tag by which `ownership` recognizes it.
+    config = _Inside("config.json")
+    lock = _Inside("lock")  # a process locks it while it trains here
+    # The text that a calibrated base was made from: int32 [B, T] token ids.
+    calibration = _Inside("calibration_tokens.npy")
+    checkpoints = _Inside("checkpoints")  # the folder of `checkpoints.Checkpoints`
+    programs = _Inside("programs")  # compiled ones, see `compile.run_cache.keep_programs`
+    metrics = _Inside("metrics.jsonl")  # rows of steps and evaluations, see `metrics`
+    completions = _Inside("completions.jsonl")  # some of those of each step
+    tensorboard = _Inside("tensorboard")  # the folder of TensorBoard's files
+    profile = _Inside("profile")  # the folder of the profiler's traces
+    curves = _Inside("curves.png")  # the picture that `plots.plot_run` draws
+    # Steps, best accuracy and peak memory; written last, so it marks a finished run.
+    summary = _Inside("summary.json")
+    # Step and accuracy of the best evaluation, and checksum of `adapter(best=True)`.
+    best = _Inside("best.json")
+    evaluations = _Inside("evaluations")  # the folder of evaluations on benchmarks
+    exports = _Inside("exports")  # the folder of exports for other tools
+    # The adapter that the run began from, where the KL to it is part of the loss.
+    first_adapter = _Inside("first_adapter")
+    wandb = _Inside("wandb")  # the folder that Weights & Biases makes
 
     def adapter(self, *, best: bool = False) -> Path:
         """The PEFT adapter of the last step, or of the best evaluation."""
@@ -133,24 +88,19 @@ class RunFolder:
         """The model of the last step, or of the best evaluation, where all parameters train."""
         return self.path / ("best_model" if best else "model")
 
-    @property
-    def wandb(self) -> Path:
-        """The folder that Weights & Biases makes."""
-        return self.path / "wandb"
-
     def files(self) -> list[Path]:
-        """The places of files."""
+        """The paths of files."""
         return [
             *(self.config, self.calibration, self.lock, self.metrics, self.completions),
             *(self.curves, self.summary, self.best),
         ]
 
     def filled_by_libraries(self) -> list[Path]:
-        """The places of folders in which libraries write, overwrite and remove files."""
+        """The paths of folders in which libraries write, overwrite and remove files."""
         return [self.checkpoints, self.programs, self.tensorboard, self.profile]
 
     def replaced_as_a_whole(self) -> list[Path]:
-        """The places of folders that appear complete, see `staging.staged_folder`."""
+        """The paths of folders that appear complete, see `staging.staged_folder`."""
         policies = [
             make(best=best) for make in (self.adapter, self.model) for best in (False, True)
         ]
@@ -169,19 +119,14 @@ class RunFolder:
 
 @dataclasses.dataclass(frozen=True)
 class OpenRun(RunFolder):
-    """A run folder whose lock this process holds.
+    """A run folder whose lock this process holds."""
 
-    Attributes:
-        schedule_steps: number of steps that the schedules of learning rate and noise span:
-            `config.steps` of the first start. A later start with more steps extends the run and
-            leaves the schedules alone.
-        resumed: whether a step of this run was logged or saved before.
-        moved: fields that are `resume.is_place` and not as before. The caller compares
-            fingerprints and then calls `record_places`.
-    """
-
+    # Number of steps that the schedules of learning rate and noise span: `config.steps` of the
+    # first start. A later start with more steps extends the run and leaves the schedules alone.
     schedule_steps: int
-    resumed: bool
+    resumed: bool  # whether a step of this run was logged or saved before
+    # Fields that are `resume.is_source` and not as before. The caller compares fingerprints, then
+    # calls `record_sources`.
     moved: tuple[str, ...] = ()
 
 
@@ -240,7 +185,7 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         _check_ours(folder)  # before the lock, so that a folder of something else is untouched
-        check_places(folder)
+        check_paths(folder)
         lock = open_to_write(folder.lock, "a+", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot use {folder.path} as a run folder: {error}") from error
@@ -272,8 +217,8 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
                 raise
 
 
-def record_places(folder: OpenRun, config: ConfigDict) -> None:
-    """Records in config.json where the weights and the problems of a run lie now."""
+def record_sources(folder: OpenRun, config: ConfigDict) -> None:
+    """Records in config.json where the weights and the problems of a run are now."""
     saved_run = json.loads(read_bytes(folder.config))
     has_tag, new_config = has_own_tag(saved_run), config_dict(config)
     for field in folder.moved:
@@ -300,9 +245,7 @@ def record_fact(folder: RunFolder, name: str, fact: dict[str, Any]) -> None:
 def _remove_if_block_fails(folder: RunFolder, new_folders: Sequence[Path]) -> Iterator[None]:
     """After an exception, removes folders that are new if nothing in them is worth keeping.
 
-    Args:
-        folder: the run folder, whose lock this process holds.
-        new_folders: the folders that were made for it, from the run folder to its farthest parent.
+    The new folders go from the run folder, whose lock this process holds, to its farthest parent.
     """
     try:
         yield
@@ -376,11 +319,11 @@ def _check_ours(folder: RunFolder) -> None:
         )
 
 
-def check_places(folder: RunFolder) -> None:
+def check_paths(folder: RunFolder) -> None:
     """Refuses a run folder with a link, or another odd type, where a run writes or removes.
 
     Raises:
-        UserError: a place of a file or a folder, or one inside a folder that libraries fill, holds
+        UserError: the path of a file or a folder, or one inside a folder that libraries fill, is
             something else.
     """
     for path in (*folder.files(), *folder.path.glob(f"{folder.lock.name}.*")):
@@ -414,11 +357,7 @@ def _check_no_outputs(folder: RunFolder) -> None:
 
 
 def read_run(path: Path) -> dict[str, Any] | None:
-    """Returns the content of a config.json that a run wrote.
-
-    Args:
-        path: the file; None is returned for any other file, and without one.
-    """
+    """Returns the content of a config.json that a run wrote, or None for any other file."""
     try:
         content = json.loads(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
@@ -441,11 +380,7 @@ def _has_begun(folder: RunFolder) -> bool:
 def check_run_folder(path: Path, config: ConfigDict) -> int:
     """Refuses what `open_run` refuses, without making or changing anything.
 
-    Whether another process trains in the folder is not looked up.
-
-    Args:
-        path: the run folder, which need not exist.
-        config: the resolved config.
+    Whether another process trains in the folder, which need not exist, is not looked up.
 
     Returns:
         The number of steps that the schedules span, as in `OpenRun`.
@@ -462,7 +397,7 @@ def check_run_folder(path: Path, config: ConfigDict) -> int:
     if not path.exists():
         return config.steps
     _check_ours(folder)
-    check_places(folder)
+    check_paths(folder)
     saved_run = read_run(folder.config)
     if saved_run is None or not _has_begun(folder):
         _check_no_outputs(folder)
@@ -476,8 +411,7 @@ def _take_changes(
 ) -> tuple[str, ...]:
     """Compares the saved config with the new one; prints and saves the changes that are allowed.
 
-    Returns:
-        The fields that are `resume.is_place` and changed, which are not saved yet.
+    Returns the fields that are `resume.is_source` and changed, which are not saved yet.
 
     Raises:
         UserError: a field changed that changes how the run trains.
@@ -505,24 +439,19 @@ def _take_changes(
 def _compare(
     folder: RunFolder, saved_run: dict[str, Any], config: ConfigDict
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Compares the saved config with the new one.
-
-    Returns:
-        The changes that move only memory or time, and the fields that are `resume.is_place` and
-        changed.
+    """Returns the changes that move only memory or time, and the changed `resume.is_source` fields.
 
     Raises:
         UserError: a field changed that changes how the run trains.
     """
     old_fields, new_fields = flatten(saved_run["config"]), flatten(config_dict(config))
     allowed_changes, refused_changes = resume.differences(old_fields, new_fields, config)
-    moved = tuple(f for f in list(refused_changes) if resume.is_place(f) and refused_changes.pop(f))
+    moved = tuple(filter(resume.is_source, refused_changes))
+    refused_changes = {f: text for f, text in refused_changes.items() if f not in moved}
     if refused_changes:
         changes = ", ".join(f"{field}: {change}" for field, change in refused_changes.items())
         begin = f"--config.init_from={folder.path}"
         remedy = f"restore these values or pass another --workdir, with {begin} to go on from here"
-        if any(field not in old_fields for field in refused_changes):
-            remedy += "; a field that was absent then is of a later version"
         raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}")
     return allowed_changes, moved
 

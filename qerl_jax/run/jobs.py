@@ -26,26 +26,17 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A process that trains or evaluates.
+    """A process that trains or evaluates."""
 
-    Attributes:
-        name: name of its log, which no other job has.
-        command: arguments of Python.
-        is_finished: whether its work is done.
-        run: the run folder that it trains in, if any. It waits while another process does, such as
-            a child of a killed command.
-        title: what the terminal calls it; by default the name.
-        progress: says how far it is, on the live line; by default the name.
-        result: says what a finished job has achieved.
-    """
-
-    name: str
-    command: Sequence[str]
-    is_finished: Callable[[], bool]
+    name: str  # of its log, which no other job has
+    command: Sequence[str]  # arguments of Python
+    is_finished: Callable[[], bool]  # whether its work is done
+    # The run folder that it trains in, if any. It waits while another process does, such as a child
+    # of a killed command.
     run: Path | None = None
-    title: str = ""
-    progress: Callable[[], str] | None = None
-    result: Callable[[], str] = lambda: "done"
+    title: str = ""  # what the terminal calls it; by default the name
+    progress: Callable[[], str] | None = None  # on the live line; by default the name
+    result: Callable[[], str] = lambda: "done"  # what a finished job has achieved
 
     @property
     def label(self) -> str:
@@ -92,7 +83,7 @@ def devices_of(gpus: int, environment: Mapping[str, str]) -> list[str | None]:
 def environment_of(folder: Path) -> dict[str, str]:
     """The environment of processes that share their compiled programs in a folder.
 
-    The folder may come from another person: JAX, which executes what lies in its cache, does not
+    The folder may come from another person: JAX, which executes what is in its cache, does not
     get it, but `program_cache`, which reads only what this user has signed.
     """
     # A program is specific to its CPU, so each machine has programs of its own.

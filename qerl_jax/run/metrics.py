@@ -257,14 +257,7 @@ def _tag(key: str) -> str:
 
 
 def check_trackers(config: ConfigDict) -> None:
-    """Refuses a tracker that is on and not installed.
-
-    Args:
-        config: the resolved config.
-
-    Raises:
-        UserError: the package of a tracker cannot be imported.
-    """
+    """Raises a UserError for a tracker that is on and not installed."""
     for name in ("wandb", "trackio"):
         if config.log[name]:
             _optional_module(name)

@@ -21,13 +21,10 @@ _PURPOSE = "run"
 
 
 def write_config(path: Path, content: Mapping[str, Any], *, signs: bool = True) -> None:
-    """Writes the config.json of a run.
+    """Writes the config.json of a run, with a new tag if it `signs`.
 
-    Args:
-        path: the file.
-        content: its content; a tag in it is replaced.
-        signs: whether it gets a tag. A run of another person that is written anew gets none, as it
-            still holds what its folder named before.
+    A run of another person that is written anew gets none, as it still holds what its folder named
+    before.
     """
     plain = _without_tag(content)
     tag = sign(_canonical(plain), _PURPOSE) if signs else ""
@@ -55,11 +52,7 @@ def is_own(folder: Path) -> bool:
 
 
 def trusts(flag: bool) -> bool:
-    """Returns whether the user trusts the folder of a command.
-
-    Args:
-        flag: whether the command has --trust; the environment variable stands for it.
-    """
+    """Returns whether the user trusts the folder of a command, by --trust or by the environment."""
     return flag or os.environ.get(VARIABLE) == "1"
 
 

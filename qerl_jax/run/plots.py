@@ -74,14 +74,10 @@ def plot_run(folder: str | Path) -> Path | None:
 
 
 def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -> bool:
-    """Draws the runs of a sweep: reward, entropy, sigma and noise KL over the steps.
+    """Draws the runs of a sweep by setting: reward, entropy, sigma and noise KL over the steps.
 
     Each setting has one line, the mean over its runs, with a band of the 95 % interval where there
     are several runs. The axes fit the lines and may cut a band: the band of two runs is wide.
-
-    Args:
-        settings: the run folders of each setting, by the name of the setting.
-        path: path of the picture.
 
     Returns:
         Whether there was anything to draw.
@@ -167,7 +163,7 @@ def _symlog(axes, positive: Sequence[float]) -> None:
 
 
 def _legend_above(axes, columns: int) -> None:
-    """Names the curves above the panel, where no text lies on a curve."""
+    """Names the curves above the panel, where no text covers a curve."""
     axes.legend(
         loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=columns,
         frameon=False, fontsize="small",

@@ -1,4 +1,4 @@
-"""The config of a saved run, with which --workdir=RUN goes on without --config."""
+"""The config of a saved run, with which --workdir=RUN resumes it without --config."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -31,11 +31,7 @@ def is_shallow(value: Any) -> bool:
 
 
 def check_run(path: Path, saved: Mapping[str, Any]) -> None:
-    """Refuses the content of a config.json that no run wrote.
-
-    Args:
-        path: the file, for the message.
-        saved: its content.
+    """Refuses the content of a config.json, named in the message, that no run wrote.
 
     Raises:
         UserError: a field that commands read is absent, has another type, or is out of its range.
@@ -57,14 +53,10 @@ def check_run(path: Path, saved: Mapping[str, Any]) -> None:
 
 
 def check_meta(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Refuses what lies beside the arrays of a checkpoint and was written by no run.
-
-    Args:
-        folder: folder of the checkpoints, for the message.
-        meta: object that was saved with the arrays.
+    """Refuses what was saved with the arrays of a checkpoint and was written by no run.
 
     Raises:
-        UserError: a field is absent, or has another type.
+        UserError: a field is absent, or has another type; it names the folder of the checkpoints.
     """
     noise = meta.get("noise")
     if not (

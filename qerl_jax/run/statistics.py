@@ -38,7 +38,7 @@ def interval(values: np.ndarray, *, samples: float, z: float = Z95) -> tuple[flo
 
     The result is Wilson's interval at the effective number of trials, mean (1 - mean) / se^2, where
     se is the standard error over problems (a clustered standard error, because the samples of a
-    problem form a cluster). The effective number lies between the number of problems, where all
+    problem form a cluster). The effective number is between the number of problems, where all
     samples of a problem agree, and the number of completions, where samples of one problem differ
     as much as samples of different problems. With one sample per problem the result is the plain
     Wilson interval.

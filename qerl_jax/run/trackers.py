@@ -1,7 +1,7 @@
 """The name of a run at Weights & Biases and trackio, which belongs to its folder.
 
 Runs of one config are separate runs there: under a common name, the later rows of one of them would
-be dropped. config.json keeps the name, so that a run that goes on has the one that it began with.
+be dropped. config.json keeps the name, so that a resumed run has the one that it began with.
 """
 
 import json
@@ -31,13 +31,13 @@ def tracker_name(folder: OpenRun) -> str:
             f"{folder.config} has no {_FACT!r}, the name of the run at W&B and trackio, which "
             "every run records: restore the file, or pass another --workdir"
         )
-    place = str(folder.path.resolve())
-    if record.get("folder") == place:
+    path = str(folder.path.resolve())
+    if record.get("folder") == path:
         return record["name"]
     if not record or _read(RunFolder(Path(record["folder"]))) == record:
         plain_name = re.sub(r"[^\w.,=+-]", "-", folder.path.resolve().name)[:_LONGEST]
         record = {"name": f"{plain_name}-{secrets.token_hex(4)}"}
-    record = {"name": record["name"], "folder": place}
+    record = {"name": record["name"], "folder": path}
     record_fact(folder, _FACT, record)
     return record["name"]
 

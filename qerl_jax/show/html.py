@@ -41,15 +41,11 @@ def page(
     limit: int = 0,
     limit_bytes: int = LIMIT_BYTES,
 ) -> str:
-    """The page of runs, as HTML.
+    """The page of runs, side by side, as HTML.
 
-    Args:
-        views: the runs, side by side.
-        conditions: what completions must fulfill; the page can filter further.
-        steps: first and last step whose completions are shown; None is all.
-        limit: largest number of completions of a step; 0 is all.
-        limit_bytes: largest size of the page as UTF-8. To stay below it, completions are
-            shortened and then whole steps are left out, and the page says so.
+    Completions fulfill all conditions, are those of the first to the last of `steps` (None is all),
+    and at most `limit` of a step (0 is all). To stay below `limit_bytes` of UTF-8 they are cut
+    and then whole steps are left out, and the page says so.
     """
     style, script = (_HERE.joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     figures = "".join(_figure(key, views) for key in curves(views))
@@ -76,12 +72,7 @@ def page(
 
 
 def write_page(path: str, views: Sequence[View], **options: Any) -> Path:
-    """Writes the page of runs into a file, and returns its path.
-
-    Args:
-        path: the file. Only a page that this function wrote is replaced.
-        views: the runs.
-        **options: as `page` takes them.
+    """Writes what `page` returns into a file, of which only such a page is replaced.
 
     Raises:
         UserError: the file holds something else, or cannot be written.

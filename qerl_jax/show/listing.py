@@ -23,8 +23,7 @@ def runs_in(path: str) -> list[str]:
 def list_runs(paths: Iterable[str]) -> list[str]:
     """Returns a line for each run: its name, how far it is, its reward and its accuracy.
 
-    Args:
-        paths: run folders. One that cannot be read has a line that says so.
+    A run that cannot be read has a line that says so.
     """
     views, lines = list[View](), list[str]()
     for path in paths:

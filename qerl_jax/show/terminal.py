@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qerl_jax.errors import visible
-from qerl_jax.run.terminal import format_row
-from qerl_jax.show.text import pad, shorten, width, wrap
+from qerl_jax.run.lines import format_row
+from qerl_jax.show.columns import pad, shorten, width, wrap
 from qerl_jax.show.view import Condition, View, conversation_of, curves, parts_of
 from qerl_jax.system.jsonl import is_number
 

@@ -52,25 +52,15 @@ _CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|<|>|=)\s*(\S+)\s*")
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What a run folder shows at one moment.
+    """What a run folder shows at one moment."""
 
-    Attributes:
-        name: name of the folder, or its path where several folders have the same name.
-        config: the resolved config.
-        rows: rows of the steps.
-        evaluations: greedy accuracy by step; step 0 is before training.
-        completions: logged completions, in the order of the steps.
-        finished: whether the run has taken its steps.
-        age: seconds since the last row was written; None before the first one.
-    """
-
-    name: str
+    name: str  # of the folder, or its path where several folders have the same name
     config: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-    evaluations: Mapping[int, float]
-    completions: Sequence[Mapping[str, Any]]
-    finished: bool
-    age: float | None
+    rows: Sequence[Mapping[str, Any]]  # of the steps
+    evaluations: Mapping[int, float]  # greedy accuracy by step; step 0 is before training
+    completions: Sequence[Mapping[str, Any]]  # logged ones, in the order of the steps
+    finished: bool  # whether the run has taken its steps
+    age: float | None  # seconds since the last row was written; None before the first one
 
     @property
     def state(self) -> str:
@@ -112,11 +102,7 @@ class View:
 
 
 def open_views(paths: Iterable[str], *, completions: bool = True) -> list[View]:
-    """Reads run folders.
-
-    Args:
-        paths: the run folders.
-        completions: whether the completions are read, which may be many.
+    """Reads run folders, and their completions, which may be many.
 
     Raises:
         UserError: a path is not a run folder, or a file in it is damaged.
@@ -148,11 +134,12 @@ def _open(folder: RunFolder, name: str, reads_completions: bool) -> View:
     has_metrics = folder.metrics.exists()
     has_completions = reads_completions and folder.completions.exists()
     rows = _valid_rows(read_steps(folder.metrics)) if has_metrics else []
+    evaluations = read_evaluations(folder.metrics) if has_metrics else {}
     return View(
         name=name,
         config=saved["config"],
         rows=rows,
-        evaluations=_valid_evaluations(read_evaluations(folder.metrics)) if has_metrics else {},
+        evaluations={step: value for step, value in evaluations.items() if _is_step(step)},
         completions=_valid_rows(read_jsonl(folder.completions)) if has_completions else [],
         finished=_finished_steps(folder) >= _last_step(rows),
         age=time.time() - folder.metrics.stat().st_mtime if has_metrics else None,
@@ -176,10 +163,6 @@ def _valid_rows(rows: Iterable[Any]) -> list[dict[str, Any]]:
     """The rows in the order of their steps, without what no run writes."""
     valid = [row for row in rows if isinstance(row, dict) and _is_step(row.get("step"))]
     return sorted(valid, key=lambda row: row["step"])
-
-
-def _valid_evaluations(evaluations: Mapping[int, float]) -> dict[int, float]:
-    return {step: value for step, value in evaluations.items() if _is_step(step)}
 
 
 def _is_step(value: Any) -> TypeGuard[int]:
@@ -212,16 +195,10 @@ def conversation_of(sample: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """A condition on completions.
+    """A condition on completions."""
 
-    Attributes:
-        name: 'reward', the name of a reward, or another number of a completion such as 'tokens'.
-        comparison: '<', '<=', '>', '>=' or '='.
-        value: the number to compare with.
-    """
-
-    name: str
-    comparison: str
+    name: str  # 'reward', the name of a reward, or another number such as 'tokens'
+    comparison: str  # a key of `_COMPARISONS`
     value: float
 
     def holds(self, sample: Mapping[str, Any]) -> bool:

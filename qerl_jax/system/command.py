@@ -25,10 +25,7 @@ _COMMAND = re.compile(rf"\bqerl-({'|'.join(MODULES)})\b")
 
 
 def command_name(name: str) -> str:
-    """Returns what the reader types for a command.
-
-    Args:
-        name: a key of `MODULES`, such as 'evaluate'.
+    """Returns what the reader types for a command, a key of `MODULES` such as 'evaluate'.
 
     Returns:
         `qerl-evaluate`; `python -m experiments.evaluate` in a process that runs from a checkout of

@@ -32,10 +32,7 @@ def take_memory(tensor: int = 1) -> None:
     """Sets JAX's variables for this process and those that it starts; prints a line if need be.
 
     It must run before JAX starts its backend. Without an NVIDIA GPU that JAX would use it does
-    nothing.
-
-    Args:
-        tensor: number of GPUs that share the weights.
+    nothing. As many GPUs as `tensor` share the weights.
     """
     if not _uses_gpus():
         return
@@ -76,17 +73,11 @@ def _uses_gpus() -> bool:
 def settings(
     free: int, total: int, environment: Mapping[str, str], *, pool: float
 ) -> tuple[dict[str, str], str | None]:
-    """Decides how much memory JAX takes.
-
-    Args:
-        free: bytes of the GPU that no process holds.
-        total: bytes of the GPU.
-        environment: environment variables of this process.
-        pool: part of the memory to take, from `pool_of`.
+    """Decides how much memory JAX takes: the part `pool` of `total` bytes, or less if less is free.
 
     Returns:
         The variables to set, and a line for the user where less is free than wanted, else None.
-        A variable that the user has set stays as it is.
+        A variable that the user has set in the environment stays as it is.
     """
     user_names = [name for name in _FRACTIONS if environment.get(name)]
     if not user_names and any(environment.get(name) for name in _OTHERS):

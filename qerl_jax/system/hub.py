@@ -20,9 +20,6 @@ SECONDS = 5.0  # time limit for the first answer of the hub
 def asking(name: str) -> Generator[None]:
     """Prints that the hub is asked; if it is unreachable, the block sees only its local cache.
 
-    Args:
-        name: hub id of a model or dataset.
-
     Raises:
         ConnectionError: the hub is unreachable, and the block failed without it.
     """
@@ -55,13 +52,10 @@ def asking(name: str) -> Generator[None]:
 
 
 def local_mistake(source: str) -> str:
-    """Explains why a source that is no file or folder is a path all the same; '' for a hub id.
+    """Explains why a source that is no existing path is a path all the same; '' for a hub id.
 
     A source is a path if it begins as one, or if the folder that it names is there. A hub id whose
     files are in the hub's cache stays a hub id.
-
-    Args:
-        source: name of a run, a model or a dataset that is no existing path.
     """
     path = pathlib.Path(source)
     folder = path.parent.expanduser() if source.startswith("~/") else path.parent

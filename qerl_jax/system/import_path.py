@@ -81,9 +81,8 @@ def source_of(function: Callable[..., Any]) -> str:
 def user_errors(what: str, usage: str) -> Generator[None]:
     """Turns every exception of a user function into a UserError.
 
-    Args:
-        what: the function and the occasion, for example "noise schedule 'a:b' at step 3".
-        usage: how such a function is called, and what it returns.
+    It names the function and the occasion, such as "noise schedule 'a:b' at step 3", and by
+    `usage` how such a function is called and what it returns.
     """
     try:
         yield

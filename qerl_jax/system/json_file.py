@@ -11,11 +11,7 @@ _MAX_BYTES = 16 << 20
 
 
 def read_object(path: pathlib.Path, *, remedy: str = "restore it") -> dict[str, Any]:
-    """Reads the JSON object in a file.
-
-    Args:
-        path: the path of the file.
-        remedy: what to do if the file is missing, for the error message.
+    """Reads the JSON object in a file; the remedy is for the error of a missing one.
 
     Raises:
         UserError: the file cannot be read, is too large, or does not hold a JSON object.
@@ -32,11 +28,7 @@ def read_object(path: pathlib.Path, *, remedy: str = "restore it") -> dict[str, 
 
 
 def parse_object(path: pathlib.Path, text: bytes) -> dict[str, Any]:
-    """Parses a JSON object from bytes of a file.
-
-    Args:
-        path: the path of the file, named in errors.
-        text: the bytes that hold the object.
+    """Parses a JSON object from the bytes of a file, which errors name.
 
     Raises:
         UserError: the bytes do not hold a JSON object, or a key occurs twice in an object.

@@ -48,11 +48,7 @@ def read_rows_of_steps(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_number(path: Path, name: str) -> int | float:
-    """Reads a number of the JSON object in a file.
-
-    Args:
-        path: the file.
-        name: key of the number.
+    """Reads a number of the JSON object in a file by its key.
 
     Raises:
         UserError: the file is missing, or holds no such number.

@@ -48,11 +48,9 @@ def describe_processor() -> dict[str, str | int]:
 
 
 def vectors_of(text: str, xla_flags: str) -> str:
-    """Returns the widest vector instructions of a processor, or those that XLA is limited to.
+    """Returns the widest vector instructions of a processor by the text of /proc/cpuinfo.
 
-    Args:
-        text: content of /proc/cpuinfo.
-        xla_flags: flags of XLA, of which `--xla_cpu_max_isa` sets the limit.
+    A flag of XLA, `--xla_cpu_max_isa`, limits them.
     """
     flags = set(_field(text, "flags").split())
     vectors, limits = list(_VECTORS.items()), _LIMIT.findall(xla_flags)
@@ -63,12 +61,7 @@ def vectors_of(text: str, xla_flags: str) -> str:
 
 
 def digest_of(text: str, machine: str) -> str:
-    """Returns the digest of a description as Linux writes it; '' without features in it.
-
-    Args:
-        text: content of /proc/cpuinfo.
-        machine: kind of the machine, such as 'x86_64'.
-    """
+    """Returns the digest of the text of /proc/cpuinfo; '' without features in it."""
     lines = (line.partition(":") for line in text.splitlines())
     facts = {(name.strip(), value.strip()) for name, _, value in lines if name.strip() in _FIELDS}
     if not {"flags", "Features"} & {name for name, _ in facts}:

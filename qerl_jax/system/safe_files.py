@@ -1,9 +1,9 @@
-"""Files and folders at places that another user may have filled, such as a run folder.
+"""Files and folders at paths that another user may have filled, such as a run folder.
 
 A folder that was copied, downloaded or unpacked may hold a symbolic link, a pipe or a device where
 a file is written, or where a folder is emptied. What is written here goes through no link, and
-nothing waits for a pipe: such a place is refused, and what a link names stays as it is. The path of
-a folder that a user names may itself pass through links; the places inside of it may not.
+nothing waits for a pipe: such a path is refused, and what a link names stays as it is. The path of
+a folder that a user names may itself pass through links; the paths inside of it may not.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _KINDS = {
 
 
 def check_file(path: Path) -> None:
-    """Refuses a place of a file that holds something else; a missing file is accepted.
+    """Refuses the path of a file if it is something else; a missing file is accepted.
 
     Raises:
         UserError: a link, a folder or another odd type is there.
@@ -38,7 +38,7 @@ def check_file(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Refuses a place of a folder that holds something else; a missing folder is accepted.
+    """Refuses the path of a folder if it is something else; a missing folder is accepted.
 
     Raises:
         UserError: a link, a file or another odd type is there.
@@ -47,11 +47,9 @@ def check_folder(path: Path) -> None:
 
 
 def check_inside(root: Path, path: Path) -> None:
-    """Refuses a path of a folder below another one if a part of it is no plain folder.
+    """Refuses the path of a folder below `root` if a part of it is no plain folder.
 
-    Args:
-        root: folder that may itself be a link.
-        path: folder below `root`, which need not exist; one that lies elsewhere is not looked at.
+    The root may be a link, the folder need not exist, and one elsewhere is not looked at.
 
     Raises:
         UserError: a part below `root` is a link, a file or another odd type.
@@ -68,7 +66,7 @@ def check_tree(folder: Path) -> None:
     A library that writes, overwrites and removes in a folder may follow links in it.
 
     Raises:
-        UserError: the place of the folder, or a place in it, holds a link or another odd type.
+        UserError: the folder, or a path in it, is a link or another odd type.
     """
     check_folder(folder)
     for entry in _entries(folder):
@@ -78,11 +76,6 @@ def check_tree(folder: Path) -> None:
 
 def open_to_write(path: Path, mode: str, *, encoding: str | None = None) -> IO[Any]:
     """Opens a file as `open` does, through no link.
-
-    Args:
-        path: the file.
-        mode: as of `open`.
-        encoding: as of `open`.
 
     Raises:
         UserError: a link, a folder or another odd type is there.
@@ -147,7 +140,7 @@ def remove_tree(path: Path) -> None:
     """Removes a file, or a folder with all that it holds.
 
     Raises:
-        UserError: the place itself is a link or another odd type; links inside are removed as such.
+        UserError: the path itself is a link or another odd type; links inside are removed as such.
         OSError: it cannot be removed.
     """
     if path.is_dir():

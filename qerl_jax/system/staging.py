@@ -17,8 +17,7 @@ from qerl_jax.system.safe_files import check_folder, make_folder, remove_tree
 def check_free(folder: pathlib.Path | str) -> None:
     """Refuses a target that exists, so that nothing is ever overwritten, or that cannot be made.
 
-    Args:
-        folder: target path; an empty folder is accepted.
+    An empty folder is accepted.
 
     Raises:
         UserError: the path is taken by a file or by a folder that is not empty, or as in
@@ -35,11 +34,8 @@ def check_free(folder: pathlib.Path | str) -> None:
 def check_writable(target: pathlib.Path) -> None:
     """Refuses a file or folder that cannot be written, before the work whose result it will hold.
 
-    Both are made beside their place and renamed, so it is the parent that must be writable. Missing
+    Both are made under another name and renamed, so that the parent must be writable. Missing
     parents are not made yet.
-
-    Args:
-        target: path of the file or the folder.
 
     Raises:
         UserError: nothing can be made in the nearest parent that exists, or it is a file.
@@ -56,10 +52,10 @@ def check_writable(target: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def staged_folder(folder: pathlib.Path | str, *, replace: bool = False) -> Generator[pathlib.Path]:
-    """Yields an empty folder beside `folder`, which becomes `folder` when the block succeeds.
+    """Yields an empty folder next to `folder`, which becomes `folder` when the block succeeds.
 
     When the block raises, its files are removed. The files of a killed process are removed by the
-    next process that writes to the same place.
+    next process that writes to the same path.
 
     Args:
         folder: target path; missing parents are created.
@@ -92,7 +88,7 @@ def staged_folder(folder: pathlib.Path | str, *, replace: bool = False) -> Gener
 
 
 def scratch_of(folder: pathlib.Path) -> pathlib.Path:
-    """The place beside a folder where `staged_folder` writes it."""
+    """The folder in which `staged_folder` writes another one, next to it."""
     return folder.with_name(f".{folder.name}.partial")
 
 

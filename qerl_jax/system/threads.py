@@ -2,15 +2,7 @@
 
 import concurrent.futures
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
-
-
-def available_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def run_within[Item, Result](
@@ -57,11 +49,7 @@ def run_within[Item, Result](
 
 
 def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Returns the length of the union of time spans, so that an instant counts once.
-
-    Args:
-        spans: beginning and end of each span, in seconds.
-    """
+    """Returns the length of the union of spans (begin, end), so that an instant counts once."""
     seconds, last_end = 0.0, -math.inf
     for begin, end in sorted(spans):
         seconds += max(0.0, end - max(begin, last_end))

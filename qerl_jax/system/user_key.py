@@ -1,6 +1,6 @@
 """The key of the user, by which the project recognizes what it wrote itself.
 
-Owner and place of a file prove nothing: an unpacked download belongs to the user, too. So what may
+Owner and path of a file prove nothing: an unpacked download belongs to the user, too. So what may
 run code later, such as a compiled program or the rewards that a run names, carries a signature that
 is made with a secret of the user.
 """
@@ -33,11 +33,8 @@ def key_path() -> Path | None:
 def sign(content: bytes, purpose: str) -> str:
     """Returns the signature of a content: HMAC-SHA256 with the user's key, in 64 hex digits.
 
-    The key is made when the first content is signed.
-
-    Args:
-        content: what is signed.
-        purpose: what the content is, such as 'run'. A signature is valid for its purpose alone.
+    The key is made when the first content is signed. A signature is valid for its purpose alone,
+    which is what the content is, such as 'run'.
 
     Returns:
         The signature; '' where the user's configuration folder cannot be written.
@@ -55,12 +52,7 @@ def sign(content: bytes, purpose: str) -> str:
 
 
 def is_signed(content: bytes, purpose: str, signature: str) -> bool:
-    """Returns whether a signature was made by `sign` with the key of this user.
-
-    Args:
-        content: what is signed.
-        purpose: what the content is, as in `sign`.
-        signature: the signature, or any other text.
+    """Returns whether a text is the signature that `sign` made with the key of this user.
 
     Raises:
         UserError: as in `sign`.
@@ -80,7 +72,7 @@ def _mac(key: bytes, content: bytes, purpose: str) -> str:
 
 def _read(path: Path) -> bytes | None:
     """Returns the key; None without a file."""
-    # A pipe in the place of the key would let a plain open wait forever.
+    # A pipe instead of the key would let a plain open wait forever.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         file = os.open(path, flags)

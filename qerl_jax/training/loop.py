@@ -37,21 +37,20 @@ from qerl_jax.rewards.functions import Reward
 from qerl_jax.rewards.table import Rewards, table_of
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, record_fact
+from qerl_jax.run.lines import format_row, line_columns
 from qerl_jax.run.metrics import MetricsLog, check_trackers
 from qerl_jax.run.ownership import adopt, trusts
 from qerl_jax.run.saved_fields import check_run
-from qerl_jax.run.terminal import format_row, line_columns
 from qerl_jax.run.trackers import tracker_name
 from qerl_jax.system.import_path import names_function
 from qerl_jax.system.live_line import waiting
 from qerl_jax.system.safe_files import read_bytes
 from qerl_jax.system.signals import StoppedError, stop_signals
-from qerl_jax.training.begin import begin, check_starts
+from qerl_jax.training.begin import begin, check_origin, check_starts
 from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
-from qerl_jax.training.init_from import check_origin
-from qerl_jax.training.run import Run
 from qerl_jax.training.saving import (
+    Run,
     announce_finished,
     best_so_far,
     finish,
@@ -337,12 +336,9 @@ def _save_or_stop(run: Run) -> None:
 
 
 def _compile(run: Run) -> Programs:
-    """Compiles the programs of the run: no step and no evaluation waits for the compiler.
+    """Compiles the programs of the run, so that no step and no evaluation waits for the compiler.
 
-    The programs of rollouts become part of the run's samplers.
-
-    Returns:
-        The programs of updates.
+    The programs of rollouts become part of the run's samplers; those of updates are returned.
     """
     began, trains = time.perf_counter(), run.progress.step < run.setup.config.steps
 

@@ -23,12 +23,7 @@ _ATTRIBUTES = ("lstrip", "rstrip", "single_word", "normalized", "special")
 def read_added_tokens(
     folder: pathlib.Path, settings: Mapping[str, Any], backend: tokenizers.Tokenizer
 ) -> dict[str, Any]:
-    """Adds the tokens that a folder names to the tokenizer of its tokenizer.json.
-
-    Args:
-        folder: folder with the tokenizer files.
-        settings: content of tokenizer_config.json.
-        backend: tokenizer of tokenizer.json; tokens are added to it.
+    """Adds the tokens that the files of a folder name to the tokenizer of its tokenizer.json.
 
     Returns:
         Texts of special tokens by their name in templates, such as 'eos_token'.
@@ -72,9 +67,7 @@ def read_added_tokens(
 def mark_special(backend: tokenizers.Tokenizer, texts: Collection[str]) -> None:
     """Makes tokens special, so that `decode` leaves them out.
 
-    Args:
-        backend: tokenizer to change.
-        texts: texts of the tokens; a text without an id is left out, as no embedding has its row.
+    A text without an id is left out, as no embedding has its row.
     """
     added_tokens = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for text in dict.fromkeys(texts):

@@ -23,42 +23,28 @@ _CHUNK_ROWS = 4096  # rows of the head that are compared at once
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A source opened for reading: its tensors fit the architecture, and none has been read yet.
+    """A source opened for reading: its tensors fit the architecture, and none has been read yet."""
 
-    Attributes:
-        path: the folder or .gguf file.
-        source: the name that exports write as base_model_name_or_path.
-        config: the architecture.
-        tokenizer: the tokenizer of the model, or None for a folder without a tokenizer.
-        tensors: memory-mapped tensors as the file stores them, by Hugging Face name; packed
-            projections have the names of compressed-tensors.
-        shapes: shape of every tensor by the same names; a GGUF file stores blocks of bytes, whose
-            own shape differs.
-        packed: names of the modules that are stored in NVFP4.
-        ignored: what the source holds besides the text model, such as 'the vision tower'.
-        read: function that returns a dense tensor in memory, called as `read(name, dtype)`.
-        chunks: function that yields a dense tensor by rows, called as `chunks(name, dtype, memory)`
-            with a function that returns memory of a number of bytes; a chunk may hold it until the
-            next one is requested.
-    """
-
-    path: pathlib.Path
-    source: str
+    path: pathlib.Path  # the folder or .gguf file
+    source: str  # the name that exports write as base_model_name_or_path
     config: ModelConfig
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # of the model; None for a folder without one
+    # Memory-mapped tensors as the file stores them, by Hugging Face name; packed projections have
+    # the names of compressed-tensors.
     tensors: Mapping[str, np.ndarray]
+    # By the same names; a GGUF file stores blocks of bytes, whose own shape differs.
     shapes: Mapping[str, tuple[int, ...]]
-    packed: frozenset[str]
+    packed: frozenset[str]  # names of the modules that are stored in NVFP4
+    # `read(name, dtype)` returns a dense tensor in memory.
     read: Callable[[str, np.dtype], np.ndarray]
+    # `chunks(name, dtype, memory)` yields a dense tensor by rows; `memory` returns memory of a
+    # number of bytes, which a chunk may hold until the next one is requested.
     chunks: Callable[[str, np.dtype, Callable[[int], np.ndarray]], Iterator[np.ndarray]]
-    ignored: Sequence[str] = ()
+    ignored: Sequence[str] = ()  # what else the source holds, such as 'the vision tower'
 
 
 def open_checkpoint(source: str) -> Checkpoint:
-    """Opens a source for reading and checks that its tensors fit its architecture.
-
-    Args:
-        source: package, file, folder or hub id, as in `load`.
+    """Opens a source, as in `load.load`, and checks that its tensors fit its architecture.
 
     Raises:
         UserError: the source cannot be found or read, is incomplete or is not supported.
@@ -71,10 +57,7 @@ def open_checkpoint(source: str) -> Checkpoint:
 
 
 def read_architecture(source: str) -> ModelConfig:
-    """Reads only the architecture of a model; of a hub id only the small files are downloaded.
-
-    Args:
-        source: package, file, folder or hub id, as in `load.load`.
+    """Reads only the architecture of a source, as in `load.load`; of a hub id only the small files.
 
     Raises:
         UserError: the source cannot be found or read, or is not supported.
@@ -122,11 +105,12 @@ def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
         for rows in safetensors.row_chunks(dense(name), memory):
             yield rows.astype(dtype, copy=False)
 
+    has_tokenizer = any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))
     return Checkpoint(
         path=path,
         source=source,
         config=config,
-        tokenizer=tokenizer.from_folder(path) if _has_tokenizer(path) else None,
+        tokenizer=tokenizer.from_folder(path) if has_tokenizer else None,
         tensors=tensors,
         shapes={name: tensor.shape for name, tensor in tensors.items()},
         packed=modules,
@@ -157,10 +141,6 @@ def _not_a_model(path: pathlib.Path, what: str, field: str) -> UserError:
         f"{path} is {what}, not a model: name its base, and begin from it by --config.{field}; an "
         "export in the format merged is one model of both"
     )
-
-
-def _has_tokenizer(path: pathlib.Path) -> bool:
-    return any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))
 
 
 def _check_tensors(checkpoint: Checkpoint) -> None:

@@ -63,21 +63,13 @@ _QWEN3_5_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class GgufFile:
-    """An open GGUF file.
-
-    Attributes:
-        path: the path of the file.
-        metadata: the key-value pairs of the file.
-        config: the architecture.
-        tensors: the stored tensors by Hugging Face name, still quantized.
-        ignored: what the file holds besides, such as 'the MTP head'.
-    """
+    """An open GGUF file."""
 
     path: pathlib.Path
     metadata: Mapping[str, Any]
     config: ModelConfig
-    tensors: Mapping[str, GgufTensor]
-    ignored: tuple[str, ...] = ()
+    tensors: Mapping[str, GgufTensor]  # by Hugging Face name, still quantized
+    ignored: tuple[str, ...] = ()  # what the file holds besides, such as 'the MTP head'
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor in Hugging Face's order, outputs first."""
@@ -85,11 +77,7 @@ class GgufFile:
         return (shape[0], 1, *shape[1:]) if name.endswith("conv1d.weight") else shape
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns a dequantized tensor in Hugging Face's row order.
-
-        Args:
-            name: Hugging Face name of the tensor.
-            dtype: dtype of the result.
+        """Returns a dequantized tensor in Hugging Face's row order, by its Hugging Face name.
 
         Raises:
             UserError: the tensor has a number format that cannot be dequantized.
@@ -121,9 +109,6 @@ class GgufFile:
 
 def open_gguf(path: pathlib.Path | str) -> GgufFile:
     """Opens a GGUF file and reads its metadata; tensors are read later by `GgufFile.read`.
-
-    Args:
-        path: the path of the file.
 
     Raises:
         UserError: the file is missing, truncated or not a GGUF file, or its architecture or one of
@@ -338,12 +323,7 @@ def _undo_qwen3_5(tensor: np.ndarray, name: str, config: ModelConfig) -> np.ndar
 
     It stores norms as the scales that multiply, -exp(A_log), and the value heads in the order in
     which the first ones of all key heads come first, where Hugging Face has those of a key head
-    together.
-
-    Args:
-        tensor: the tensor as the file has it, but dequantized.
-        name: Hugging Face name of the tensor.
-        config: the architecture.
+    together. The tensor is dequantized, and named as by Hugging Face.
     """
     shapes = config.recurrent
     assert shapes is not None

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file, its metadata and its tensors' places, and trusts none of it.
+"""Reads the header of a GGUF file, its metadata and where its tensors are, and trusts none of it.
 
 The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is little-endian: magic,
 version, the number of tensors, the number of metadata pairs, the pairs, a record for every tensor,
@@ -47,28 +47,18 @@ _DTYPES = {
 class GgufTensor:
     """A tensor of a GGUF file.
 
-    Attributes:
-        name: the name of the tensor in the file.
-        kind: the number format of the tensor.
-        shape: the shape in Hugging Face's order, outputs first.
-        data: a view of the file: the values where NumPy has the number format, otherwise uint8 with
-            the bytes of a row in the last axis.
+    `data` is a view of the file: the values where NumPy has the number format, otherwise uint8 with
+    the bytes of a row in the last axis.
     """
 
     name: str
     kind: gguf.GGMLQuantizationType
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in Hugging Face's order, outputs first
     data: np.ndarray
 
 
 def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    """Reads the metadata of a file and maps its tensors.
-
-    Args:
-        path: the path of the file.
-
-    Returns:
-        The metadata, and the tensors by name as read-only views of a memory map.
+    """Reads the metadata of a file, and maps its tensors by name as read-only views.
 
     Raises:
         UserError: the file is missing, truncated or malformed.

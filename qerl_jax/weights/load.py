@@ -26,10 +26,11 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers.kinds import ALL_FUSED, FUSED
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
 from qerl_jax.system.live_line import progress_line, waiting
-from qerl_jax.system.threads import available_cores, run_within
+from qerl_jax.system.processor import available_cores
+from qerl_jax.system.threads import run_within
 from qerl_jax.weights import names, packed, safetensors, tokenizer
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
-from qerl_jax.weights.compact import compact_layers
+from qerl_jax.weights.layer_memory import compact_layers
 from qerl_jax.weights.stream import Meter, Stream
 from qerl_jax.weights.tokenizer import Tokenizer
 
@@ -105,7 +106,7 @@ def load(
             one thread at a time, but not always by the same one. None shows a line on the terminal.
         place: function from arrays by name, in the order of checkpoints, and the architecture to
             the arrays that the model has. It is called for each part of a layer as soon as it is
-            read: what it moves elsewhere never lies on the default device together. None brings
+            read: what it moves elsewhere is never on the default device together. None brings
             them into the order of this machine.
 
     Returns:
@@ -126,12 +127,8 @@ def load(
 def describe(source: str, *, format: str, dtype: str) -> LoadedModel:
     """Returns what `load` returns, with the shape of the embedding as the only parameter.
 
-    No weights are read but the first bytes of each tensor, for the fingerprint.
-
-    Args:
-        source: as in `load`.
-        format: as in `load`.
-        dtype: as in `load`.
+    No weights are read but the first bytes of each tensor, for the fingerprint. The arguments are
+    those of `load`.
 
     Raises:
         UserError: as in `load`, except for what the weights hold.
@@ -177,19 +174,12 @@ def _with_params(checkpoint: Checkpoint, format: str, params: dict) -> LoadedMod
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Arrays of the parameter tree that one thread brings to the device.
+    """Arrays of the parameter tree that one thread brings to the device."""
 
-    Attributes:
-        layer: number of the layer, or -1 for the arrays outside of the layers.
-        arrays: by the name of each array, the stored tensors whose rows it stacks.
-        stored_bytes: bytes of these tensors in their files.
-        bytes: bytes that they take until they have their format, at most.
-    """
-
-    layer: int
-    arrays: dict[str, list[str]]
-    stored_bytes: int
-    bytes: int
+    layer: int  # -1 for the arrays outside of the layers
+    arrays: dict[str, list[str]]  # by the name of each, the stored tensors whose rows it stacks
+    stored_bytes: int  # of these tensors in their files
+    bytes: int  # that they take until they have their format, at most
 
 
 def read_params(
@@ -200,14 +190,10 @@ def read_params(
     on_progress: Callable[[Meter], None] | None = None,
     place: Place | None = None,
 ) -> dict:
-    """Reads the parameter tree onto the default device.
+    """Reads the parameter tree of an opened source onto the default device.
 
-    Args:
-        checkpoint: the opened source.
-        format: number format of the projections, as in `load` but never 'stored'.
-        dtype: dtype of every array that is neither packed nor a norm.
-        on_progress: as in `load`.
-        place: as in `load`.
+    The arguments are those of `load`, but the format is never 'stored', and `dtype` is that of
+    every array that is neither packed nor a norm.
 
     Raises:
         UserError: a weight cannot be quantized or is not finite, or a stored tensor has an unusable
@@ -278,7 +264,7 @@ def _read_part(
         weight = _read_packed(checkpoint, modules, stream)
     elif name in FUSED and format != "bf16" and not checkpoint.packed:
         bits = [send(tensor, DTYPES["bfloat16"], np.uint16) for tensor in tensors]
-        with stream.meter.busy("quantize"), _name_in_errors(checkpoint, part.layer, name):
+        with stream.meter.busy("quantize"), name_in_errors(checkpoint, part.layer, name):
             weight = jax.block_until_ready(quantize_bits(bits, format=format))
     else:
         return _read_dense(checkpoint.config, part, dtype, send, stream.meter)
@@ -348,13 +334,13 @@ def _check_inputs(checkpoint: Checkpoint, format: str) -> None:
     for layer in range(checkpoint.config.num_layers):
         arrays = names.stored_tensors(checkpoint.config, layer)
         for name in (name for name in FUSED if name in arrays):
-            with _name_in_errors(checkpoint, layer, name):
+            with name_in_errors(checkpoint, layer, name):
                 check_inputs(checkpoint.shapes[arrays[name][0]], format)
 
 
 @contextlib.contextmanager
-def _name_in_errors(checkpoint: Checkpoint, layer: int, fused: str) -> Iterator[None]:
-    """Names the layer and the projections in an error."""
+def name_in_errors(checkpoint: Checkpoint, layer: int, fused: str) -> Iterator[None]:
+    """Names the layer and the projections of a fused group in an error."""
     try:
         yield
     except UserError as error:
@@ -366,12 +352,8 @@ def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -
     """Yields function(layer) for every layer in order, and says how many the caller has.
 
     A few threads work on different layers, because a copy by NumPy uses one core. They stay at
-    most a few layers ahead of the caller, which bounds how many layers are in memory.
-
-    Args:
-        function: function from the number of a layer to its result.
-        num_layers: number of layers.
-        label: what the caller does, such as 'quantizing'.
+    most a few layers ahead of the caller, which bounds how many layers are in memory. The label is
+    what the caller does, such as 'quantizing'.
     """
     threads = min(4, os.cpu_count() or 1)
     with (
@@ -388,12 +370,9 @@ def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -
 
 
 def read_layer(checkpoint: Checkpoint, layer: int, *, dtype: np.dtype) -> dict:
-    """Reads one layer of the parameter tree as dense NumPy arrays.
+    """Reads a layer of a source that is not packed, as dense NumPy arrays of the parameter tree.
 
-    Args:
-        checkpoint: the opened source, with weights that are not packed.
-        layer: number of the layer, from 0.
-        dtype: dtype of every array that is not a norm.
+    All but norms get the dtype.
 
     Raises:
         UserError: a stored tensor has an unusable dtype.

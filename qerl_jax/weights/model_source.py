@@ -31,9 +31,7 @@ _REMEDY = "(in a run: --config.model.source=PATH; for what a run or adapter name
 def locate(source: str, *, weights: bool = True) -> tuple[pathlib.Path, str]:
     """Returns the path of the weights and the name of the base model that exports write.
 
-    Args:
-        source: a model folder, a .gguf file, 'package:NAME' or a hub id, as in `load.load`.
-        weights: whether the weights of a hub id are downloaded, and not only the small files.
+    Of a source that is a hub id only the small files are downloaded without `weights`.
 
     Raises:
         UserError: there is no such source, or it cannot be downloaded.

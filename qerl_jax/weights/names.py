@@ -18,7 +18,7 @@ _MODULES = {
     for part in kinds.PARTS
     for name in (*itertools.chain(*(weight.members for weight in part.WEIGHTS)), *part.ARRAYS)
 }
-# Where the text model lies in a checkpoint that also has a vision tower.
+# Where the text model is in a checkpoint that also has a vision tower.
 _NESTED_ROOT = "model.language_model."
 _NOT_TEXT = ("model.visual.", "mtp.")
 
@@ -45,9 +45,9 @@ def centered_at(config: ModelConfig, array: str) -> float:
 
 
 def text_tensors(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the tensors of a text model by their names, and which parts beside it there are.
+    """Returns the tensors of a text model by their names, and which other parts were left out.
 
-    Those of a vision tower and of a head for several tokens (MTP) are left out.
+    These are a vision tower and a head for several tokens (MTP).
     """
     text = {
         name.replace(_NESTED_ROOT, "model.", 1) if name.startswith(_NESTED_ROOT) else name: tensor

@@ -39,11 +39,9 @@ _LARGEST_PRODUCT = np.float32(448 * 6)
 
 
 def layout(folder: pathlib.Path, hf: Mapping[str, Any]) -> str | None:
-    """Tells how the projections of a model folder are stored.
+    """Tells how the projections of a model folder are stored, by `hf`, its config.json.
 
-    Args:
-        folder: model folder; an older ModelOpt writes hf_quant_config.json into it.
-        hf: the contents of the folder's config.json.
+    An older ModelOpt writes hf_quant_config.json into the folder.
 
     Returns:
         COMPRESSED_TENSORS, MODELOPT, or None where the weights are dense.
@@ -107,10 +105,6 @@ def _unusual_groups(groups: Any) -> list[str]:
 def from_modelopt(folder: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the tensors of a ModelOpt checkpoint under the names of compressed-tensors.
 
-    Args:
-        folder: model folder, named in errors.
-        tensors: tensors of the checkpoint by name.
-
     Raises:
         UserError: a weight_scale_2 is not a single float32.
     """
@@ -135,11 +129,7 @@ def from_modelopt(folder: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> di
 
 
 def packed_modules(tensors: Collection[str]) -> frozenset[str]:
-    """Returns the names of the modules whose weights a checkpoint holds packed.
-
-    Args:
-        tensors: names of the checkpoint's tensors, as compressed-tensors writes them.
-    """
+    """Returns the modules whose weights are packed, by names of compressed-tensors."""
     return frozenset(
         module
         for module, _, parameter in (name.rpartition(".") for name in tensors)
@@ -155,11 +145,7 @@ def tensors_of(module: str) -> list[str]:
 def divisor(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], module: str) -> np.float32:
     """Returns the global scale of a packed projection, after checking its tensors.
 
-    Args:
-        folder: model folder, named in errors.
-        tensors: tensors of the checkpoint under the names of compressed-tensors, with checked
-            shapes.
-        module: name of the projection.
+    They have the names of compressed-tensors, and shapes that were checked.
 
     Raises:
         UserError: a dtype is wrong, the inputs do not fill whole blocks, or the scale is not
@@ -189,12 +175,7 @@ def divisor(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], module: str
 
 
 def checked_scales(folder: pathlib.Path, module: str, scales: np.ndarray) -> np.ndarray:
-    """Returns scales of blocks, uint8 [..., K/16] with the bytes of E4M3, after checking them.
-
-    Args:
-        folder: model folder, named in errors.
-        module: name of the projection.
-        scales: the scales.
+    """Returns scales of blocks, uint8 [..., K/16] with the bytes of E4M3.
 
     Raises:
         UserError: a scale is negative or NaN.

@@ -151,9 +151,6 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
 def read_peft_base(folder: pathlib.Path | str) -> str:
     """Returns the hub id or path of the base model of an adapter folder.
 
-    Args:
-        folder: folder that holds adapter_config.json.
-
     Raises:
         UserError: adapter_config.json cannot be read, names no base model, or names a revision of
             it, which `load` cannot choose.

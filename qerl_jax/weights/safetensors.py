@@ -45,13 +45,7 @@ _DTYPES = {
 
 
 def read_file(path: pathlib.Path | str) -> dict[str, np.ndarray]:
-    """Maps the tensors of one file.
-
-    Args:
-        path: the path of the file.
-
-    Returns:
-        Read-only views of a memory map by tensor name, in the order of their bytes.
+    """Maps the tensors of a file: read-only views by name, in the order of their bytes.
 
     Raises:
         UserError: the file is missing, truncated or malformed; the error comes before any memory
@@ -74,13 +68,7 @@ def read_file(path: pathlib.Path | str) -> dict[str, np.ndarray]:
 
 
 def read_folder(folder: pathlib.Path | str) -> dict[str, np.ndarray]:
-    """Maps the tensors of a Hugging Face folder, in one file or in shards with an index.
-
-    Args:
-        folder: path of the folder.
-
-    Returns:
-        Read-only views of memory maps by tensor name.
+    """Maps the tensors of a Hugging Face folder by name, from one file or shards with an index.
 
     Raises:
         UserError: a file is missing, malformed or outside the folder, or the index does not
@@ -98,24 +86,17 @@ def read_folder(folder: pathlib.Path | str) -> dict[str, np.ndarray]:
 
 
 def row_chunks(tensor: np.ndarray, memory: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
-    """Yields the rows of a mapped tensor in chunks of `CHUNK_BYTES` at most, read from its file.
+    """Yields the rows of a tensor in chunks of `CHUNK_BYTES` at most, a mapped one from its file.
 
     Reading is faster than copying from the memory map where the pages are not in memory, and pages
-    of a file that were mapped count as memory of the process.
-
-    Args:
-        tensor: view of a memory map, as `read_file` returns it, or any other array.
-        memory: function that returns memory of at least as many bytes as asked for; a chunk holds
-            it until the next chunk is asked for.
-
-    Yields:
-        Arrays [rows, ...] with the dtype of the tensor, of at least one row.
+    of a file that were mapped count as memory of the process. A chunk holds what `memory` returns,
+    at least as many bytes as asked for, until the next chunk is asked for.
 
     Raises:
         UserError: the file cannot be read, or is shorter than when it was mapped.
     """
     rows = max(1, CHUNK_BYTES // max(1, tensor[:1].nbytes))
-    mapped = _place(tensor)
+    mapped = _file_range(tensor)
     if mapped is None:
         yield from (tensor[row : row + rows] for row in range(0, len(tensor), rows))
         return
@@ -133,7 +114,7 @@ def row_chunks(tensor: np.ndarray, memory: Callable[[int], np.ndarray]) -> Itera
         raise UserError(f"{path}: cannot be read: {error}") from error
 
 
-def _place(tensor: np.ndarray) -> tuple[str, int] | None:
+def _file_range(tensor: np.ndarray) -> tuple[str, int] | None:
     """Returns the file and the first byte of a view of a memory map; None for another array."""
     root = tensor
     while isinstance(root.base, np.ndarray):

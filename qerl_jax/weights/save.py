@@ -221,7 +221,7 @@ def companion_files(
 
 
 def is_nested(path: pathlib.Path) -> bool:
-    """Whether a model folder, or file, holds a text model beside a vision tower."""
+    """Whether a model folder, or file, holds a text model and a vision tower."""
     if not path.is_dir():
         return False
     hf = json_file.read_object(path / "config.json", remedy="pass a model folder")

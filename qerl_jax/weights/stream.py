@@ -95,13 +95,10 @@ class Meter:
 
 
 class Stream:
-    """Sends chunks of tensors to the default device.
+    """Sends chunks of tensors to the default device, and counts bytes and seconds in its meter.
 
     A thread reads all of its chunks into the same memory, because pages that are touched for the
     first time cost more than the copy into them.
-
-    Args:
-        meter: where bytes and seconds are counted.
     """
 
     def __init__(self, meter: Meter):
@@ -122,11 +119,9 @@ class Stream:
         return buffer
 
     def send(self, chunks: Iterable[np.ndarray], stored_bytes: int) -> list[jax.Array]:
-        """Returns the chunks of one tensor on the device.
+        """Returns the chunks of one tensor on the device; `stored_bytes` are those in the file.
 
-        Args:
-            chunks: the chunks in order; each may be overwritten when the next one is made.
-            stored_bytes: bytes of the tensor in its file.
+        Each chunk may be overwritten when the next one is made.
         """
         arrays, counted_bytes, iterator = [], 0, iter(chunks)
         while True:

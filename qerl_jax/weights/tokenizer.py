@@ -50,7 +50,7 @@ class Tokenizer:
         special_tokens: texts of special tokens by their name in templates, such as 'eos_token'.
         eos_ids: every id that ends a reply, ascending.
         pad_id: the id that pads rows; its positions are never read.
-        template_source: place of the chat template, for error messages; may be ''.
+        template_source: what holds the chat template, for error messages; may be ''.
     """
 
     backend: tokenizers.Tokenizer
@@ -116,11 +116,11 @@ class Tokenizer:
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             message = " ".join(str(error).split())  # syntax errors quote their lines
             raise UserError(
-                f"{self._template_place}the chat template failed: {kind}{message:.300}"
+                f"{self._source_prefix}the chat template failed: {kind}{message:.300}"
             ) from error
         others = sorted(read - standard_variables.keys())
         raise UserError(
-            f"{self._template_place}the chat template does not read {', '.join(unread)} of "
+            f"{self._source_prefix}the chat template does not read {', '.join(unread)} of "
             f"data.chat_template_args; it reads {', '.join(others) or 'no argument'}: leave out "
             "the others, --config.data.chat_template_args={} leaves out all"
         )
@@ -139,13 +139,13 @@ class Tokenizer:
         for message in messages:
             if " ".join(message["content"].split()) not in flat_text:
                 raise UserError(
-                    f"{self._template_place}the chat template leaves out the {message['role']} "
+                    f"{self._source_prefix}the chat template leaves out the {message['role']} "
                     f"message {message['content']!r:.100}; correct the template, or leave out the "
                     "message"
                 )
 
     @property
-    def _template_place(self) -> str:
+    def _source_prefix(self) -> str:
         return f"{self.template_source}: " if self.template_source else ""
 
 
@@ -196,10 +196,7 @@ def missing(folder: pathlib.Path) -> str:
 
 
 def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Builds the tokenizer that a GGUF file's metadata describes.
-
-    Args:
-        metadata: the key-value pairs of the file.
+    """Builds the tokenizer that the metadata of a GGUF file describes.
 
     Raises:
         UserError: the metadata is incomplete, or describes a tokenizer that is not supported.
@@ -258,12 +255,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def to_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Returns the files of a tokenizer as `from_folder` and transformers read them.
-
-    Returns:
-        Contents by file name: tokenizer.json, tokenizer_config.json, generation_config.json and,
-        where the tokenizer has a chat template, chat_template.jinja.
-    """
+    """Returns the files of a tokenizer by name, as `from_folder` and transformers read them."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -30,21 +30,13 @@ _PROVENANCE = ("git", "device", "versions")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run of a sweep.
+    """A run of a sweep."""
 
-    Attributes:
-        name: overrides and a hash of the config; also the name of the folder.
-        overrides: fields that the sweep sets, with their values.
-        config: the resolved config, as plain data.
-        folder: the run folder.
-        command: arguments of Python, from `-m` on, that start this run alone.
-    """
-
-    name: str
-    overrides: ConfigOverrides
-    config: dict[str, Any]
+    name: str  # overrides and a hash of the config; also the name of the folder
+    overrides: ConfigOverrides  # fields that the sweep sets, with their values
+    config: dict[str, Any]  # the resolved config, as plain data
     folder: Path
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # arguments of Python, from `-m` on, that start this run alone
 
     @property
     def setting(self) -> str:
@@ -63,10 +55,8 @@ def train_all(
 ) -> dict[str, str]:
     """Runs each unfinished run in a process of its own; returns name and reason of the failures.
 
-    Args:
-        runs: the runs.
-        folder: the folder of the sweep.
-        devices: values of CUDA_VISIBLE_DEVICES, from `devices_of`: as many runs at a time.
+    The values of CUDA_VISIBLE_DEVICES are those of `devices_of`: as many runs at a time. The folder
+    is that of the sweep.
 
     Raises:
         StoppedError: SIGTERM or SIGINT arrived; the runs have saved.

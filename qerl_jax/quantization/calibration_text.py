@@ -17,31 +17,19 @@ _LARGEST_TOKENS = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """How much text there is, and how it is sampled.
+    """How much text there is at most, and how it is sampled."""
 
-    Attributes:
-        prompts: largest number of prompts, each of which is completed once.
-        max_new_tokens: largest number of tokens of a completion.
-        windows: largest number of windows.
-        width: tokens of a window; fewer where the whole text has fewer.
-        seed: seed of the choice of prompts and of the samples. It is not that of a run, so that
-            the runs of one model share a base.
-    """
-
-    prompts: int = 400
+    prompts: int = 400  # each of which is completed once
     max_new_tokens: int = 512
     windows: int = 160
-    width: int = 512
+    width: int = 512  # tokens of a window; fewer where the whole text has fewer
+    # Of the choice of prompts and of the samples. It is not that of a run, so that the runs of one
+    # model share a base.
     seed: int = 0
 
 
 def choose_prompts(prompts: Sequence[Sequence[int]], config: TextConfig) -> list[Sequence[int]]:
-    """Chooses prompts at random, the same ones each time.
-
-    Args:
-        prompts: token ids of all training prompts.
-        config: the number of them, and the seed.
-    """
+    """Chooses prompts, as token ids, at random, the same ones each time."""
     order = np.random.default_rng(config.seed).permutation(len(prompts))
     return [prompts[index] for index in order[: config.prompts]]
 
@@ -80,12 +68,9 @@ def sample_windows(
 
 
 def cut_windows(ids: Sequence[int], *, width: int, count: int) -> np.ndarray:
-    """Returns the first windows of a text, int32 [B, T]; a rest that fills no window is left out.
+    """Returns at most `count` windows of a text, int32 [B, T]; a shorter text is one window.
 
-    Args:
-        ids: token ids of the text, at least one.
-        width: tokens of a window; a shorter text is one window.
-        count: largest number of windows.
+    A rest that fills no window is left out.
     """
     width = min(width, len(ids))
     full = min(len(ids) // width, count)
@@ -93,12 +78,7 @@ def cut_windows(ids: Sequence[int], *, width: int, count: int) -> np.ndarray:
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> np.ndarray:
-    """Refuses windows that are none, as they may come from another person.
-
-    Args:
-        tokens: array that was read.
-        vocab_size: number of token ids of the model.
-        where: its file, for the message.
+    """Refuses windows, read from `where`, that are none: they may come from another person.
 
     Raises:
         UserError: another type, no token, too many, or an id that the model does not have.

@@ -14,12 +14,7 @@ def width(text: str) -> int:
 
 
 def wrap(text: str, columns: int) -> list[str]:
-    """The lines of a text, broken at spaces where that is possible; no line is wider than a column.
-
-    Args:
-        text: safe text, as `qerl_jax.errors.visible` returns it.
-        columns: width of the column, at least 2.
-    """
+    """The lines of a safe text, broken at spaces where possible; none is wider than the column."""
     lines = []
     for line in text.expandtabs(4).split("\n"):
         while width(line) > columns:
@@ -41,12 +36,7 @@ def pad(text: str, columns: int) -> str:
 
 
 def shorten(text: str, columns: int) -> str:
-    """The text, or its beginning and three dots where it is wider.
-
-    Args:
-        text: safe text of one line.
-        columns: largest width, at least 3.
-    """
+    """A line of safe text, or its beginning and three dots where it is wider than the columns."""
     if width(text) <= columns:
         return text
     while text and width(text) > columns - 3:

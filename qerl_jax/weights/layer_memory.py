@@ -2,9 +2,9 @@
 
 The arrays that a layer is computed from share the device with it, and leave holes of all sizes when
 they are freed. JAX's allocator hands out a whole hole if it is less than twice as large as the
-request, or less than 128 MiB larger. The next layers then lie in holes that are too large for them:
+request, or less than 128 MiB larger. The next layers then get holes that are too large for them:
 on an H100, packed weights of models of 1.5B to 72B took 1.18 to 1.28 times their bytes.
-Copies of many layers at once lie in unused memory, which the allocator cuts to size, and what the
+Copies of many layers at once get unused memory, which the allocator cuts to size, and what the
 layers leave is large enough for many of the next ones. Copied weights took 1.00 to 1.02 times their
 bytes.
 """
@@ -24,10 +24,7 @@ _BATCH = 4 * 10**9
 
 
 def compact_layers(layers: list[dict]) -> list[dict]:
-    """Moves the layers of a policy to memory of their own size.
-
-    Args:
-        layers: parameters of every layer. Arrays that are moved are deleted.
+    """Moves the layers of a policy to memory of their own size, and deletes the arrays it moves.
 
     Returns:
         The layers with the same values. A layer stays where it is if the memory is unknown, as on a
@@ -36,7 +33,7 @@ def compact_layers(layers: list[dict]) -> list[dict]:
     copies = first = _copies(layers)
     while batch := _copies(layers[len(copies) :]):
         copies = copies + batch
-    # The first ones now lie behind all others, so the free memory is in two pieces, and the buffers
+    # The first ones now come after all others, so the free memory is in two pieces, and the buffers
     # of an update need one of them to be large. The first ones fit into what the others left.
     second_copies = _copies(first)
     return second_copies + copies[len(second_copies) :] + layers[len(copies) :]

@@ -92,12 +92,10 @@ def _evaluation_parts(row: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]
 def format_answers(
     before: Sequence[Any], after: Sequence[Any], columns: int | None = None
 ) -> list[str]:
-    """Lines with the answers to the same questions before and after training.
+    """Lines with the answers of two `greedy.GreedyScore`s to the same questions, before and after.
 
-    Args:
-        before: answers as `greedy.GreedyScore` has them.
-        after: the same for the trained policy. A question that `before` lacks is left out.
-        columns: width of the lines, as in `format_row`; of a long text the end is kept.
+    A question that `before` lacks is left out. Of a text that is longer than the columns, as in
+    `format_row`, the end is kept.
     """
     width = 2 * _LONGEST if columns is None else columns
     first = {answer.get("question"): answer for answer in before}

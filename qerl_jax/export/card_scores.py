@@ -1,9 +1,9 @@
 """Compares policies for a model card: scores on held-out problems, and KL on probe prompts."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,34 +39,19 @@ _QUESTIONS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class HeldOutSet:
-    """The problems that a run held out.
-
-    Attributes:
-        prompts: prompts of the problems.
-        accuracy: function `accuracy(model, lora, on_progress=...)` that returns the greedy score on
-            these prompts.
-    """
+class HeldOutSet(NamedTuple):
+    """The problems that a run held out, and `accuracy(model, lora, on_progress=...)` on them."""
 
     prompts: list[Prompt]
     accuracy: Callable[..., GreedyScore]
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """Greedy completions of the trained policy for P probe prompts.
-
-    Attributes:
-        prompts: P prompts as lists of token ids.
-        completions: P completions as lists of C token ids.
-        logprobs: P arrays float32 [C, V], the log-probabilities of the trained policy at each token
-            of a completion.
-    """
+class Probe(NamedTuple):
+    """Greedy completions of the trained policy for P probe prompts, as token ids."""
 
     prompts: list[Sequence[int]]
     completions: list[list[int]]
-    logprobs: list[np.ndarray]
+    logprobs: list[np.ndarray]  # of the trained policy, as in `host_logprobs`
 
 
 def open_held_out_set(
@@ -77,18 +62,11 @@ def open_held_out_set(
     overrides: TaskOverrides | None = None,
     trusted: bool = False,
 ) -> HeldOutSet | None:
-    """Loads the problems that a run held out.
-
-    Args:
-        policy: policy of the run.
-        limit: number of problems; None is all of them, if there are any.
-        folder: folder of the run, as in `make_tasks`.
-        overrides: settings that replace those of the run.
-        trusted: as in `make_tasks`.
+    """Loads the problems that a run held out, at most `limit`; the others are as in `make_tasks`.
 
     Returns:
-        The held-out set. None if the limit is 0, or if the limit is None and there are no held-out
-        problems or the reward of the run cannot be imported; the latter is printed.
+        None if the limit is 0, or if the limit is None and there are no held-out problems or the
+        reward of the run cannot be imported; the latter is printed.
 
     Raises:
         UserError: there is a limit above 0, but no held-out problems or no such reward.
@@ -164,13 +142,6 @@ def add_score(
 
     The card has no score of a policy where the reward failed for a completion: the rows of its
     table are about the same problems.
-
-    Args:
-        card: description of the export.
-        held_out: held-out problems.
-        name: name of the policy on the card.
-        model: model of the policy.
-        lora: LoRA of the policy, or None.
     """
     live, total = LiveLine(), len(held_out.prompts)
 
@@ -191,13 +162,7 @@ def add_score(
 
 
 def make_probe(policy: LoadedPolicy, held_out: HeldOutSet | None) -> Probe:
-    """Completes probe prompts greedily with the trained policy.
-
-    Args:
-        policy: trained policy.
-        held_out: held-out problems that the probe prompts are taken from; None takes fixed
-            questions.
-    """
+    """Completes held-out problems, or else fixed questions, greedily with the trained policy."""
     model, prompts = policy.model, _probe_prompts(policy, held_out)
     stop = () if policy.run is None else tuple(policy.run["config"]["rollout"]["stop"])
     sampling = SamplingConfig(max_new_tokens=_PROBE_TOKENS, temperature=0.0, stop=stop)
@@ -236,16 +201,9 @@ def host_logprobs(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
 ) -> list[np.ndarray]:
-    """Computes next-token log-probabilities over the whole vocabulary, and keeps them on the host.
+    """Computes log-probabilities over the whole vocabulary on the host: float32 [C, V] per prompt.
 
-    Args:
-        model: model of the policy.
-        lora: LoRA of the policy, or None.
-        prompts: P prompts as lists of token ids.
-        completions: P completions as lists of C token ids; C may differ.
-
-    Returns:
-        An array float32 [C, V] per prompt, one row for each token of the completion.
+    A row is that of a token of the completion, whose length C may differ between prompts.
     """
     texts = [[*pair[0], *pair[1]] for pair in zip(prompts, completions, strict=True)]
     width, logprobs = max(map(len, texts)), []
@@ -264,15 +222,7 @@ def _forward(params: dict, lora: Lora | None, tokens: jax.Array, *, config: Mode
 
 
 def probe_kl(logprobs: Sequence[np.ndarray], other_logprobs: Sequence[np.ndarray]) -> float:
-    """Returns the mean KL(policy | other policy) over all tokens of some completions.
-
-    Args:
-        logprobs: log-probabilities of the policy, as in `host_logprobs`.
-        other_logprobs: log-probabilities of the other policy for the same completions.
-
-    Returns:
-        The mean KL in nats per token.
-    """
+    """Returns the mean KL(policy | other policy) in nats per token, by `host_logprobs`."""
     kl = [
         np.sum(np.exp(p) * (p - q), axis=-1) for p, q in zip(logprobs, other_logprobs, strict=True)
     ]
