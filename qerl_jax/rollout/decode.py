@@ -127,6 +127,16 @@ class CacheRows(NamedTuple):
     active: jax.Array | np.ndarray
 
 
+class NextTurns(NamedTuple):
+    """The next turns of N rows, each int32 [N]."""
+
+    slots: jax.Array | np.ndarray  # B where there is no row
+    lengths: jax.Array | np.ndarray  # number of filled cache positions
+    rows: jax.Array | np.ndarray  # identities
+    counts: jax.Array | np.ndarray  # number of tokens sampled before
+    limits: jax.Array | np.ndarray  # number of sampled tokens at which the turn is cut off
+
+
 @struct.dataclass
 class Samples:
     """Sampled tokens [R, steps] with log-probabilities and entropies, as in `sampling.sample`.
@@ -376,11 +386,7 @@ def resume_rows(
     key: jax.Array,
     state: DecodeState,
     logits: jax.Array,
-    slots: jax.Array,
-    lengths: jax.Array,
-    rows: jax.Array,
-    counts: jax.Array,
-    limits: jax.Array,
+    turns: NextTurns,
     temperature: jax.Array,
     *,
     config: DecodeConfig,
@@ -388,11 +394,9 @@ def resume_rows(
     """Samples the first token of the next turn of N rows.
 
     `state` is the batch without its layers; it is donated. The float32 logits [N, V] are those
-    after the tokens of each row. int32 [N] are the `slots`, B where no row goes on, numbers of
-    filled cache positions (`lengths`), identities (`rows`), numbers of tokens sampled before
-    (`counts`), and those at which the turns are cut off (`limits`). Returns the state, and the
-    samples [N, 1].
+    after the tokens of each row. Returns the state, and the samples [N, 1].
     """
+    slots, lengths, rows, counts, limits = turns
     samples = _sample(key, logits, rows, counts, temperature, config)
     counts = counts + 1
     done = _ends(samples.tokens, config) | (counts >= limits)

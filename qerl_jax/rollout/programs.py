@@ -216,7 +216,7 @@ def _add_extensions(
         lambda count: (
             *(key, dataclasses.replace(state(1), layers=[])),
             on_devices(result(("extend", *widths[0])))[0],
-            *(_int32(count) for _ in range(5)),
+            decode.NextTurns(*(_int32(count) for _ in range(5))),
             np.float32(1),
         ),
         *(rows, str(key.dtype)),

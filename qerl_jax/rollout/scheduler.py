@@ -313,18 +313,26 @@ class Scheduler:
             identities[i], counts[i] = row.identity, row.sampled
             limits[i] = row.sampled + row.limit - row.start
         logits, layers = self._programs["extend", count, width](
-            *(self._params, self._lora_layers, self._state.layers),
-            *(cache_rows, tokens, positions, last),
+            self._params,
+            self._lora_layers,
+            self._state.layers,
+            cache_rows,
+            tokens,
+            positions,
+            last,
         )
         state, samples = self._programs["resume", count](
-            *(self._key, dataclasses.replace(self._state, layers=[]), logits),
-            *(slots, lengths, identities, counts, limits, self._completions.temperature),
+            self._key,
+            dataclasses.replace(self._state, layers=[]),
+            logits,
+            decode.NextTurns(slots, lengths, identities, counts, limits),
+            self._completions.temperature,
         )
         self._state = dataclasses.replace(state, layers=layers)
         self._enqueue(rows, np.arange(len(rows)), samples)
 
     def _compact_cache(self, order: np.ndarray, sizes: tuple[int, int]) -> None:
-        """Gathers cache rows of the arrays of all layers, and frees them one after the other."""
+        """Gathers cache rows of the arrays of all layers, and frees these one after the other."""
         arrays, treedef = jax.tree.flatten(self._state.layers)
         programs = [self._programs[name, *sizes] for name in compactions(self._state.layers)]
         gathered = [
