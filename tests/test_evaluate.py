@@ -34,7 +34,8 @@ from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export import card_scores
 from qerl_jax.memory.run_plan import plan_run
-from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
+from qerl_jax.policy.layers.kinds import PROJECTIONS
+from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rollout.completions import detokenize

@@ -30,7 +30,7 @@ from qerl_jax.export import write as export_lib
 from qerl_jax.export.model_card import Card, serve_lines
 from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.policy import transformer
-from qerl_jax.policy.lora import projection_shapes
+from qerl_jax.policy.layers.kinds import projection_shapes
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.run.folder import RunFolder

@@ -29,7 +29,7 @@ from qerl_jax.data.from_config import (
 from qerl_jax.data.order import Cursor, read_cursor
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import warn_of_another_base
-from qerl_jax.evaluation.prompts import check_prompts, digest_of_prompts
+from qerl_jax.evaluation.task_prompts import check_prompts, digest_of_prompts
 from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.sharding import shard
