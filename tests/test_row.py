@@ -1,4 +1,4 @@
-"""Which rows come next: those with a reply, those that wait for a slot, and who leaves one."""
+"""Which rows come next: those with a reply, those that wait for a slot, and which leaves one."""
 
 import pytest
 

@@ -63,7 +63,7 @@ class Row:
 
 
 class Next(NamedTuple):
-    """Who comes next."""
+    """Which rows come next."""
 
     evicted: list[Row]  # rows that give up their slots to others
     resumed: list[Row]  # rows whose next turn begins; without a slot, they get the first free ones
@@ -71,7 +71,7 @@ class Next(NamedTuple):
 
 
 def next_rows(live: Collection[Row], *, waiting: int, slots: int, now: float) -> Next:
-    """Decides who comes next.
+    """Decides which rows come next.
 
     Rows whose environment has replied come before rows that have had no slot. A row that is at its
     environment for long, or while no row decodes, gives up its slot to one that needs it.

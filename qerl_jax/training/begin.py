@@ -264,7 +264,7 @@ def check_origin(config: ConfigDict) -> None:
             f"{name}: {json.dumps(a)} -> {json.dumps(b)}" for name, (a, b) in changes.items()
         )
         other = "begin without its adapter"
-        if saved_fields["train.parameters"] == "full":
+        if saved_fields.get("train.parameters") == "full":
             other = f"begin from its model, --config.model.source={folder.model(best=best)}"
         raise UserError(
             f"init_from={config.init_from}: the run trains other parameters ({text}); keep these "
