@@ -3,6 +3,11 @@
 A run that begins from another one takes its adapter, optimizer state and position in the data, and
 counts its own steps from 0. All of it is in its own folder before it trains, so the other run may
 vanish. The other run is only read, whether it is finished, stopped or training.
+
+Why a resumed run equals an uninterrupted one: a step reads `Setup` and changes `Progress` alone, a
+checkpoint holds all of `Progress`, and `_check_same` compares the digests of what `Setup` is made
+of: weights, architecture, end tokens, problems, prompts. Versions, devices and the code of rewards
+and losses are compared between processes, not with those before a kill.
 """
 
 import dataclasses
@@ -81,7 +86,7 @@ _SAME_FIELDS = (
 )
 
 
-def check_starts(
+def check_same_start(
     config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]], processes: Processes
 ) -> None:
     """Refuses processes that were started in different ways, before a folder is made."""
