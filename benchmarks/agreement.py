@@ -12,19 +12,19 @@ QERL_COMMIT names the commit.
 """
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import common
 from benchmarks.rollout.random_policy import random_lora
-from benchmarks.rollout.results import merge, origin
+from benchmarks.rollout.results import KEYS
 from benchmarks.rollout.subject import first_problems, model_name
+from qerl_jax.commands import cli
 from qerl_jax.data.prompts import PromptConfig, encode_prompts
-from qerl_jax.errors import UserError, check_limits
+from qerl_jax.errors import check_limits
 from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
 from qerl_jax.policy import transformer
 from qerl_jax.policy.policy import Policy
@@ -32,7 +32,6 @@ from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout.config import SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
-from qerl_jax.system.paths import user_path
 from qerl_jax.weights.load import FORMATS, load
 
 
@@ -98,21 +97,22 @@ def compare(model, lora, prompts: Sequence[Sequence[int]], *, new_tokens: int, s
     }
 
 
-def main() -> None:
-    """Parses the command line, prints the figures and writes them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="folder, .gguf file or hub id of the model")
-    parser.add_argument("--data", required=True, help="FILE.jsonl with question and answer")
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    parser = common.make_parser("benchmarks.agreement", __doc__)
     add = parser.add_argument
+    add("model", help="folder, .gguf file or hub id of the model")
+    add("--data", required=True, help="FILE.jsonl with question and answer")
     add("--format", choices=FORMATS, default="nvfp4", help="weight format (default: nvfp4)")
     add("--prompts", type=int, default=8, help="number of prompts (default: 8)")
     add("--new-tokens", type=int, default=256, help="limit of a completion (default: 256)")
     add("--lora-rank", type=int, default=32, help="rank of a random adapter (default: 32; 0: none)")
     add("--seed", type=int, default=0, help="seed of adapter and draws (default: 0)")
-    add("--out", type=user_path, required=True, help="JSON file of the rows")
-    args = parser.parse_args()
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the figures and writes them."""
     limits = {
         "--prompts": (args.prompts, 1),
         "--new-tokens": (args.new_tokens, 2),
@@ -122,7 +122,7 @@ def main() -> None:
     check_limits(limits)
     problems = first_problems(args.data, args.prompts)
     device = jax.devices()[0].device_kind
-    merge(args.out, device, [])  # Reports a file of another device before the work.
+    common.check_out(args.out, KEYS, device)
     model = load(args.model, format=args.format)
     encoded = encode_prompts(
         problems,
@@ -133,10 +133,7 @@ def main() -> None:
     )
     key = jax.random.key(args.seed)
     lora = random_lora(key, model.config, rank=args.lora_rank) if args.lora_rank else None
-    result = compare(
-        model, lora, [p.ids for p in encoded], new_tokens=args.new_tokens, seed=args.seed
-    )
-    print(json.dumps(result), flush=True)
+    prompts = [prompt.ids for prompt in encoded]
     row = {
         "kind": "agreement",
         "model": model_name(args.model),
@@ -145,12 +142,11 @@ def main() -> None:
         "prompts": args.prompts,
         "max_new_tokens": args.new_tokens,
         "seed": args.seed,
+        **compare(model, lora, prompts, new_tokens=args.new_tokens, seed=args.seed),
+        **common.origin("benchmarks.agreement"),
     }
-    merge(args.out, device, [row | result | origin("benchmarks.agreement")])
+    common.merge(args.out, row, KEYS, device)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    cli.run_command(make_parser(), run)

@@ -29,17 +29,15 @@ device are replaced in --out. On a copy of the project without git, QERL_COMMIT 
 """
 
 import argparse
-import concurrent.futures
-import multiprocessing
 import pathlib
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks import common
 from qerl_jax.commands import cli
-from qerl_jax.system.paths import user_path
 
 KEYS = ("kind", "model", "choice", "layers", "device")
 DEFAULT, ROUNDED, BY_16_BITS = "gptq", "rounded", "gptq, completions of the 16-bit model"
@@ -59,11 +57,8 @@ _SIZE = 0.02  # standard deviation of random weights
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.calibration",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    out = "benchmarks/results/calibration.json"
+    parser = common.make_parser("benchmarks.calibration", __doc__, out)
     add = parser.add_argument
     add("model", nargs="?", default="", help="folder, .gguf file or hub id of a model in 16 bits")
     add("--train", default="", help="FILE.jsonl with question and answer")
@@ -74,12 +69,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--width", type=int, default=512, help="tokens of a window (default: 512)")
     add("--random", default="", help="name of the shapes of random weights")
     add("--layers", type=int, default=0, help="layers of random weights (default: all)")
-    add(
-        "--out",
-        type=user_path,
-        default="benchmarks/results/calibration.json",
-        help="JSON file of the rows (default: benchmarks/results/calibration.json)",
-    )
     return parser
 
 
@@ -90,15 +79,10 @@ def sample(
     parts: dict[str, str],
     text: dict[str, int],
 ) -> None:
-    """Samples texts from a model.
+    """Samples texts from a model whose weights are loaded in format `form`.
 
-    Args:
-        source: source of the weights.
-        form: format that they are loaded in.
-        train: file of the problems.
-        parts: file to write by what it holds: completions of the 'calibration' problems or of the
-            'held-out' ones.
-        text: fields of `TextConfig`.
+    `parts` names the file to write by what it holds: completions of the 'calibration' problems of
+    the file `train`, or of the 'held-out' ones; `text` has the fields of `TextConfig`.
 
     Raises:
         UserError: there are too few problems for a text that is held out.
@@ -136,12 +120,7 @@ def sample(
 
 
 def calibrate(source: str, work: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
-    """Calibrates a model once for each choice, and returns what that took.
-
-    Args:
-        source: source of the weights.
-        work: choice, file of the text and folder to write of each calibration.
-    """
+    """What it took to calibrate a model for each (choice, file of the text, folder to write)."""
     return [_calibrate_once(source, *arguments) for arguments in work]
 
 
@@ -173,7 +152,7 @@ def _calibrate_once(source: str, choice: str, text: str, folder: str) -> dict[st
     return {
         "seconds": seconds,
         "compile_s": compiled.take()["compile_seconds"],
-        "peak_gb": _peak_gb(),
+        "peak_gb": common.peak_gb(),
         "layers": checkpoint.config.num_layers,
         "output_errors": _mean_squares(errors),
         "rounded_errors": _mean_squares(rounded_errors),
@@ -185,20 +164,16 @@ def _mean_squares(errors: list[dict[str, float]]) -> dict[str, float]:
 
 
 def compare(source: str, models: dict[str, str], held_out: str) -> list[dict[str, Any]]:
-    """Compares models in 4 bits with the weights in 16 bits on a text.
+    """The rows of 16 bits, and of models in 4 bits compared with them on a text.
 
     Args:
         source: source of the weights in 16 bits.
         models: source of the weights in 4 bits by choice; it has the default.
         held_out: file of the text.
-
-    Returns:
-        A row for 16 bits, then one for each choice.
     """
     import jax
     import numpy as np
 
-    from benchmarks.rollout.results import origin
     from qerl_jax.evaluation.perplexity import window_divergences, window_losses
     from qerl_jax.run.statistics import half_interval
     from qerl_jax.weights.load import load
@@ -206,8 +181,11 @@ def compare(source: str, models: dict[str, str], held_out: str) -> list[dict[str
     tokens = np.load(held_out)
     reference = load(source, format="bf16", dtype=_dtype())
     losses = window_losses(reference, None, tokens)
-    common = {"held_out_tokens": int(tokens.size), "device": jax.devices()[0].device_kind}
-    common |= origin("benchmarks.calibration")
+    shared = {
+        "held_out_tokens": int(tokens.size),
+        "device": jax.devices()[0].device_kind,
+        **common.origin("benchmarks.calibration"),
+    }
     results = {
         name: window_divergences(reference, load(folder, format="nvfp4", dtype=_dtype()), tokens)
         for name, folder in models.items()
@@ -217,7 +195,7 @@ def compare(source: str, models: dict[str, str], held_out: str) -> list[dict[str
         half = half_interval(values) if len(values) > 1 else None
         return {name: float(values.mean()), f"{name}_interval": half}
 
-    rows = [{"choice": "16 bits", "loss": float(losses.mean()), **common}]
+    rows = [{"choice": "16 bits", "loss": float(losses.mean()), **shared}]
     for name, result in results.items():
         rows.append(
             {
@@ -227,28 +205,20 @@ def compare(source: str, models: dict[str, str], held_out: str) -> list[dict[str
                 **with_interval("above_gptq", result.losses - results[DEFAULT].losses),
                 **with_interval("kl", result.kl),
                 **with_interval("top1", result.agreement),
-                **common,
+                **shared,
             }
         )
     return rows
 
 
 def measure_random(model: str, layers: int, windows: int, width: int) -> dict[str, Any]:
-    """Calibrates layers of random weights, and returns the row of what that took.
-
-    Args:
-        model: name of the shapes.
-        layers: number of layers; 0 is all.
-        windows: windows of the text.
-        width: tokens of a window.
-    """
+    """The row of a calibration of layers of random weights; 0 is all layers."""
     import dataclasses
     import resource
 
     import jax
     import numpy as np
 
-    from benchmarks.rollout.results import origin
     from qerl_jax.policy.architectures import ARCHITECTURES
     from qerl_jax.quantization.calibration import calibrated_layers
 
@@ -274,20 +244,15 @@ def measure_random(model: str, layers: int, windows: int, width: int) -> dict[st
         "seconds": float(seconds.sum()),
         "whole_s": float(seconds.sum() + (whole.num_layers - count) * (later or seconds[0])),
         "computed": count < whole.num_layers,
-        "peak_gb": _peak_gb(),
+        "peak_gb": common.peak_gb(),
         "host_peak_gb": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9,
         "device": jax.devices()[0].device_kind,
-        **origin("benchmarks.calibration"),
+        **common.origin("benchmarks.calibration"),
     }
 
 
 def random_weights(model: str, config: Any) -> Any:
-    """A checkpoint whose tensors are made when they are read.
-
-    Args:
-        model: name of the model.
-        config: its architecture.
-    """
+    """A checkpoint of an architecture, whose tensors are made when they are read."""
     import ml_dtypes
     import numpy as np
 
@@ -329,52 +294,30 @@ def _dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def _peak_gb() -> float | None:
-    """The largest memory of the device so far; None where it is not known."""
-    import jax
-
-    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return None if peak is None else peak / 1e9
-
-
-def in_process[Result](function: Callable[..., Result], *arguments: Any) -> Result:
-    """Calls a function in a process of its own, which alone takes the device."""
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as process:
-        return process.submit(function, *arguments).result()
-
-
 def measure_choices(
     source: str, train: str, choices: Sequence[str], text: dict[str, int]
 ) -> list[dict[str, Any]]:
-    """Returns the rows of the choices, the first of which is the default.
-
-    Args:
-        source: source of the weights.
-        train: file of the problems.
-        choices: keys of `CHOICES`.
-        text: fields of `TextConfig`.
-    """
+    """The rows of `choices`, the first of which is the default; `text`: fields of `TextConfig`."""
     from benchmarks.rollout.subject import model_name
 
     with tempfile.TemporaryDirectory() as scratch:
         rounded, exact, held_out = (f"{scratch}/{name}.npy" for name in ("4", "16", "held_out"))
-        in_process(sample, source, "nvfp4", train, {"calibration": rounded}, text)
+        common.in_process(sample, source, "nvfp4", train, {"calibration": rounded}, text)
         parts = {"held-out": held_out}
         if BY_16_BITS in choices:
             parts["calibration"] = exact
-        in_process(sample, source, "bf16", train, parts, text)
+        common.in_process(sample, source, "bf16", train, parts, text)
         folders = {choice: f"{scratch}/{number}" for number, choice in enumerate(choices)}
         work = [
             (choice, exact if choice == BY_16_BITS else rounded, folder)
             for choice, folder in folders.items()
         ]
-        costs = in_process(calibrate, source, work)
-        rows = in_process(compare, source, {ROUNDED: source, **folders}, held_out)
+        costs = common.in_process(calibrate, source, work)
+        rows = common.in_process(compare, source, {ROUNDED: source, **folders}, held_out)
     by_choice = dict(zip(choices, costs, strict=True))
-    common = {"kind": "choice", "model": model_name(source), "layers": costs[0]["layers"]}
+    shared = {"kind": "choice", "model": model_name(source), "layers": costs[0]["layers"]}
     for row in rows:
-        row |= common
+        row |= shared
         if row["choice"] == ROUNDED:
             row["output_errors"] = costs[0]["rounded_errors"]
         elif row["choice"] in by_choice:
@@ -383,37 +326,20 @@ def measure_choices(
     return rows
 
 
-def format_row(row: dict[str, Any]) -> str:
-    """A row as one line of text."""
-    peak = "" if row.get("peak_gb") is None else f", {row['peak_gb']:.1f} GB at most"
-    if row["kind"] == "random":
-        how = " (computed)" if row["computed"] else ""
-        return (
-            f"{row['model']}: {row['layers']} layers in {row['seconds']:.0f} s, all "
-            f"{row['layers_of_model']} in {row['whole_s']:.0f} s{how}{peak}"
-        )
-    text = f"{row['choice']}: loss {row['loss']:.4f}"
-    if "kl" in row:
-        text += f" ({row['above']:+.4f}), KL {row['kl']:.4f}, top-1 {100 * row['top1']:.1f} %"
-    return text + (f", {row['seconds']:.0f} s{peak}" if "seconds" in row else "")
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
-    from benchmarks.rollout.results import check_out
     from benchmarks.rollout.subject import check_names
-    from benchmarks.step import merge
     from qerl_jax.errors import UserError, check_limits
 
     limits = ("layers", 0), ("prompts", 1), ("new_tokens", 1), ("windows", 1), ("width", 8)
     check_limits(
         {f"--{name.replace('_', '-')}": (getattr(arguments, name), low) for name, low in limits}
     )
-    check_out(arguments.out, KEYS)
+    common.check_out(arguments.out, KEYS)
     if arguments.random:
         check_names([arguments.random], [])
         shape = arguments.layers, arguments.windows, arguments.width
-        rows = [in_process(measure_random, arguments.random, *shape)]
+        rows = [common.in_process(measure_random, arguments.random, *shape)]
     else:
         if not (arguments.model and arguments.train):
             raise UserError("pass MODEL and --train=FILE.jsonl, or --random=NAME")
@@ -426,8 +352,7 @@ def run(arguments: argparse.Namespace) -> None:
         }
         rows = measure_choices(arguments.model, arguments.train, choices, text)
     for row in rows:
-        print(format_row(row), flush=True)
-        merge(arguments.out, row, KEYS)
+        common.merge(arguments.out, row, KEYS)
 
 
 def _choices(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The page docs/config.md: every field of a config, from the rows of `qerl_jax.config.fields`."""
+"""The fields on the page docs/config.md, from the rows of `qerl_jax.config.fields`."""
 
 import textwrap
 
@@ -6,22 +6,11 @@ from qerl_jax.config.describe import describe_row
 from qerl_jax.config.fields import FIELDS, Field, Section
 
 _COLUMNS = 110
-_INTRODUCTION = """\
-# Config
-
-`uv run python -m benchmarks.tables` writes this page from the rows of `qerl_jax/config/fields.py`.
-`--config.rl.loss=dapo` sets a field, `--explain=rl.loss` prints what this page says of it and its
-value in the config, `--print_config` prints all values. The defaults are the paper's values for
-GSM8K, where the paper gives one; a preset, a recipe and an experiment set other values.
-
-Setting a field that needs something is an error in a run without it. Where a field does not say
-that a run may go on with another value, its value stays once the run has taken a step. NAME stands
-for a name that you choose."""
 
 
-def config_page() -> str:
-    """The text of docs/config.md."""
-    parts, heading = [_INTRODUCTION], ""
+def config_fields() -> str:
+    """A heading and a paragraph for each field, in sections."""
+    parts, heading = [], ""
     for row in FIELDS:
         if (section := _heading(row)) != heading:
             heading = section

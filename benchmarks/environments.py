@@ -18,9 +18,7 @@ and the accuracy of each run on held-out problems before and after.
 import argparse
 import dataclasses
 import json
-import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,12 +26,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.rollout.random_policy import random_params
-from benchmarks.rollout.results import origin
-from benchmarks.rollout.subject import NO_TEXT
+from benchmarks import common
+from benchmarks.rollout.subject import NO_TEXT, random_weights
 from benchmarks.run_summary import describe_run
+from qerl_jax.commands import cli
 from qerl_jax.environments.roles import DONE, OPEN, SAMPLED, Reply, Turn
-from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.completions import Rollout
@@ -45,9 +42,7 @@ from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.system.atomic import write_json
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.system.paths import user_path
-from qerl_jax.weights.layer_memory import compact_layers
 
-_OUT = "benchmarks/results/environments.json"
 _REPLY = 32  # tokens of a reply
 _PROMPT = 128  # tokens of a prompt
 
@@ -89,15 +84,9 @@ class Timer:
 
 
 def measure_rollout(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns seconds of rollouts with instant and with slow replies, and how they agree.
-
-    Args:
-        arguments: those of the command line.
-    """
+    """Seconds of rollouts with instant and with slow replies, and how they agree."""
     config = ARCHITECTURES[arguments.model]
-    key = jax.random.key(0, impl="rbg")
-    params = random_params(key, config, format=arguments.format)
-    params |= {"layers": compact_layers(params["layers"])}
+    params = random_weights(arguments.model, arguments.format, seed=0)
     turns, tokens = arguments.turns, arguments.turn_tokens
     replies = (turns - 1) * (_REPLY + 1)
     sampler = Sampler(
@@ -143,39 +132,31 @@ def measure_rollout(arguments: argparse.Namespace) -> dict[str, Any]:
         "slowdown": rows[f"{arguments.seconds:g}"]["seconds"] / rows["0"]["seconds"],
         "agreement": agreement(instant, slow),
         "agreement_of_instant": agreement(first, instant),
-    } | origin("benchmarks.environments")
+    } | common.origin("benchmarks.environments")
 
 
 def agreement(one: Rollout, other: Rollout) -> dict[str, float]:
-    """Returns how two rollouts agree: rows are compared up to the first token that differs.
-
-    Args:
-        one: a rollout.
-        other: another one of the same prompts.
+    """How two rollouts of the same prompts agree, up to the first token of a row that differs.
 
     Returns:
         `equal_rows` and `equal_tokens`, shares of the rows and of the tokens, and the mean and the
         largest difference of the log-probs of these tokens.
     """
-    common = np.cumprod(one.tokens == other.tokens, axis=1).astype(bool)
-    differences = np.abs(one.logprobs - other.logprobs)[common & (one.roles == SAMPLED)]
+    equal = np.cumprod(one.tokens == other.tokens, axis=1).astype(bool)
+    differences = np.abs(one.logprobs - other.logprobs)[equal & (one.roles == SAMPLED)]
     return {
-        "equal_rows": float(common[:, -1].mean()),
-        "equal_tokens": float(common.mean()),
+        "equal_rows": float(equal[:, -1].mean()),
+        "equal_tokens": float(equal.mean()),
         "logprob_diff_mean": float(differences.mean()),
         "logprob_diff_max": float(differences.max()),
     }
 
 
 def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
-    """Returns means over the first and the last fifth of the steps of runs.
+    """Means over the first and the last fifth of the steps of runs, one run for each seed.
 
-    Args:
-        folders: run folders, one for each seed.
-
-    Returns:
-        The means, the accuracy of each run before and after, and the seconds of each run: those of
-        its steps and evaluations and of the programs compiled before.
+    Also the accuracy of each run before and after, and the seconds of each run: those of its steps
+    and evaluations and of the programs compiled before.
     """
     metrics = [RunFolder(user_path(folder)).metrics for folder in folders]
     runs = [read_steps(path) for path in metrics]
@@ -214,9 +195,9 @@ def _seconds(row: dict[str, Any]) -> float:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=user_path, default=pathlib.Path(_OUT))
+    """The arguments of the command."""
+    out = "benchmarks/results/environments.json"
+    parser = common.make_parser("benchmarks.environments", __doc__, out)
     commands = parser.add_subparsers(dest="command", required=True)
     rollout = commands.add_parser("rollout")
     rollout.add_argument("--model", choices=ARCHITECTURES, default="qwen2.5-1.5b")
@@ -233,24 +214,19 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Measures, and writes a part of the file."""
-    arguments = make_parser().parse_args()
     content = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     if arguments.command == "rollout":
-        content["rollout"] = measure_rollout(arguments)
-        print(json.dumps(content["rollout"], indent=2))
+        result = content["rollout"] = measure_rollout(arguments)
     else:
         result = {"runs": summarize_learning(arguments.runs)}
         if arguments.control:
             result["control"] = summarize_learning(arguments.control)
         content.setdefault("learning", {})[arguments.name] = result
-        print(json.dumps(result, indent=2))
+    print(json.dumps(result, indent=2))
     write_json(arguments.out, content)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(str(error))
+    cli.run_command(make_parser(), run)

@@ -5,7 +5,7 @@
     uv run python -m benchmarks.gsm8k --collect    # only the rows of the runs that are finished
     uv run python -m benchmarks.gsm8k --grid=runs/evidence-nvfp4-lora   # a grid of learning rates
 
-The arms are those of experiments/configs/evidence.py. A run lies in runs/evidence/ARM-sSEED
+The arms are those of experiments/arms/evidence.py. A run lies in runs/evidence/ARM-sSEED
 (`--workdir` names another folder than runs/evidence). Each part is a command of its own:
 
     train      experiments.grpo_gsm8k
@@ -21,7 +21,6 @@ training.
 """
 
 import argparse
-import functools
 import gzip
 import hashlib
 import json
@@ -30,11 +29,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.run_summary import describe_run
-from experiments.configs import evidence
+from experiments.arms import evidence
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jobs import environment_of
@@ -47,7 +45,7 @@ from qerl_jax.system.paths import user_path
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"
 PARTS = ("train", "end", "samples", "start", "start-samples")
-_CONFIG = "experiments/configs/evidence.py"
+_CONFIG = "experiments/arms/evidence.py"
 _TASK = "gsm8k"
 _WEIGHTS = "adapter_model.safetensors"  # as in `weights.peft`, which imports JAX
 _NEW_TOKENS, _SAMPLES, _SAMPLED_PROBLEMS = 1024, 64, 200
@@ -77,33 +75,18 @@ def evaluation_folders(run: pathlib.Path, arm: str) -> dict[str, pathlib.Path]:
     }
 
 
-def train_command(
-    arm: str, seed: int, run: pathlib.Path, args: argparse.Namespace, changes: Sequence[str]
-) -> list[str]:
-    """The command that trains an arm, as arguments of Python.
-
-    Args:
-        arm: name of the arm.
-        seed: seed of the run.
-        run: the run folder.
-        args: the parsed arguments, of which `model` and `train` count.
-        changes: flags of further fields of the config.
-    """
-    command = ["-m", "experiments.grpo_gsm8k", f"--config={_CONFIG}:{arm}", f"--config.seed={seed}"]
-    if args.model:
-        command.append(f"--config.model.source={args.model}")
-    if args.train:
-        command.append(f"--config.data.path={args.train}")
-    return [*command, *changes, f"--workdir={run}"]
-
-
 def commands(arm: str, seed: int, args: argparse.Namespace) -> dict[str, list[str]]:
     """The commands of the parts, as arguments of Python, in their order."""
     config = evidence.get_config(arm)
     run = args.workdir / run_name(arm, seed)
     folders = evaluation_folders(run, arm)
     policy = "model" if config.train.parameters == "full" else "adapter"
-    by_part = {"train": train_command(arm, seed, run, args, args.rest)}
+    train = ["-m", "experiments.grpo_gsm8k", f"--config={_CONFIG}:{arm}", f"--config.seed={seed}"]
+    if args.model:
+        train.append(f"--config.model.source={args.model}")
+    if args.train:
+        train.append(f"--config.data.path={args.train}")
+    by_part = {"train": [*train, *args.rest, f"--workdir={run}"]}
     for part, folder in folders.items():
         adapter = "none" if part.startswith("start") else policy
         by_part[part] = ["-m", "experiments.evaluate", str(run), f"--adapter={adapter}"]
@@ -176,20 +159,9 @@ def finished_evaluation(folder: pathlib.Path) -> dict[str, Any] | None:
         return None
     digest = results["settings"].get("adapter_sha256")  # None for a base, or where all is trained
     weights = RunFolder(folder.parents[1]).adapter() / _WEIGHTS
-    try:
-        stat = weights.stat()
-        same = not digest or digest == _digest(weights, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-    except FileNotFoundError:
-        same = True
-    return results if same else None
-
-
-@functools.cache
-def _digest(path: pathlib.Path, *version: int) -> str:
-    """The SHA-256 of a file, read once; `version` changes with the file."""
-    del version
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    if not digest or not weights.exists():
+        return results
+    return results if hashlib.sha256(weights.read_bytes()).hexdigest() == digest else None
 
 
 def well_formed(rows: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -275,21 +247,11 @@ def row_of(run: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     return row, about | {"evaluations": evaluations}
 
 
-def metrics_file(results: pathlib.Path, name: str) -> pathlib.Path:
-    """The compressed metrics of a run.
-
-    Args:
-        results: folder of gsm8k.json.
-        name: name of the run, from `run_name`.
-    """
-    return results / "gsm8k" / f"{name}.jsonl.gz"
-
-
-def compress_metrics(run: pathlib.Path, path: pathlib.Path) -> None:
+def add_metrics(run: pathlib.Path, results: pathlib.Path) -> None:
     """Writes metrics.jsonl of a run compressed; the same rows give the same bytes."""
-    data = gzip.compress(RunFolder(run).metrics.read_bytes(), mtime=0)
+    path = results / "gsm8k" / f"{run.name}.jsonl.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    path.write_bytes(gzip.compress(RunFolder(run).metrics.read_bytes(), mtime=0))
 
 
 def read_results(results: pathlib.Path) -> dict[str, Any]:
@@ -301,48 +263,43 @@ def read_results(results: pathlib.Path) -> dict[str, Any]:
 
 
 def collect(workdir: pathlib.Path, results: pathlib.Path) -> list[str]:
-    """Adds the rows of finished runs that have none, and marks the main arm.
+    """Adds the rows of finished runs that have none; returns the names of these runs.
 
     Args:
         workdir: folder of the run folders.
         results: folder of gsm8k.json.
-
-    Returns:
-        The names of the runs that got a row.
     """
     content, added = read_results(results), []
-    seeds = {run_name(arm, seed): arm for arm in evidence.ARMS for seed in evidence.SEEDS}
-    for name in seeds:
+    for name in (run_name(arm, seed) for arm in evidence.ARMS for seed in evidence.SEEDS):
         if name in content["runs"] or (result := row_of(workdir / name)) is None:
             continue
-        row, about = result
+        row, content["runs"][name] = result
         content["rows"].append(row)
-        content["runs"][name] = about
-        compress_metrics(workdir / name, metrics_file(results, name))
+        add_metrics(workdir / name, results)
         added.append(name)
     arms = list(evidence.ARMS)
     content["rows"].sort(key=lambda row: (arms.index(row["arm"]), row["seed"]))
-    for row in content["rows"]:
-        row["main"] = row["arm"] == evidence.MAIN
-    _write_results(content, results)
+    if added:
+        write_json(results / "gsm8k.json", content, indent=1)
     return added
 
 
-def grid_of(sweep: pathlib.Path) -> tuple[str, list[dict[str, Any]]]:
-    """The arm of a sweep over learning rates, and what each rate reached on held-out problems.
+def add_grid(sweep: pathlib.Path, results: pathlib.Path) -> str:
+    """Adds what each learning rate of an arm reached on the held-out problems; returns the arm.
 
     Args:
-        sweep: folder of `experiments.sweep`.
+        sweep: folder of `experiments.sweep`, whose runs take the place of an earlier grid.
+        results: folder of gsm8k.json.
 
     Raises:
-        UserError: the folder has no finished run.
+        UserError: the folder has no finished run, or runs of several arms.
     """
     rows, arms = [], set()
     for path in sorted(sweep.glob("*/summary.json")):
         about = describe_run(path.parent)
-        config = about["config"]
-        accuracy = read_evaluations(RunFolder(path.parent).metrics)
+        config, accuracy = about["config"], read_evaluations(RunFolder(path.parent).metrics)
         arms.add(config["preset"])
+        names = ("command", "git", "device", "calibration")
         rows.append(
             {
                 "learning_rate": config["optimizer"]["learning_rate"],
@@ -350,31 +307,17 @@ def grid_of(sweep: pathlib.Path) -> tuple[str, list[dict[str, Any]]]:
                 "steps": config["steps"],
                 "held_out_start": 100 * accuracy[0],
                 "held_out_end": 100 * accuracy[config["steps"]],
-                "command": about["command"],
-                "git": about["git"],
-                "device": about["device"],
-                **({"calibration": about["calibration"]} if "calibration" in about else {}),
             }
+            | {name: about[name] for name in names if name in about}
         )
     if len(arms) != 1:
         raise UserError(f"{sweep} holds finished runs of {sorted(arms)}, a grid is of one arm")
-    return arms.pop(), sorted(rows, key=lambda row: row["learning_rate"])
-
-
-def add_grid(sweep: pathlib.Path, results: pathlib.Path) -> str:
-    """Writes a grid into gsm8k.json, in place of an earlier one of its arm; returns the arm."""
-    arm, rows = grid_of(sweep)
+    (arm,) = arms
     content = read_results(results)
-    grids = content["grids"] | {arm: rows}
+    grids = content["grids"] | {arm: sorted(rows, key=lambda row: row["learning_rate"])}
     content["grids"] = {name: grids[name] for name in evidence.ARMS if name in grids}
-    _write_results(content, results)
+    write_json(results / "gsm8k.json", content, indent=1)
     return arm
-
-
-def _write_results(content: dict[str, Any], results: pathlib.Path) -> None:
-    """Writes gsm8k.json if anything in it changes."""
-    if content != read_results(results):
-        write_json(results / "gsm8k.json", content, indent=1)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -17,11 +17,12 @@ import argparse
 import json
 import math
 import pathlib
-import sys
 
 import numpy as np
 
+from benchmarks import common
 from benchmarks.run_summary import describe_run
+from qerl_jax.commands import cli
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations, read_steps
@@ -98,28 +99,22 @@ def _seconds(metrics: pathlib.Path) -> float:
     return sum(row.get("step_seconds", 0) + row.get("eval_seconds", 0) for row in rows)
 
 
-def main() -> None:
-    """Parses the command line, writes the JSON file and prints the comparison."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", type=user_path, nargs="+", help="run folders, one for each seed")
-    parser.add_argument(
-        "--control",
-        type=user_path,
-        nargs="+",
-        required=True,
-        help="run folders of the control, one for each seed",
-    )
-    parser.add_argument("--out", type=user_path, required=True, help="JSON file to write")
-    args = parser.parse_args()
-    try:
-        result = {"learning": summarize(args.runs), "control": summarize(args.control)}
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    write_json(args.out, result)
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    parser = common.make_parser("benchmarks.learning", __doc__)
+    add = parser.add_argument
+    add("runs", type=user_path, nargs="+", help="run folders, one for each seed")
+    control = "run folders of the control, one for each seed"
+    add("--control", type=user_path, nargs="+", required=True, help=control)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Writes the JSON file and prints the comparison."""
+    result = {"learning": summarize(arguments.runs), "control": summarize(arguments.control)}
+    write_json(arguments.out, result)
     print(json.dumps({name: part["reward"] for name, part in result.items()}, indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    cli.run_command(make_parser(), run)

@@ -24,14 +24,13 @@ same model, formats, cache and device:
 """
 
 import argparse
-import concurrent.futures
-import multiprocessing
 import os
 import pathlib
 import resource
 import time
 from typing import Any
 
+from benchmarks import common
 from qerl_jax.commands import cli
 from qerl_jax.system.paths import user_path
 
@@ -42,28 +41,14 @@ _STAGES = {"read_s": ("read",), "transfer_s": ("transfer",), "quantize_s": ("qua
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.loading",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = common.make_parser("benchmarks.loading", __doc__, "benchmarks/results/loading.json")
     add = parser.add_argument
     add("--model", default="qwen2.5-7b", help="name of the shapes (default: qwen2.5-7b)")
     add("--stored", default="bf16", help="bf16 or nvfp4: how the weights are stored")
     add("--format", default="nvfp4", help="weight format on the device (default: nvfp4)")
-    add(
-        "--folder",
-        type=user_path,
-        required=True,
-        help="model folder, which is written where it does not exist",
-    )
+    folder = "model folder, which is written where it does not exist"
+    add("--folder", type=user_path, required=True, help=folder)
     add("--cache", default="cold,warm", help="what to measure (default: cold,warm)")
-    add(
-        "--out",
-        type=user_path,
-        default="benchmarks/results/loading.json",
-        help="JSON file of the rows (default: benchmarks/results/loading.json)",
-    )
     return parser
 
 
@@ -82,15 +67,9 @@ def drop_from_cache(folder: pathlib.Path) -> None:
 
 
 def measure(folder: str, format: str) -> dict[str, Any]:
-    """Loads a folder and returns what it took; for a process that does nothing else.
-
-    Args:
-        folder: model folder.
-        format: weight format on the device, as in `load`.
-    """
+    """What it took to load a model folder in a format; for a process that does nothing else."""
     import jax
 
-    from benchmarks.rollout.results import origin
     from qerl_jax.compile.count import count_compilations
     from qerl_jax.system.live_line import progress_line
     from qerl_jax.weights.checkpoint import open_checkpoint
@@ -126,15 +105,8 @@ def measure(folder: str, format: str) -> dict[str, Any]:
         "host_peak_gb": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9,
         "device_gb": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e9,
         "device": device.device_kind,
-        **origin("benchmarks.loading"),
+        **common.origin("benchmarks.loading"),
     }
-
-
-def measured(folder: str, format: str) -> dict[str, Any]:
-    """Returns the result of `measure` in a process of its own, which alone takes the device."""
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as process:
-        return process.submit(measure, folder, format).result()
 
 
 def _resident() -> int:
@@ -143,23 +115,10 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def format_row(row: dict[str, Any]) -> str:
-    """A row as one line of text."""
-    return (
-        f"{row['model']} {row['stored']} as {row['format']}, {row['cache']}: {row['gb']:.1f} GB in "
-        f"{row['seconds']:.1f} s ({row['gb'] / row['seconds']:.2f} GB/s); read "
-        f"{row['read_s']:.1f}, transfer {row['transfer_s']:.1f}, quantize {row['quantize_s']:.1f}, "
-        f"rest {row['rest_s']:.1f} s, {row['compile_s']:.1f} s of compilation; host "
-        f"{row['host_before_gb']:.1f} to {row['host_peak_gb']:.1f} GB"
-    )
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
     from benchmarks.random_checkpoint import write_random
-    from benchmarks.rollout.results import check_out
     from benchmarks.rollout.subject import check_names
-    from benchmarks.step import merge
     from qerl_jax.errors import UserError
     from qerl_jax.policy.architectures import ARCHITECTURES
 
@@ -169,7 +128,7 @@ def run(arguments: argparse.Namespace) -> None:
     caches = arguments.cache.split(",")
     if not set(caches) <= set(CACHES):
         raise UserError(f"--cache={arguments.cache}: {' or '.join(CACHES)}, or both with a comma")
-    check_out(arguments.out, KEYS)
+    common.check_out(arguments.out, KEYS)
     folder = arguments.folder
     if not folder.exists():
         began = time.perf_counter()
@@ -186,10 +145,9 @@ def run(arguments: argparse.Namespace) -> None:
             "format": arguments.format,
             "cache": cache,
             "cores": len(os.sched_getaffinity(0)),
-            **measured(str(folder), arguments.format),
+            **common.in_process(measure, str(folder), arguments.format),
         }
-        print(format_row(row), flush=True)
-        merge(arguments.out, row, KEYS)
+        common.merge(arguments.out, row, KEYS)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Draws the pictures of the README from benchmarks/results/, for `benchmarks.tables`.
+"""Draws the pictures of the pages from benchmarks/results/, for `benchmarks.tables`.
 
-They are docs/learning.svg, the reward of the default run beside its control, docs/decode.svg, the
-time of a decode step by batch size, and, where peers were measured, docs/peers.svg, a step here
-beside theirs. Each file holds its data as JSON in its description, so that a test can compare it
-with the results.
+They are docs/learning.svg, the reward of the default run and of its control, docs/decode.svg, the
+time of a decode step by batch size, and docs/peers.svg, a step here and of other libraries. Each
+file holds its data as JSON in its description, so that a test can compare it with the results.
 """
 
 import io
@@ -13,7 +12,8 @@ import statistics
 import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
-from benchmarks.step_tables import peer_steps, short_name
+from benchmarks.result_tables import STEPS, short_name
+from benchmarks.step_tables import peer_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,18 +22,12 @@ if TYPE_CHECKING:
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
-_DECODE = {
+_DECODE = STEPS | {
     "kind": "decode",
-    "weights": "random",
     "lora_rank": 32,
     "tensor": 1,
     "kv_cache_dtype": "bfloat16",
     "head_format": "",
-    "chunk_steps": 16,
-    "dequantize": "once",
-    "implementation": "",
-    "prompt": 256,
-    "new_tokens": 144,
 }
 _MODELS = {"qwen2.5-7b": "Qwen2.5-7B", "qwen2.5-32b": "Qwen2.5-32B"}
 _COLORS = {"learning": "#2166ac", "control": "#8c8c8c", "nvfp4": "#2166ac", "bf16": "#d6604d"}
@@ -91,11 +85,9 @@ def peers_data() -> dict[str, dict]:
 
     Returns:
         For each model the number of `rows`, their `new_tokens`, the `device`, and `steps`: for each
-        engine, ours first and then the fastest, its `rollout_s`, `update_s` and `step_s`. Empty
-        where no peer was measured.
+        engine, ours first and then the fastest, its `rollout_s`, `update_s` and `step_s`.
     """
-    path = _RESULTS / "peers.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    rows = json.loads((_RESULTS / "peers.json").read_text(encoding="utf-8"))["rows"]
     data = {}
     for (model, batch, _, new_tokens, device), peer_rows in peer_steps(rows).items():  # ascending
         our_times = {name: peer_rows[0][f"our_{name}"] for name in _SECONDS}
@@ -235,8 +227,9 @@ def data_in(path: pathlib.Path) -> dict:
 
 def draw_pictures(docs: pathlib.Path) -> None:
     """Draws the pictures into a folder."""
-    learning, decode = learning_data(), decode_data()
-    save(draw_learning(learning), docs / "learning.svg", learning)
-    save(draw_decode(decode), docs / "decode.svg", decode)
-    if peers := peers_data():
-        save(draw_peers(peers), docs / "peers.svg", peers)
+    for name, data, draw in (
+        ("learning", learning_data(), draw_learning),
+        ("decode", decode_data(), draw_decode),
+        ("peers", peers_data(), draw_peers),
+    ):
+        save(draw(data), docs / f"{name}.svg", data)

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
+from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig, to_hf_config
-from qerl_jax.policy.lora import RECURRENT, fused_of
+from qerl_jax.policy.layers.kinds import FUSED, fused_of
 from qerl_jax.system.staging import staged_folder
 from qerl_jax.weights import names
 from qerl_jax.weights.safetensors import INDEX_FILE
@@ -44,7 +45,7 @@ def write_random(
         names.layer_module(layer, projection)
         for layer in range(model_config.num_layers)
         for fused, members in fused_of(model_config, layer).items()
-        if fused not in RECURRENT
+        if fused in FUSED
         for projection in members
     ]
     shapes = names.expected_shapes(model_config, packed=modules if packed else ())
@@ -68,6 +69,33 @@ def write_random(
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (staged / INDEX_FILE).write_text(json.dumps(index))
     return size
+
+
+def model_folder(folder: pathlib.Path, model: str) -> pathlib.Path:
+    """The folder of a bf16 checkpoint of a model with a tokenizer, written if missing.
+
+    The tokenizer has a word for each token id, so that a prompt has as many tokens as words.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    config = ARCHITECTURES[model]
+    if not folder.exists():
+        # Small files, so that many are written at a time.
+        write_random(folder, config, packed=False, shard_bytes=1_000_000_000)
+    if not (folder / "tokenizer.json").exists():
+        words = {"<end>": 0} | {word(token): token for token in range(1, config.vocab_size)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyrefly: ignore[read-only]
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>"
+        ).save_pretrained(folder)
+    return folder
+
+
+def word(token: int) -> str:
+    """The word of a token id above 0 in the tokenizer of `model_folder`."""
+    return f"w{token}"
 
 
 def _pools() -> dict[str, np.ndarray]:

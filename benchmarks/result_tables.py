@@ -1,12 +1,14 @@
 """The tables of the pages, as Markdown: one function for each table."""
 
 import bisect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.rollout.profile import PARTS
-from benchmarks.rollout.results import by_policy, numbers_of
-from pallas_kernels.fp4_matmul import benchmark, cases
+import numpy as np
+
+from pallas_kernels.fp4_matmul import cases
+from qerl_jax.run.statistics import half_interval
 
 # The name in the table of each implementation of the kernel benchmark.
 _KERNELS = {
@@ -23,35 +25,74 @@ _BETWEEN = (40, 96, 160, 384)  # token counts that have no column of their own
 # Options that all rows of the rollout tables share; the kernel is the best one of the device.
 SAME = {"chunk_steps": 16, "dequantize": "once", "implementation": ""}
 STEPS = SAME | {"weights": "random", "prompt": 256, "new_tokens": 144}
+_COMMIT = ("commit", "{commit:.8}")
+
+Cell = str | Callable[[Any], str]
+
+
+# --- What all tables share ----------------------------------------------------------------------
+
+
+def table(columns: Sequence[tuple[str, Cell]], rows: Iterable[Any]) -> str:
+    """A table in Markdown with a line for each row.
+
+    Args:
+        columns: the header of each column, and its cell: a form with fields of a row, as for
+            `filled`, or a function of a row.
+        rows: the rows.
+    """
+    lines = [[filled(cell, row) for _, cell in columns] for row in rows]
+    lines = [[header for header, _ in columns], ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def filled(cell: Cell, row: Any) -> str:
+    """A form such as '{seconds:.1f} s' or '{share:.0%}' with the fields of a row, or its value."""
+    if not isinstance(cell, str):
+        return cell(row)
+    return re.sub(r"(?<=\d)%", " %", cell.format_map(row))
+
+
+def rows_of(result: dict, kind: str, values: Mapping[str, Any]) -> list[dict]:
+    """The rows of one kind with these values."""
+    values = {"kind": kind, **values}
+    return [row for row in result["rows"] if values.items() <= row.items()]
+
+
+def short_name(device: str) -> str:
+    """The name of a card without its maker and memory, such as H100."""
+    return device.removeprefix("NVIDIA ").partition(" ")[0]
+
+
+def _distinct(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(filter(None, values)))
+
+
+# --- Training -----------------------------------------------------------------------------------
 
 
 def learning_table(result: dict) -> str:
     """Reward and accuracy of the default run and of its control."""
-    lines = []
-    for name, label in (("learning", "default"), ("control", "learning rate 0")):
-        part = result[name]
-        reward, evaluated = part["reward"], part["eval_accuracy"]
-        lines.append(
-            [
-                label,
-                f"{part['runs']} x {part['steps']}",
-                f"{reward['first_fifth']:.3f}",
-                f"{reward['last_fifth']:.3f}",
-                f"{reward['welch_t']:.1f}",
-                f"{evaluated['before']:.3f}",
-                f"{evaluated['after']:.3f}",
-                f"{_range(evaluated['by_seed']['after'])}",
-                f"{100 * part['eval_truncated']['before']:.0f} %",
-                f"{100 * part['eval_truncated']['after']:.0f} %",
-                f"{part['minutes']:.1f}",
-            ]
-        )
-    header = (
-        "run", "seeds x steps", "mean reward, first fifth of the steps", "last fifth", "Welch's t",
-        "greedy accuracy before", "after", "by seed", "cut off before", "after",
-        "minutes of steps",
-    )  # fmt: skip
-    return markdown(header, lines)
+
+    def by_seed(part: dict) -> str:
+        values = part["eval_accuracy"]["by_seed"]["after"]
+        return f"{min(values):.3f} to {max(values):.3f}"
+
+    columns = [
+        ("run", "{name}"),
+        ("seeds x steps", "{runs} x {steps}"),
+        ("mean reward, first fifth of the steps", "{reward[first_fifth]:.3f}"),
+        ("last fifth", "{reward[last_fifth]:.3f}"),
+        ("Welch's t", "{reward[welch_t]:.1f}"),
+        ("greedy accuracy before", "{eval_accuracy[before]:.3f}"),
+        ("after", "{eval_accuracy[after]:.3f}"),
+        ("by seed", by_seed),
+        ("cut off before", "{eval_truncated[before]:.0%}"),
+        ("after", "{eval_truncated[after]:.0%}"),
+        ("minutes of steps", "{minutes:.1f}"),
+    ]
+    names = {"learning": "default", "control": "learning rate 0"}
+    return table(columns, [result[key] | {"name": name} for key, name in names.items()])
 
 
 def environment_table(result: dict, label: str, accuracy: str) -> str:
@@ -62,54 +103,131 @@ def environment_table(result: dict, label: str, accuracy: str) -> str:
         label: what the runs that are no control are called.
         accuracy: what the share of right answers is called.
     """
-    lines = [
-        [
-            name,
-            f"{part['steps']}",
-            f"{values['before']:.2f}",
-            f"{values['after']:.2f}",
-            f"{seconds / 60:.0f}",
-        ]
+    columns = [
+        ("run", "{name}"),
+        ("steps", "{steps}"),
+        (f"{accuracy} before", "{before:.2f}"),
+        (f"{accuracy} after", "{after:.2f}"),
+        ("minutes", "{minutes:.0f}"),
+    ]
+    rows = [
+        {"name": name, "steps": part["steps"], "minutes": seconds / 60} | values
         for name, part in ((label, result["runs"]), ("control", result["control"]))
         for values, seconds in zip(part["eval_accuracy"], part["seconds"], strict=True)
     ]
-    return markdown(("run", "steps", f"{accuracy} before", f"{accuracy} after", "minutes"), lines)
-
-
-def _range(values: Sequence[float]) -> str:
-    return f"{min(values):.3f} to {max(values):.3f}"
+    return table(columns, rows)
 
 
 def run_table(result: dict) -> str:
     """Cost of a training step on a GPU."""
-    median = result["median"]
-    line = [
-        str(result["steps"]),
-        f"{result['reward_mean']:.3f}",
-        f"{median['step_seconds']:.1f}",
-        f"{result['fastest_step_seconds']:.1f}",
-        f"{median['rollout_tokens_per_second']:.0f}",
-        f"{median['train_tokens_per_second']:.0f}",
-        f"{result['peak_memory_bytes'] / 1e9:.1f} GB",
+    columns = [
+        ("steps", "{steps}"),
+        ("mean reward", "{reward_mean:.3f}"),
+        ("seconds a step, median", "{median[step_seconds]:.1f}"),
+        ("fastest", "{fastest_step_seconds:.1f}"),
+        ("rollout tokens/s", "{median[rollout_tokens_per_second]:.0f}"),
+        ("training tokens/s", "{median[train_tokens_per_second]:.0f}"),
+        ("peak memory", lambda run: f"{run['peak_memory_bytes'] / 1e9:.1f} GB"),
     ]
-    header = (
-        "steps", "mean reward", "seconds a step, median", "fastest", "rollout tokens/s",
-        "training tokens/s", "peak memory",
-    )  # fmt: skip
-    return markdown(header, [line])
+    return table(columns, [result])
 
 
-def step_text(row: dict) -> str:
-    """What a row of `benchmarks.step` measured, in words."""
-    products = row["recompute"].replace(",", ", ")
-    suffix = "" if products == "none" else f"; recomputed: {products}"
-    return (
-        f"a step of {row['batch']} rows, {row['prompt']} + {row['new_tokens']:,} tokens each, "
-        f"random weights: rollout {row['rollout_s']:.1f} s, update {row['update_s']:.1f} s{suffix}"
-    )
+def arms_table(result: dict) -> str:
+    """What each arm of gsm8k.json reaches, as means over its seeds."""
+    arms: dict[str, list[dict]] = {}
+    for row in result["rows"]:
+        about = result["runs"][f"{row['arm']}-s{row['seed']}"]
+        arms.setdefault(row["arm"], []).append(row | about | about["evaluations"])
+
+    def mean(form: str, values: Iterable[float | None]) -> str:
+        known = [value for value in values if value is not None]
+        return form.format(np.mean(known)) if known else "-"
+
+    def mean_of(name: str, form: str = "{:.1f}") -> Cell:
+        return lambda rows: mean(form, (row[name] for row in rows))
+
+    def after(rows: list[dict]) -> str:
+        ends = np.array([row["pass1_end"] for row in rows])
+        return f"{ends.mean():.1f}" + (f" ± {half_interval(ends):.1f}" if len(ends) > 2 else "")
+
+    def formed(name: str) -> Cell:
+        """A share of the answers of the right form, before and after training."""
+        return lambda rows: " -> ".join(
+            mean("{:.1f}", (row[when]["well_formed"][name] for row in rows))
+            for when in ("start", "end")
+        )
+
+    def mismatch(rows: list[dict]) -> str:
+        values = [row["largest_mismatch_without_noise"] for row in rows]
+        return mean("{:.4f}", [max(filter(None, values), default=None)])
+
+    def minutes(rows: list[dict]) -> str:
+        cards = {short_name(row["device"]["kind"]) for row in rows}
+        return ", ".join(
+            mean("{:.1f}", (row["device_minutes"] for row in rows if card in row["device"]["kind"]))
+            + f" ({card})"
+            for card in sorted(cards)
+        )
+
+    columns = [
+        ("arm", lambda rows: f"`{rows[0]['arm']}`" + (" (main)" if rows[0]["main"] else "")),
+        ("seeds", lambda rows: ", ".join(str(row["seed"]) for row in rows)),
+        ("learning rate", lambda rows: f"{rows[0]['learning_rate']:.0e}"),
+        ("pass@1 before", mean_of("pass1_start")),
+        ("after", after),
+        ("± problems", mean_of("ci95")),
+        ("right form", formed("share")),
+        ("accuracy of the right form", formed("accuracy")),
+        ("tokens", lambda rows: mean("{:.0f}", (row["end"]["mean_tokens"] for row in rows))),
+        ("largest mismatch", mismatch),
+        ("minutes", minutes),
+    ]
+    return table(columns, arms.values())
 
 
-def kernel_part(result: dict) -> list[str]:
+def accuracy_table(*results: dict) -> str:
+    """Greedy accuracy of a model by weight format."""
+    columns = [
+        ("weights", "{form}"),
+        ("problems", "{problems}"),
+        (
+            "greedy accuracy, 95 % interval",
+            lambda row: "{value:.1f} % [{low:.1f}, {high:.1f}]".format_map(
+                {name: 100 * value for name, value in row["accuracy"].items()}
+            ),
+        ),
+        ("boxed answers", "{format[value]:.1%}"),
+        ("mean tokens", "{mean_tokens:.0f}"),
+    ]
+    rows = [result["tasks"]["gsm8k"] | {"form": result["settings"]["format"]} for result in results]
+    return table(columns, rows)
+
+
+def loading_table(rows: Iterable[dict]) -> str:
+    """Seconds of loading by model, format and cache."""
+    columns = [
+        ("model", "{model}"),
+        ("stored as", "{stored}"),
+        ("loaded as", "{format}"),
+        ("cache", "{cache}"),
+        ("GB", "{gb:.1f}"),
+        ("seconds", "{seconds:.1f}"),
+        ("GB/s", lambda row: f"{row['gb'] / row['seconds']:.1f}"),
+        ("read", "{read_s:.1f}"),
+        ("transfer", "{transfer_s:.1f}"),
+        ("quantize", "{quantize_s:.1f}"),
+        ("rest", "{rest_s:.1f}"),
+        ("largest file, GB", "{shard_gb:.1f}"),
+        ("host peak, GB", "{host_peak_gb:.1f}"),
+        _COMMIT,
+    ]
+    return table(columns, rows)
+
+
+# --- The FP4 kernel -----------------------------------------------------------------------------
+
+
+def kernel_part(result: dict) -> str:
     """What is shown of the FP4 kernel on one device: its heading, its table, and what follows."""
     rows = result["rows"]
     commits = ", ".join(sorted({row["commit"][:8] for row in rows}))
@@ -120,14 +238,13 @@ def kernel_part(result: dict) -> list[str]:
     paragraphs = [heading, kernel_table(result)]
     if between := slowest_between_columns(result):
         paragraphs.append(f"Token counts between the columns, against the next column: {between}.")
-    return paragraphs
+    return "\n\n".join(paragraphs)
 
 
 def kernel_table(result: dict) -> str:
     """The FP4 kernel beside other kernels: a row for each shape and implementation."""
     rows = {(row["layer"], row["m"], row["impl"]): row for row in result["rows"]}
     counts = sorted({m for _, m, impl in rows if impl == "nvfp4" and m not in _BETWEEN})
-    lines = []
 
     def cell(layer: str, m: int, impl: str) -> str:
         row, nvfp4 = (rows.get((layer, m, name)) for name in (impl, "nvfp4"))
@@ -139,19 +256,24 @@ def kernel_table(result: dict) -> str:
         times = f" ({row['device_us'] / nvfp4['device_us']:.2f}x)" if compared and nvfp4 else ""
         return f"{row['device_us']:.1f}{times}"
 
-    measured = {layer for layer, *_ in rows}
-    for names in _equal_shapes(measured):
-        for impl, name in _KERNELS.items():
-            cells = [cell(names[0], m, impl) for m in counts]
-            if any(cells):
-                lines.append(["" if impl != "nvfp4" else " = ".join(names), name, *cells])
-    return markdown(["layer", "", *map(str, counts)], lines)
+    lines = [
+        (names, impl)
+        for names in _equal_shapes({layer for layer, *_ in rows})
+        for impl in _KERNELS
+        if any((names[0], m, impl) in rows for m in counts)
+    ]
+    columns = [
+        ("layer", lambda line: " = ".join(line[0]) if line[1] == "nvfp4" else ""),
+        ("", lambda line: _KERNELS[line[1]]),
+        *((f"{m}", lambda line, m=m: cell(line[0][0], m, line[1])) for m in counts),
+    ]
+    return table(columns, lines)
 
 
 def _equal_shapes(measured: set[str]) -> list[list[str]]:
     """The measured layers in the order of the models; layers of one shape are listed together."""
     groups: dict[tuple, list[str]] = {}
-    for layer, shape in benchmark.shapes(",".join(cases.MODELS)).items():
+    for layer, shape in cases.shapes(",".join(cases.MODELS)).items():
         if layer in measured:
             groups.setdefault((*shape, cases.rank_of(layer, 1)), []).append(layer)
     return list(groups.values())
@@ -176,177 +298,151 @@ def slowest_between_columns(result: dict) -> str:
     )
 
 
+# --- Rollouts -----------------------------------------------------------------------------------
+
+
+def _weights(row: dict) -> str:
+    """How a row's policy is stored: 'nvfp4', or 'nvfp4, float8 cache, tensor=2'."""
+    return _distinct(
+        [
+            row["format"],
+            row["head_format"] and f"{row['head_format']} head",
+            "float8 cache" if row["kv_cache_dtype"].startswith("float8") else "",
+            f"tensor={row['tensor']}" if row["tensor"] > 1 else "",
+        ]
+    )
+
+
 def rollout_table(result: dict) -> str:
     """Milliseconds of a decode step and tokens per second: a row for each policy."""
-    rows = rows_of(result, "decode", STEPS)
-    batches, policies = by_policy(
-        rows, lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})"
-    )
-    _, commits = by_policy(rows, lambda row: row["commit"][:8])
-    lines = sorted(
-        [model, numbers, f"LoRA rank {rank}" if rank else "merged", *cells,
-         ", ".join(dict.fromkeys(filter(None, commits[model, numbers, rank])))]
-        for (model, numbers, rank), cells in policies.items()
-    )  # fmt: skip
-    return markdown(["model", "weights", "adapter", *map(str, batches), "commits"], lines)
+    policies: dict[tuple, dict[int, dict]] = {}
+    for row in rows_of(result, "decode", STEPS):
+        policy = row["model"], _weights(row), row["lora_rank"]
+        policies.setdefault(policy, {})[row["batch"]] = row
+    batches = sorted({batch for by_batch in policies.values() for batch in by_batch})
+    step = "{ms_per_step:.2f} ({tokens_per_s:,.0f})"
+
+    def commits(line: tuple[tuple, dict[int, dict]]) -> str:
+        return _distinct(line[1][batch]["commit"][:8] for batch in batches if batch in line[1])
+
+    columns = [
+        ("model", lambda line: line[0][0]),
+        ("weights", lambda line: line[0][1]),
+        ("adapter", lambda line: f"LoRA rank {line[0][2]}" if line[0][2] else "merged"),
+        *(
+            (f"{n}", lambda line, n=n: filled(step, line[1][n]) if n in line[1] else "")
+            for n in batches
+        ),
+        ("commits", commits),
+    ]
+    order = sorted(policies.items(), key=lambda line: (*line[0][:2], not line[0][2]))
+    return table(columns, order)
 
 
 def parts_table(result: dict) -> str:
     """Milliseconds of a decode step by part of the model."""
     rows = rows_of(result, "parts", STEPS)
-    names = [name for name in (*PARTS, "gaps") if any(row["parts"].get(name) for row in rows)]
-    lines = [
-        [
-            row["model"],
-            numbers_of(row),
-            str(row["batch"]),
-            f"{row['ms_per_step']:.2f}",
-            *(f"{row['parts'].get(name, 0.0):.2f}" for name in names),
-            f"{row['parts']['kernels_per_layer']:.0f}",
-            row["commit"][:8],
-        ]
-        for row in rows
+    most = max((list(row["parts"]) for row in rows), key=len)
+    names = [name for name in most if any(row["parts"].get(name) for row in rows)]
+    names.remove("kernels_per_layer")
+    columns = [
+        ("model", "{model}"),
+        ("weights", _weights),
+        ("batch", "{batch}"),
+        ("step", "{ms_per_step:.2f}"),
+        *((name, lambda row, name=name: f"{row['parts'].get(name, 0.0):.2f}") for name in names),
+        ("kernels per layer", "{parts[kernels_per_layer]:.0f}"),
+        _COMMIT,
     ]
-    header = ["model", "weights", "batch", "step", *names, "kernels per layer", "commit"]
-    return markdown(header, lines)
+    return table(columns, rows)
 
 
 def problems_table(result: dict) -> str:
     """Whole rollouts of math problems by a real model."""
-    columns = {
-        "model": "{model}",
-        "weights": numbers_of,
-        "prompts x completions": "{prompts} x {group}",
-        "tokens in all, limit": "{tokens:,}, {max_new_tokens}",
-        "seconds": "{seconds:.1f}",
-        "tokens/s": "**{tokens_per_s:,.0f}**",
-        "useful": lambda row: f"{100 * row['live_share']:.1f} %",
-        "compiling": "{compile_seconds:.0f} s",
-        "peak memory": "{peak_gb:.1f} GB",
-        "commit": "{commit:.8}",
-    }
+    columns = [
+        ("model", "{model}"),
+        ("weights", _weights),
+        ("prompts x completions", "{prompts} x {group}"),
+        ("tokens in all, limit", "{tokens:,}, {max_new_tokens}"),
+        ("seconds", "{seconds:.1f}"),
+        ("tokens/s", "**{tokens_per_s:,.0f}**"),
+        ("useful", "{live_share:.1%}"),
+        ("compiling", "{compile_seconds:.0f} s"),
+        ("peak memory", "{peak_gb:.1f} GB"),
+        _COMMIT,
+    ]
     return table(columns, rows_of(result, "gsm8k", SAME | {"lora_rank": 32}))
 
 
 def startup_table(result: dict) -> str:
     """Seconds from the command to the first tokens."""
-    columns = {
-        "model": "{model}",
-        "weights": numbers_of,
-        "prompts x completions": "{prompts} x {group}",
-        "programs": "{programs}",
-        "found in the cache": "{kept}",
-        "weights made": "{weights_s:.1f} s",
-        "programs ready": "{compiled_s:.1f} s",
-        "first tokens": "**{first_tokens_s:.1f} s**",
-        "commit": "{commit:.8}",
-    }
+    columns = [
+        ("model", "{model}"),
+        ("weights", _weights),
+        ("prompts x completions", "{prompts} x {group}"),
+        ("programs", "{programs}"),
+        ("found in the cache", "{kept}"),
+        ("weights made", "{weights_s:.1f} s"),
+        ("programs ready", "{compiled_s:.1f} s"),
+        ("first tokens", "**{first_tokens_s:.1f} s**"),
+        _COMMIT,
+    ]
     return table(columns, rows_of(result, "startup", SAME))
 
 
 def agreement_table(result: dict) -> str:
     """How far the rollout engine is from the trainer's forward pass."""
-    columns = {
-        "model": "{model}",
-        "weights": "{format}",
-        "sampled tokens": "{sampled_tokens:,}",
-        "mean log-prob difference": "{logprob_diff_mean:.4f}",
-        "99th percentile": "{logprob_diff_p99:.3f}",
-        "greedy tokens": "{greedy_tokens:,}",
-        "different argmax": "{greedy_differ}",
-        "largest logit gap": "{greedy_largest_gap:.2f}",
-        "commit": "{commit:.8}",
-    }
+    columns = [
+        ("model", "{model}"),
+        ("weights", "{format}"),
+        ("sampled tokens", "{sampled_tokens:,}"),
+        ("mean log-prob difference", "{logprob_diff_mean:.4f}"),
+        ("99th percentile", "{logprob_diff_p99:.3f}"),
+        ("greedy tokens", "{greedy_tokens:,}"),
+        ("different argmax", "{greedy_differ}"),
+        ("largest logit gap", "{greedy_largest_gap:.2f}"),
+        _COMMIT,
+    ]
     return table(columns, rows_of(result, "agreement", {}))
 
 
-def accuracy_table(results: list[dict]) -> str:
-    """Greedy accuracy of a model by weight format."""
-    lines = []
-    for result in results:
-        task = result["tasks"]["gsm8k"]
-        accuracy = task["accuracy"]
-        lines.append(
-            [
-                result["settings"]["format"],
-                str(task["problems"]),
-                f"{100 * accuracy['value']:.1f} % "
-                f"[{100 * accuracy['low']:.1f}, {100 * accuracy['high']:.1f}]",
-                f"{100 * task['format']['value']:.1f} %",
-                f"{task['mean_tokens']:.0f}",
-            ]
-        )
-    header = "weights", "problems", "greedy accuracy, 95 % interval", "boxed answers", "mean tokens"
-    return markdown(header, lines)
+def share_of_bf16(result: dict, family: str, batches: range) -> str:
+    """Lowest and highest time of a decode step in NVFP4 as a share of that in bf16.
 
-
-def loading_table(rows: Iterable[dict]) -> str:
-    """Seconds of loading by model, format and cache."""
-    columns = {
-        "model": "{model}",
-        "stored as": "{stored}",
-        "loaded as": "{format}",
-        "cache": "{cache}",
-        "GB": "{gb:.1f}",
-        "seconds": "{seconds:.1f}",
-        "GB/s": lambda row: f"{row['gb'] / row['seconds']:.1f}",
-        "read": "{read_s:.1f}",
-        "transfer": "{transfer_s:.1f}",
-        "quantize": "{quantize_s:.1f}",
-        "rest": "{rest_s:.1f}",
-        "largest file, GB": "{shard_gb:.1f}",
-        "host peak, GB": "{host_peak_gb:.1f}",
-        "commit": "{commit:.8}",
+    Args:
+        result: content of rollout.json.
+        family: how the names of the models begin.
+        batches: numbers of rows that count.
+    """
+    options = STEPS | {"lora_rank": 32, "head_format": "", "tensor": 1}
+    times = {
+        (row["format"], row["model"], row["batch"]): row["ms_per_step"]
+        for row in rows_of(result, "decode", options)
+        if row["model"].startswith(family) and row["batch"] in batches
     }
-    return table(columns, rows)
+    shares = [
+        100 * times["nvfp4", *key] / time
+        for (form, *key), time in times.items()
+        if form == "bf16" and ("nvfp4", *key) in times
+    ]
+    return f"{min(shares):.0f} to {max(shares):.0f} %"
 
 
-def rows_of(result: dict, kind: str, values: Mapping[str, Any]) -> list[dict]:
-    """The rows of one kind with these values."""
-    values = {"kind": kind, **values}
-    return [row for row in result["rows"] if values.items() <= row.items()]
-
-
-def table(columns: Mapping[str, str | Callable[[dict], str]], rows: Iterable[dict]) -> str:
-    """A table in Markdown with a line for each row.
-
-    Args:
-        columns: title of each column, and its cell: a form with fields of a row, such as
-            '{seconds:.1f} s', or a function of a row.
-        rows: the rows.
-    """
-    cells = columns.values()
-    lines = [[c.format_map(row) if isinstance(c, str) else c(row) for c in cells] for row in rows]
-    return markdown(list(columns), lines)
-
-
-def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown: a header and lines of cells."""
-    table = [header, ["---"] * len(header), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in table)
-
-
-def replace_part(text: str, name: str, part: str, *, page: str) -> str:
-    """Replaces a generated part of a page, between two marks.
+def tensor_ratios(result: dict) -> str:
+    """Time of a decode step on GPUs that share the weights, divided by that on one of them.
 
     Args:
-        text: the page.
-        name: name of the part in the marks.
-        part: the new part.
-        page: name of the page in the error.
-
-    Raises:
-        ValueError: the page lacks the marks.
+        result: decode rows of both, as `benchmarks.rollout` writes them.
     """
-    begin, end = f"<!-- {name}: python -m benchmarks.tables -->", f"<!-- end of {name} -->"
-    before, mark, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not mark or not closed:
-        raise ValueError(f"{page} has no lines {begin!r} and {end!r}")
-    return f"{before}{begin}\n{part}\n{end}{after}"
-
-
-def provenance(result: dict) -> str:
-    """Commit, device and jax version of a result."""
-    commit = (result["git"] or {}).get("commit", "unknown")[:8]
-    return f"commit {commit}, {result['device']['kind']}, jax {result['versions']['jax']}"
+    times = {
+        (row["tensor"], row["model"], row["batch"]): row["ms_per_step"]
+        for row in rows_of(result, "decode", STEPS | {"format": "nvfp4"})
+    }
+    texts: dict[tuple[int, str], list[str]] = {}
+    for (tensor, model, batch), time in sorted(times.items()):
+        if tensor > 1 and (1, model, batch) in times:
+            rows = f"{batch} {'row' if batch == 1 else 'rows'}"
+            ratio = f"{time / times[1, model, batch]:.2f} at {rows}"
+            texts.setdefault((tensor, model), []).append(ratio)
+    lines = (f"{model} on {n} GPUs {', '.join(ratios)}" for (n, model), ratios in texts.items())
+    return "; ".join(lines)

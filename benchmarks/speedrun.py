@@ -3,7 +3,7 @@
     uv run --extra cuda python -m benchmarks.speedrun --model=qwen2.5-coder-1.5b.gguf \
         --train=gsm8k_train.jsonl --test=gsm8k_test_first1000.jsonl
 
-trains the preset `speedrun` of experiments/configs/evidence.py in a new folder, with the first
+trains the preset `speedrun` of experiments/arms/evidence.py in a new folder, with the first
 1,000 test problems as its evaluation before the first step and after the last, at 1,024 new tokens.
 The clock runs from the start of this command until the training command has ended, both evaluations
 included. Compiled programs and calibrated weights are kept in runs/speedrun/cache: the run is cold
@@ -24,7 +24,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.gsm8k import RESULTS
+from benchmarks import common
 from benchmarks.run_summary import describe_run, timed
 from qerl_jax.errors import UserError
 from qerl_jax.quantization import cache as calibrated
@@ -35,7 +35,7 @@ from qerl_jax.system.atomic import write_json
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.staging import check_writable
 
-_CONFIG = "experiments/configs/evidence.py:speedrun"
+_CONFIG = "experiments/arms/evidence.py:speedrun"
 _PROBLEMS, _NEW_TOKENS = 1000, 1024
 
 
@@ -111,12 +111,7 @@ def result_of(
 
 
 def merged(content: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """The content of speedrun.json with a new result: the warm run, and `cold` beside it.
-
-    Args:
-        content: the content so far, or {}.
-        result: a result.
-    """
+    """The content of speedrun.json, {} if new, with a result: the warm run with `cold` in it."""
     by_cache = {content.get("cache"): {k: v for k, v in content.items() if k != "cold"}}
     by_cache |= {"cold": content["cold"]} if "cold" in content else {}
     by_cache[result["cache"]] = result
@@ -126,18 +121,13 @@ def merged(content: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speedrun",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """The arguments of the command."""
+    parser = common.make_parser("benchmarks.speedrun", __doc__, "benchmarks/results/speedrun.json")
     add = parser.add_argument
     add("--model", required=True, help="GGUF file, folder or hub id of the model")
     add("--train", required=True, help="JSONL file of training problems")
     add("--test", type=user_path, required=True, help="JSONL file of test problems")
     add("--workdir", type=user_path, default=pathlib.Path("runs/speedrun"), help="run folders")
-    add("--out", type=user_path, default=RESULTS / "speedrun.json", help="JSON file of the result")
     return parser
 
 

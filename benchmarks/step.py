@@ -47,7 +47,6 @@ first; a step after the first that compiles anything ends the command. The colum
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import pathlib
 import statistics
@@ -55,25 +54,22 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import common
 from qerl_jax.commands import cli
-from qerl_jax.system.paths import user_path
 
 if TYPE_CHECKING:
     from qerl_jax.processes.group import Processes
 
+_SETTINGS = ("prompt", "new_tokens", "mean_length", "group", "updates", "lora_rank")
 KEYS = (
-    *("model", "format", "batch", "prompt", "new_tokens", "mean_length", "group", "updates"),
-    *("lora_rank", "recompute", "buffer_tokens", "mesh", "processes", "device"),
+    *("model", "format", "batch", *_SETTINGS),
+    *("recompute", "buffer_tokens", "mesh", "processes", "device"),
 )
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = common.make_parser("benchmarks.step", __doc__, "benchmarks/results/step.json")
     add = parser.add_argument
     add("--model", default="qwen2.5-7b", help="comma-separated models (default: qwen2.5-7b)")
     add("--format", default="nvfp4,bf16", help="comma-separated weight formats")
@@ -86,22 +82,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lora-rank", type=int, default=32, help="rank of the adapter (default: 32)")
     add("--buffer-tokens", type=int, default=0, help="as train.buffer_tokens (default: the plan's)")
     add("--recompute", default="auto", help="as train.recompute (default: auto)")
-    add(
-        "--mesh",
-        action="append",
-        type=_mesh,
-        help="devices, such as data=2 or data=1,tensor=2; may be repeated (default: data=1)",
-    )
+    mesh = "devices, such as data=2 or data=1,tensor=2; may be repeated (default: data=1)"
+    add("--mesh", action="append", type=_mesh, help=mesh)
     add("--max-rows", type=int, default=0, help="largest decode batch (default: what fits)")
     add("--steps", type=int, default=3, help="measured steps, after a first one (default: 3)")
-    add("--adapter", type=user_path, help="save the adapter here at the end, and read it back")
     add("--seed", type=int, default=0, help="seed of weights, tokens and draws (default: 0)")
-    add(
-        "--out",
-        type=user_path,
-        default="benchmarks/results/step.json",
-        help="JSON file of the rows (default: benchmarks/results/step.json)",
-    )
     return parser
 
 
@@ -116,33 +101,6 @@ def _mesh(text: str) -> tuple[int, int]:
     return sizes["data"], sizes["tensor"]
 
 
-@dataclasses.dataclass(frozen=True)
-class _RandomText:
-    """A tokenizer of random token ids; the first `ends` of them end a row.
-
-    Attributes:
-        ends: number of token ids that end a row; 0 for none.
-    """
-
-    ends: int
-    pad_id: int = 0
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """The ids that end a row."""
-        return tuple(range(self.ends)) or (-1,)
-
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Returns no text: the rewards do not read any."""
-        del ids, skip_special
-        return ""
-
-    def has_special(self, text: str) -> bool:
-        """Returns that a text holds no special token."""
-        del text
-        return False
-
-
 def _setup(
     arguments: argparse.Namespace,
     model: str,
@@ -154,14 +112,12 @@ def _setup(
     import jax
     import numpy as np
 
-    from benchmarks.rollout.random_policy import random_params
+    from benchmarks.rollout.subject import RandomText, random_weights
     from qerl_jax.config.experiments.grpo_gsm8k import get_config
     from qerl_jax.data.prompts import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
     from qerl_jax.policy.sharding import make_mesh, shard
-    from qerl_jax.policy.tensor_parallel import shard_of
     from qerl_jax.training.setup import assemble, make_method
-    from qerl_jax.weights.layer_memory import compact_layers
     from qerl_jax.weights.load import LoadedModel
 
     data, tensor = shape
@@ -188,18 +144,16 @@ def _setup(
     )
     rng = np.random.default_rng(arguments.seed)
     architecture = ARCHITECTURES[model]
-    shard_of(architecture, tensor, format=format)  # Raises an error before the work.
     ends = architecture.vocab_size // arguments.mean_length if arguments.mean_length else 0
-    weights_key = jax.random.key(arguments.seed, impl="rbg")
-    params = random_params(weights_key, architecture, format=format, mesh=mesh)
+    params = random_weights(model, format, seed=arguments.seed, mesh=mesh)
     ids = rng.integers(0, architecture.vocab_size, (prompts, arguments.prompt))
     setup = assemble(
         config,
         {"random": (lambda *_: float(rng.standard_normal()), 1.0)},
         LoadedModel(
             config=architecture,
-            params=jax.block_until_ready(params | {"layers": compact_layers(params["layers"])}),
-            tokenizer=_RandomText(ends),  # pyrefly: ignore[bad-argument-type]
+            params=jax.block_until_ready(params),
+            tokenizer=RandomText(ends),  # pyrefly: ignore[bad-argument-type]
             source=model,
             path=pathlib.Path(model),
             format=format,
@@ -223,11 +177,7 @@ def _setup(
 
 
 def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Takes steps and returns their metrics with their `step_seconds`.
-
-    Args:
-        step: takes a step to its end and returns its metrics.
-        number: number of steps.
+    """Takes steps to their end and returns their metrics with their `step_seconds`.
 
     Raises:
         UserError: a step after the first compiled something, so its time is no measurement.
@@ -235,12 +185,12 @@ def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[st
     from qerl_jax.compile.count import count_compilations
     from qerl_jax.errors import UserError
 
-    rows = []
+    steps = []
     with count_compilations() as compilations:
         for index in range(number):
             began = time.perf_counter()
             metrics = step()
-            rows.append(metrics | {"step_seconds": time.perf_counter() - began})
+            steps.append(metrics | {"step_seconds": time.perf_counter() - began})
             late = compilations.take()
             if index and late["compiled_programs"]:
                 raise UserError(
@@ -248,19 +198,16 @@ def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[st
                     f"{late['compile_seconds']:.1f} s, so its time is no measurement; nothing may "
                     "be compiled after the first step: please report it with this command"
                 )
-    return rows
+    return steps
 
 
-def difference_without_noise(rows: Sequence[dict[str, Any]]) -> float:
-    """Returns the median of `logprob_diff_mean` over the steps without noise.
+def difference_without_noise(steps: Sequence[dict[str, Any]]) -> float:
+    """The median of `logprob_diff_mean` over the steps without noise, among them the first stage.
 
     The trainer computes log-probabilities without the noise of the rollout, so that of noisy steps
     tells nothing about rounding.
-
-    Args:
-        rows: metrics of the steps of a run. Its first stage has no noise.
     """
-    return statistics.median(row["logprob_diff_mean"] for row in rows if not row["sigma"])
+    return statistics.median(row["logprob_diff_mean"] for row in steps if not row["sigma"])
 
 
 def measure(
@@ -273,12 +220,11 @@ def measure(
     """Takes the steps of one model on a mesh (data, tensor) and returns their row."""
     import jax
 
-    from benchmarks.rollout.results import origin
     from qerl_jax.data.order import Cursor
     from qerl_jax.policy.sharding import groups_of, shard
     from qerl_jax.rl.train_step import init_state
     from qerl_jax.training.compile import compile_programs
-    from qerl_jax.training.initial_policy import first_trainable
+    from qerl_jax.training.first_policy import first_trainable
     from qerl_jax.training.step import Progress, take_step
 
     (data, tensor), setup = shape, _setup(arguments, model, format, shape, processes)
@@ -302,12 +248,10 @@ def measure(
         jax.block_until_ready(progress.state)
         return result.metrics
 
-    rows = timed_steps(step, arguments.steps + 1)
-    if arguments.adapter is not None and processes.writes:
-        _save_and_read(arguments.adapter, setup, progress.state.trainable)
+    steps = timed_steps(step, arguments.steps + 1)
 
     def median(name: str) -> float:
-        return statistics.median(row[name] for row in rows[1:])
+        return statistics.median(metrics[name] for metrics in steps[1:])
 
     groups = groups_of(setup.model.params)
     memory = [device.memory_stats() or {} for device in itertools.chain(*groups)]
@@ -318,19 +262,14 @@ def measure(
         "model": model,
         "format": format,
         "batch": batch,
-        "prompt": arguments.prompt,
-        "new_tokens": arguments.new_tokens,
-        "mean_length": arguments.mean_length,
-        "group": arguments.group,
-        "updates": updates,
-        "lora_rank": arguments.lora_rank,
+        **{name: getattr(arguments, name) for name in _SETTINGS},
         "rollout_s": median("rollout_seconds"),
         "update_s": update,
         "step_s": seconds,
         "samples_per_s": batch / seconds,
         "update_tokens_per_s": batch * (arguments.prompt + median("length")) * updates / update,
         "trained_tokens_per_s": median("packed_tokens") * updates / update,
-        "logprob_diff_mean": difference_without_noise(rows),
+        "logprob_diff_mean": difference_without_noise(steps),
         "update_buffers": median("update_buffers"),
         "buffer_tokens": setup.memory.buffer_tokens,
         "recompute": ",".join(setup.update.recompute) or "none",
@@ -342,67 +281,26 @@ def measure(
         "mesh": f"data={data},tensor={tensor}",
         "processes": processes.count,
         "device": jax.devices()[0].device_kind,
-        **origin("benchmarks.step"),
+        **common.origin("benchmarks.step"),
     }
 
 
-def _save_and_read(folder: pathlib.Path, setup: Any, trainable: Any) -> None:
-    """Saves an adapter as a run does, and reads it back.
-
-    Raises:
-        UserError: what was read differs from what was saved.
-    """
-    import jax
-    import numpy as np
-
-    from qerl_jax.errors import UserError
-    from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
-
-    save_peft_adapter(folder, trainable, setup.method.lora_config, base_model=setup.model.source)
-    loaded = load_peft_adapter(folder, setup.model.config, setup.method.lora_config)
-    pairs = zip(jax.tree.leaves(trainable), jax.tree.leaves(loaded), strict=True)
-    if not all(np.array_equal(saved, copy) for saved, copy in pairs):
-        raise UserError(f"{folder}: the adapter that was read differs from the one that was saved")
-    print(f"saved the adapter to {folder} and read the same values back", flush=True)
-
-
-def format_row(row: dict[str, Any]) -> str:
-    """A row as one line of text."""
-    processes = f" in {row['processes']} processes" if row["processes"] > 1 else ""
-    peak = "" if row["peak_gb"] is None else f", peak {row['peak_gb']:.1f} GB"
-    return (
-        f"{row['model']} {row['format']} {row['mesh']}{processes} {row['batch']} x "
-        f"{row['prompt']}+{row['new_tokens']}: {row['samples_per_s']:.2f} samples/s, "
-        f"rollout {row['rollout_s']:.2f} s, update {row['update_s']:.2f} s, step "
-        f"{row['step_s']:.2f} s; {row['update_tokens_per_s']:,.0f} tokens/s in the update, "
-        f"{row['trained_tokens_per_s']:,.0f} trained; {row['update_buffers']:.0f} buffers of "
-        f"{row['buffer_tokens']} (recompute {row['recompute']}){peak}, plan {row['plan_gb']:.1f} "
-        f"GB; compiled in {row['compile_s']:.0f} s"
-    )
-
-
-def merge(path: pathlib.Path, row: dict[str, Any], keys: Sequence[str] = KEYS) -> None:
-    """Writes a row to a JSON file, in place of the row with the same keys.
+def merge(path: pathlib.Path, row: dict[str, Any]) -> None:
+    """Prints a row and writes it to a JSON file, in place of the row with the same keys.
 
     A row on several devices takes the samples per second of one device from the row of the same
     commit that has the same settings and as many samples for each device, if there is one.
     """
-    from qerl_jax.system.atomic import write_json
-
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    if row.get("devices", 1) > 1:
-        single_rows = (
-            other for other in rows if other["devices"] == 1 and other["commit"] == row["commit"]
-        )
+    if row["devices"] > 1:
         speeds = (
             other["samples_per_s"]
-            for other in single_rows
-            if _per_device(other) == _per_device(row)
+            for other in common.read_rows(path, KEYS)
+            if other["devices"] == 1
+            and other["commit"] == row["commit"]
+            and _per_device(other) == _per_device(row)
         )
         row = row | {"samples_per_s_of_one": next(speeds, None)}
-    by_key = {tuple(other[key] for key in keys): other for other in [*rows, row]}
-    ordered = [by_key[key] for key in sorted(by_key, key=str)]
-    write_json(path, {"rows": ordered}, indent=1)
+    common.merge(path, row, KEYS)
 
 
 def _per_device(row: dict[str, Any]) -> tuple:
@@ -413,7 +311,6 @@ def _per_device(row: dict[str, Any]) -> tuple:
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
-    from benchmarks.rollout.results import check_out
     from benchmarks.rollout.subject import check_names
     from qerl_jax.errors import check_limits
     from qerl_jax.processes.launch import connect
@@ -438,11 +335,10 @@ def run(arguments: argparse.Namespace) -> None:
         for data, tensor in meshes:
             _check_devices(data, tensor, processes)
         if processes.writes:
-            check_out(arguments.out, set(KEYS))
+            common.check_out(arguments.out, KEYS)
         for model, format, mesh in itertools.product(models, formats, meshes):
             row = measure(arguments, model, format, mesh, processes)
             if processes.writes:
-                print(format_row(row), flush=True)
                 merge(arguments.out, row)
 
 

@@ -3,7 +3,15 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.result_tables import markdown, table
+from benchmarks.result_tables import filled, short_name, table
+
+_SIZE = ("model", "batch", "prompt", "new_tokens", "device")
+_MEASURED = ("step_s", "rollout_s", "update_s", "peak_gb")
+_BF16 = "here, bf16 LoRA"
+_COMPLETIONS = ("completions", "{batch} x {prompt} + {new_tokens:,}")
+
+
+# --- Our steps ----------------------------------------------------------------------------------
 
 
 def step_table(rows: Iterable[dict]) -> str:
@@ -22,23 +30,23 @@ def step_table(rows: Iterable[dict]) -> str:
         length = f"mean {row['mean_length']}, at most " if row["mean_length"] else ""
         return f"{row['batch']} x {row['prompt']} + {length}{row['new_tokens']:,}"
 
-    columns = {
-        "model": "{model}",
-        "weights": "{format}",
-        "GPUs": devices,
-        "completions": completions,
-        "updates": "{updates}",
-        "rollout s": "{rollout_s:.2f}",
-        "update s": "{update_s:.2f}",
-        "step s": "{step_s:.2f}",
-        "update tokens/s": "{update_tokens_per_s:,.0f}",
-        "buffers": "{update_buffers:.0f} x {buffer_tokens:,}",
-        "recomputed": lambda row: "" if row["recompute"] == "none" else row["recompute"],
-        "peak GB": "{peak_gb:.1f}",
-        "plan GB": "{plan_gb:.1f}",
-        "pool GB": lambda row: f"{pool:.1f}" if (pool := row.get("pool_gb")) else "",
-        "commit": "{commit:.8}",
-    }
+    columns = [
+        ("model", "{model}"),
+        ("weights", "{format}"),
+        ("GPUs", devices),
+        ("completions", completions),
+        ("updates", "{updates}"),
+        ("rollout s", "{rollout_s:.2f}"),
+        ("update s", "{update_s:.2f}"),
+        ("step s", "{step_s:.2f}"),
+        ("update tokens/s", "{update_tokens_per_s:,.0f}"),
+        ("buffers", "{update_buffers:.0f} x {buffer_tokens:,}"),
+        ("recomputed", lambda row: "" if row["recompute"] == "none" else row["recompute"]),
+        ("peak GB", "{peak_gb:.1f}"),
+        ("plan GB", "{plan_gb:.1f}"),
+        ("pool GB", lambda row: f"{pool:.1f}" if (pool := row.get("pool_gb")) else ""),
+        ("commit", "{commit:.8}"),
+    ]
 
     def order(row: dict) -> tuple:
         numbers = (row[name] for name in ("devices", "batch", "prompt", "new_tokens"))
@@ -47,9 +55,71 @@ def step_table(rows: Iterable[dict]) -> str:
     return table(columns, sorted(rows, key=order))
 
 
-def short_name(device: str) -> str:
-    """The name of a card without its maker and memory, such as H100."""
-    return device.removeprefix("NVIDIA ").partition(" ")[0]
+def preset_table(rows: Iterable[dict]) -> str:
+    """The steps of presets that were not trained, with random weights: memory and seconds.
+
+    Args:
+        rows: rows of step.json, one for each preset.
+    """
+
+    def work(row: dict) -> str:
+        products = row["recompute"].replace(",", ", ")
+        suffix = "" if products == "none" else f"; recomputed: {products}"
+        return filled(
+            "a step of {batch} rows, {prompt} + {new_tokens:,} tokens each, random weights: "
+            f"rollout {{rollout_s:.1f}} s, update {{update_s:.1f}} s{suffix}",
+            row,
+        )
+
+    columns = [
+        ("preset", "`{model}`"),
+        ("measured on", lambda row: f"{row['devices']} x {row['device']}".removeprefix("1 x ")),
+        ("peak memory", "{peak_gb:.1f} GB"),
+        ("a step", "{step_s:.1f} s"),
+        ("what it does", work),
+    ]
+    return table(columns, rows)
+
+
+def scaling_table(rows: Iterable[dict]) -> str:
+    """Completions per second of a step on several GPUs, against one GPU with the same batch.
+
+    Args:
+        rows: rows of step.json; those that were compared with one GPU are in the table.
+    """
+    columns = [
+        ("model", "{model}"),
+        ("GPUs", "{devices} x {device}"),
+        ("mesh", "{mesh}"),
+        ("processes", "{processes}"),
+        ("completions", "{batch} x {prompt} + {new_tokens}"),
+        ("rollout s", "{rollout_s:.2f}"),
+        ("step s", "{step_s:.2f}"),
+        ("completions/s", "{samples_per_s:.2f}"),
+        (
+            "against one GPU",
+            lambda row: f"{row['samples_per_s'] / row['samples_per_s_of_one']:.2f}",
+        ),
+        ("commit", "{commit:.8}"),
+    ]
+    return table(columns, (row for row in rows if row.get("samples_per_s_of_one")))
+
+
+def largest_scaling(rows: Iterable[dict]) -> str:
+    """The largest number of completions per second on several GPUs against one, by model.
+
+    Args:
+        rows: rows of step.json; those that were compared with one GPU count.
+    """
+    best: dict[str, tuple[int, float]] = {}
+    for row in rows:
+        if single_rate := row.get("samples_per_s_of_one"):
+            scaling = row["devices"], row["samples_per_s"] / single_rate
+            best[row["model"]] = max(scaling, best.get(row["model"], scaling))
+    return ", ".join(f"{ratio:.2f} on {n} GPUs ({model})" for model, (n, ratio) in best.items())
+
+
+# --- Steps of other libraries -------------------------------------------------------------------
 
 
 def peer_steps(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
@@ -63,13 +133,16 @@ def peer_steps(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
     fastest: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         if row["step_s"] is not None:
-            key = tuple(row[name] for name in ("model", "batch", "prompt", "new_tokens", "device"))
-            by_peer = fastest.setdefault(key, {})
+            by_peer = fastest.setdefault(_size(row), {})
             best = by_peer.get(row["peer"])
             if best is None or row["step_s"] < best["step_s"]:
                 by_peer[row["peer"]] = row
     order = sorted(fastest, key=lambda key: (_billions(key[0]), *key[1:]))
     return {key: [fastest[key][name] for name in sorted(fastest[key])] for key in order}
+
+
+def _size(row: Mapping[str, Any]) -> tuple:
+    return tuple(row[name] for name in _SIZE)
 
 
 def _billions(model: str) -> tuple[float, str]:
@@ -87,71 +160,85 @@ def peer_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
         rows: rows of peers.json.
         our_rows: rows of step.json, for bf16 LoRA in this engine.
     """
-    steps, lines = peer_steps(rows), []
-    names = _peers(steps)
-    for key, our_step, others in _compared_steps(steps, our_rows):
-        model, batch, prompt, new_tokens, _ = key
+
+    def ours(line: dict) -> str:
         factors = ", ".join(
-            f"{faster(row['step_s'], our_step['step_s'])} than {name}"
-            for name, row in zip(["bf16 LoRA here", *names], others, strict=True)
+            f"{faster(row['step_s'], line['ours']['step_s'])} than "
+            + ("bf16 LoRA here" if name == _BF16 else name)
+            for name, row in line["others"].items()
             if row
         )
-        lines.append(
-            [
-                model,
-                f"{batch} x {prompt} + {new_tokens:,}",
-                f"{_step_cell(our_step, batch * new_tokens)}; {factors}",
-                *(_step_cell(row, batch * new_tokens) if row else "" for row in others),
-                ", ".join(sorted({row["commit"][:8] for row in steps[key]})),
-            ]
-        )
-    header = ["model", "completions", "here, NVFP4", _BF16, *names, "commit"]
-    return markdown(header, lines)
+        return f"{cell(line['ours'], line)}; {factors}"
+
+    def cell(row: Mapping[str, Any], line: dict) -> str:
+        """A step as '13.2 s (11.0 + 2.2), 37.8 GB, 1,240 tokens/s'."""
+        seconds = filled("{step_s:.1f} s ({rollout_s:.1f} + {update_s:.1f})", row)
+        tokens = line["batch"] * line["new_tokens"]
+        return f"{seconds}{_peak(row)}, {tokens / row['step_s']:,.0f} tokens/s"
+
+    lines = list(_compared_steps(rows, our_rows))
+    columns = [
+        ("model", "{model}"),
+        _COMPLETIONS,
+        ("here, NVFP4", ours),
+        *(
+            (name, lambda line, name=name: cell(row, line) if (row := line["others"][name]) else "")
+            for name in lines[0]["others"]
+        ),
+        ("commit", "{commits}"),
+    ]
+    return table(columns, lines)
 
 
 def short_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
-    """The same in a few figures: seconds and peak memory, and how much faster ours is.
+    """The same for the most completions of each model: seconds, peak memory, how much faster.
 
     Args:
         rows: rows of peers.json.
         our_rows: rows of step.json, for bf16 LoRA in this engine.
     """
-    steps, lines = peer_steps(rows), []
-    for key, ours, others in _compared_steps(steps, our_rows):
-        fastest = min(steps[key], key=lambda row: row["step_s"])
-        factor = f"{faster(fastest['step_s'], ours['step_s'])} than {fastest['peer']}"
-        lines.append(
-            [
-                key[0],
-                f"{_short_cell(ours)}: **{factor}**",
-                *(_short_cell(row) if row else "" for row in others),
-            ]
-        )
-    return markdown(["model", "here, NVFP4", _BF16, *_peers(steps)], lines)
+
+    def ours(line: dict) -> str:
+        peers = [(row["step_s"], name) for name, row in line["others"].items() if row]
+        seconds, name = min(peer for peer in peers if peer[1] != _BF16)
+        return f"{cell(line['ours'])}: **{faster(seconds, line['ours']['step_s'])} than {name}**"
+
+    def cell(row: Mapping[str, Any]) -> str:
+        return filled("{step_s:.1f} s", row) + _peak(row)
+
+    lines = {line["model"]: line for line in _compared_steps(rows, our_rows)}
+    columns = [
+        ("model", "{model}"),
+        ("here, NVFP4", ours),
+        *(
+            (name, lambda line, name=name: cell(row) if (row := line["others"][name]) else "")
+            for name in next(iter(lines.values()))["others"]
+        ),
+    ]
+    return table(columns, lines.values())
 
 
-def _peers(steps: Mapping[tuple, list[dict]]) -> list[str]:
-    return sorted({row["peer"] for peer_rows in steps.values() for row in peer_rows})
-
-
-def _compared_steps(
-    steps: Mapping[tuple, list[dict]], our_rows: Iterable[dict]
-) -> Iterator[tuple[tuple, dict[str, Any], list[dict | None]]]:
-    """Yields the key of a step, our figures in NVFP4, and the rows that they are compared with.
-
-    Args:
-        steps: the steps of peers, from `peer_steps`.
-        our_rows: rows of step.json, for bf16 LoRA in this engine.
+def _compared_steps(rows: Iterable[dict], our_rows: Iterable[dict]) -> Iterator[dict[str, Any]]:
+    """Yields the steps that a peer was measured in, smaller models and fewer completions first.
 
     Yields:
-        The compared rows begin with bf16 LoRA here and go on in the order of `_peers`; None where a
-        step was not measured.
+        The fields of `_SIZE`, `commits`, `ours` in NVFP4, and `others`: bf16 LoRA here and every
+        peer by name, None where it was not measured.
     """
-    bf16, names = _bf16_steps(our_rows), _peers(steps)
+    steps = peer_steps(rows)
+    bf16 = {
+        _size(row): row
+        for row in our_rows
+        if row["format"] == "bf16" and row["updates"] == 1 and not row["mean_length"]
+    }
+    names = sorted({row["peer"] for peer_rows in steps.values() for row in peer_rows})
     for key, peer_rows in steps.items():
         by_peer = {row["peer"]: row for row in peer_rows}
-        ours = {name: peer_rows[0][f"our_{name}"] for name in _MEASURED}
-        yield key, ours, [bf16.get(key), *map(by_peer.get, names)]
+        yield dict(zip(_SIZE, key, strict=True)) | {
+            "commits": ", ".join(sorted({row["commit"][:8] for row in peer_rows})),
+            "ours": {name: peer_rows[0][f"our_{name}"] for name in _MEASURED},
+            "others": {_BF16: bf16.get(key)} | {name: by_peer.get(name) for name in names},
+        }
 
 
 def faster(seconds: float, our_seconds: float) -> str:
@@ -161,63 +248,39 @@ def faster(seconds: float, our_seconds: float) -> str:
     return f"{our_seconds / seconds:.1f}x slower"
 
 
-def _short_cell(row: Mapping[str, Any]) -> str:
-    peak = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
-    return f"{row['step_s']:.1f} s{peak}"
-
-
-def _bf16_steps(our_rows: Iterable[dict]) -> dict[tuple, dict]:
-    """Our steps in bf16 by model, completions, lengths and card."""
-    names = ("model", "batch", "prompt", "new_tokens", "device")
-    return {
-        tuple(row[name] for name in names): row
-        for row in our_rows
-        if row["format"] == "bf16" and row["updates"] == 1 and not row["mean_length"]
-    }
-
-
-_BF16 = "here, bf16 LoRA"
-_MEASURED = ("step_s", "rollout_s", "update_s", "peak_gb")
-
-
-def _step_cell(row: Mapping[str, Any], tokens: int) -> str:
-    """A step as '13.2 s (11.0 + 2.2), 37.8 GB, 1,240 tokens/s'."""
-    peak = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
-    return (
-        f"{row['step_s']:.1f} s ({row['rollout_s']:.1f} + {row['update_s']:.1f}){peak}, "
-        f"{tokens / row['step_s']:,.0f} tokens/s"
-    )
+def _peak(row: Mapping[str, Any]) -> str:
+    return "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
 
 
 def peer_parts_table(rows: Iterable[dict]) -> str:
     """Rollouts and updates of peers alone, and beside them ours, with how much faster they are."""
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["peer"], _billions(row["model"]), row["batch"])):
-        cells = []
-        for name in ("rollout_s", "update_s"):
-            theirs, ours = row[name], row[f"our_{name}"]
-            cells += (
-                ["", ""]
-                if theirs is None
-                else [f"{theirs:.2f}", f"{ours:.2f} ({faster(theirs, ours)})"]
-            )
-        formats = dict.fromkeys(filter(None, (row["format"], row["rollout_format"])))
-        lines.append(
-            [
-                row["peer"],
-                row["model"],
-                ", rollouts ".join(formats),
-                f"{row['batch']} x {row['prompt']} + {row['new_tokens']:,}",
-                *cells,
-                "" if row["peak_gb"] is None else f"{row['peak_gb']:.1f}",
-                row["commit"][:8],
-            ]
+
+    def ours(name: str, row: dict) -> str:
+        theirs, our_seconds = row[name], row[f"our_{name}"]
+        return "" if theirs is None else f"{our_seconds:.2f} ({faster(theirs, our_seconds)})"
+
+    def formats(row: dict) -> str:
+        return ", rollouts ".join(
+            dict.fromkeys(filter(None, (row["format"], row["rollout_format"])))
         )
-    header = (
-        "peer", "model", "base weights", "completions", "rollout s", "here", "update s", "here",
-        "peak GB", "commit",
-    )  # fmt: skip
-    return markdown(header, lines)
+
+    def optional(name: str, form: str, row: dict) -> str:
+        return "" if row[name] is None else format(row[name], form)
+
+    columns = [
+        ("peer", "{peer}"),
+        ("model", "{model}"),
+        ("base weights", formats),
+        _COMPLETIONS,
+        ("rollout s", lambda row: optional("rollout_s", ".2f", row)),
+        ("here", lambda row: ours("rollout_s", row)),
+        ("update s", lambda row: optional("update_s", ".2f", row)),
+        ("here", lambda row: ours("update_s", row)),
+        ("peak GB", lambda row: optional("peak_gb", ".1f", row)),
+        ("commit", "{commit:.8}"),
+    ]
+    order = sorted(rows, key=lambda row: (row["peer"], _billions(row["model"]), row["batch"]))
+    return table(columns, order)
 
 
 def peer_packages(rows: Iterable[dict]) -> str:
@@ -227,33 +290,21 @@ def peer_packages(rows: Iterable[dict]) -> str:
     )
 
 
-def adapter_sentence(rows: Iterable[dict]) -> str:
-    """How much longer vLLM's rollouts take where each one begins with a new adapter.
+def adapter_seconds(rows: Iterable[dict]) -> str:
+    """How much longer vLLM's rollouts take where each one begins with a new adapter, by model.
 
     Args:
         rows: rows of peers.json; those of vLLM alone keep one adapter.
-
-    Returns:
-        A sentence, which is empty unless both were measured at the same size.
     """
-    key_names = ("model", "rollout_format", "batch", "prompt", "new_tokens", "device")
     rows = sorted(rows, key=lambda row: _billions(row["model"]))
-    alone = {tuple(row[name] for name in key_names): row for row in rows if row["peer"] == "vLLM"}
-    pairs = [
-        (row, alone[key])
+    alone = {
+        (*_size(row), row["rollout_format"]): row["rollout_s"]
+        for row in rows
+        if row["peer"] == "vLLM"
+    }
+    return " and ".join(
+        f"{row['rollout_s'] - alone[key]:.1f} s ({row['model']})"
         for row in rows
         if row["peer"] == "TRL (QLoRA) + vLLM"
-        and (key := tuple(row[name] for name in key_names)) in alone
-    ]
-    texts = [
-        f"{row['rollout_s'] - alone_row['rollout_s']:.1f} s ({row['model']})"
-        for row, alone_row in pairs
-    ]
-    if not pairs:
-        return ""
-    first = pairs[0][0]
-    return (
-        "In a QLoRA step the trainer writes its adapter and vLLM reads it before each rollout: "
-        f"{first['batch']} completions in {first['rollout_format']} then take "
-        f"{' and '.join(texts)} longer than in vLLM with one adapter."
+        and (key := (*_size(row), row["rollout_format"])) in alone
     )

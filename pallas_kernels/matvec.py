@@ -85,7 +85,7 @@ def matvec(x: jax.Array, weight: jax.Array, *, interpret: bool = False) -> jax.A
     def body(threads, operands, _, y):
         x, weight = operands
         # The last CTA repeats outputs of the one before, if their number is not a multiple.
-        rows = pl.ds(jnp.minimum(threads.place[0] * _OUTPUTS, n - _OUTPUTS), _OUTPUTS)
+        rows = pl.ds(jnp.minimum(threads.cta[0] * _OUTPUTS, n - _OUTPUTS), _OUTPUTS)
 
         def add(acc, starts, counted=0):
             """Adds tiles from these columns on, without columns that are counted already."""

@@ -25,15 +25,10 @@ Array = Any  # a jax.Array, its shape and dtype, or a reference to it inside a k
 
 @dataclasses.dataclass(frozen=True)
 class Warpgroup:
-    """The threads of a CTA.
+    """The threads of a CTA."""
 
-    Attributes:
-        place: index of the CTA along each axis of the grid.
-        simulated: whether a kernel is simulated instead of compiled.
-    """
-
-    place: tuple[Any, ...]
-    simulated: bool
+    cta: tuple[Any, ...]  # its index along each axis of the grid
+    simulated: bool  # whether a kernel is simulated instead of compiled
 
     def load(self, ref: Any, layout: Layout) -> jax.Array:
         """Loads an array from global or shared memory into registers."""
@@ -88,7 +83,7 @@ def run(
         grid: number of CTAs along each axis.
         operands: a tree of arrays.
         results: a tree of shapes and dtypes.
-        updated: arrays that the kernel changes in place; donated.
+        updated: arrays that the kernel changes; donated.
         scratch: shapes and dtypes of arrays in shared memory, by name.
         interpret: whether to simulate the kernel on a CPU.
 

@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 # Where each name lives, as `module`, or `module:name` where the module has another name for it.
 _PUBLIC = {
-    "CardPlan": "qerl_jax.training.plan",
+    "CardPlan": "qerl_jax.training.card_plan",
     "EngineConfig": "qerl_jax.rollout.config",
     "EvaluateConfig": "qerl_jax.evaluation.results_folder",
     "ExportConfig": "qerl_jax.export.write",
@@ -26,7 +26,7 @@ _PUBLIC = {
     "QuantTensor": "qerl_jax.policy.quant",
     "Rollout": "qerl_jax.rollout.completions",
     "SamplingConfig": "qerl_jax.rollout.config",
-    "Scores": "qerl_jax.rewards.scores",
+    "Scores": "qerl_jax.rewards.scored",
     "Session": "qerl_jax.training.session",
     "StepResult": "qerl_jax.training.step",
     "TrainBatch": "qerl_jax.rl.batch",
@@ -48,7 +48,7 @@ _PUBLIC = {
     "open_policy": "qerl_jax.evaluation.load_policy",
     "open_session": "qerl_jax.training.session",
     "perturb_norms": "qerl_jax.policy.aqn",
-    "plan": "qerl_jax.training.plan",
+    "plan": "qerl_jax.training.card_plan",
     "quantize": "qerl_jax.policy.quant",
     "score": "qerl_jax.rewards.score",
     "show_runs": "qerl_jax.show.runs",
@@ -76,15 +76,15 @@ if TYPE_CHECKING:
     from qerl_jax.policy.transformer import forward
     from qerl_jax.rewards.functions import numeric_answer
     from qerl_jax.rewards.score import score
-    from qerl_jax.rewards.scores import Scores
+    from qerl_jax.rewards.scored import Scores
     from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
     from qerl_jax.rl.batch import TrainBatch, make_batch
     from qerl_jax.rl.logprobs import completion_logprobs
     from qerl_jax.rollout.completions import Rollout, detokenize
     from qerl_jax.rollout.config import EngineConfig, SamplingConfig
     from qerl_jax.show.runs import show_runs
+    from qerl_jax.training.card_plan import CardPlan, plan
     from qerl_jax.training.loop import train
-    from qerl_jax.training.plan import CardPlan, plan
     from qerl_jax.training.session import Session, open_session, train_step
     from qerl_jax.training.step import StepResult
     from qerl_jax.weights.load import LoadedModel, load

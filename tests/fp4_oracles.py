@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from pallas_kernels import fp4_matmul as fp4
@@ -11,6 +12,16 @@ from pallas_kernels import fp4_matmul as fp4
 
 def float64(x):
     return np.asarray(x).astype(np.float64)
+
+
+def random_weight(rng, n, k, form="nvfp4"):
+    packed = jnp.asarray(rng.integers(0, 256, (n, k // 2), np.uint8))
+    if form == "mxfp4":
+        scales = rng.integers(110, 125, (n, k // 32), np.uint8).view(ml_dtypes.float8_e8m0fnu)
+        return fp4.Fp4Weight(packed, jnp.asarray(scales))
+    scales = rng.integers(1, 127, (n, k // 16), np.uint8).view(ml_dtypes.float8_e4m3fn)
+    divisors = jnp.asarray(rng.uniform(1000, 3000, n), jnp.float32)
+    return fp4.Fp4Weight(packed, jnp.asarray(scales), divisors)
 
 
 @jax.jit

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.decode.attention import AttentionInputs
 from pallas_kernels.fp4_matmul import layout
 
 CONFIG = """
@@ -37,14 +38,16 @@ dnn_version_info { major: 9 minor: 10 }
 runtime_version { major: 13 minor: 0 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
+DEVICE = AbstractDevice("NVIDIA H200", 132, "gpu")
 
 
 @contextlib.contextmanager
-def compiler(devices=1, tensor=1):
+def compiler(devices=1, tensor=1, *, config=CONFIG, device=DEVICE):
     """Yields a function that compiles another, jitted or not, for abstract arguments.
 
     With several devices it compiles for their mesh, which is its attribute `mesh`, and arguments
-    with a sharding keep it. `tensor` of them form a group, between which weights are cut.
+    with a sharding keep it. `tensor` of them form a group, between which weights are cut. Another
+    GPU has another config and device.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # they ask a driver
@@ -52,11 +55,10 @@ def compiler(devices=1, tensor=1):
         before = jax.config.jax_platforms
         jax.config.update("jax_platforms", "cpu")
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=CONFIG, topology=f"1x1x{devices}"
+            platform="cuda", target_config=config, topology=f"1x1x{devices}"
         )
         concrete = Mesh(np.array(topology.devices).reshape(-1, tensor), ("data", "tensor"))
         sharding = NamedSharding(concrete, PartitionSpec())
-        device = AbstractDevice("NVIDIA H200", 132, "gpu")
         shape = devices // tensor, tensor
         mesh = AbstractMesh(
             shape, concrete.axis_names, (AxisType.Auto,) * 2, abstract_device=device
@@ -92,4 +94,26 @@ def tiles(n, k):
         divisor=array(n, dtype=jnp.float32),
         inputs=k,
         format="nvfp4",
+    )
+
+
+def attention_inputs(
+    rows, positions, *, kv_heads, group, head_dim=128, bias=True, qk_norm=False, dtype=jnp.bfloat16
+):
+    """Abstract arguments of attention, with as many partial mean squares as a product leaves."""
+    outputs, float32 = kv_heads * (group + 2) * head_dim, jnp.float32
+    angle = array(rows, head_dim // 2, dtype=float32)
+    cache = array(rows, kv_heads, positions, head_dim, dtype=dtype)
+    scale = array(head_dim, dtype=float32) if qk_norm else None
+    return AttentionInputs(
+        qkv=array(rows, outputs),
+        square_partials=array(324, rows, dtype=float32),
+        cosines=angle,
+        sines=angle,
+        lengths=array(rows, dtype=jnp.int32),
+        bias=array(outputs) if bias else None,
+        q_norm=scale,
+        k_norm=scale,
+        keys=cache,
+        values=cache,
     )

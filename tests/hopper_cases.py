@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from fp4_oracles import exact, float64
+from fp4_oracles import exact, float64, product_and_derivatives, random_weight
 
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul.tiling import TileConfig
@@ -49,16 +49,6 @@ def skip_unless_hopper():
         pytest.skip(f"needs a Hopper GPU, this is {device.device_kind}")
 
 
-def random_weight(rng, n, k, form="nvfp4"):
-    packed = jnp.asarray(rng.integers(0, 256, (n, k // 2), np.uint8))
-    if form == "mxfp4":
-        scales = rng.integers(110, 125, (n, k // 32), np.uint8).view(ml_dtypes.float8_e8m0fnu)
-        return fp4.Fp4Weight(packed, jnp.asarray(scales))
-    scales = rng.integers(1, 127, (n, k // 16), np.uint8).view(ml_dtypes.float8_e4m3fn)
-    divisors = jnp.asarray(rng.uniform(1000, 3000, n), jnp.float32)
-    return fp4.Fp4Weight(packed, jnp.asarray(scales), divisors)
-
-
 def check_product(implementation, config, shape, adapter, form):
     """Compares a product with the exact one, and with itself."""
     m, n, k = shape
@@ -87,3 +77,74 @@ def check_dequantize(dequantize, n, k, form):
         weight = weight._replace(global_scale=jnp.full(n, 2.0**11))
     actual = dequantize(fp4.to_tiles(weight), inputs=k)
     np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
+
+
+def check_derivatives(implementation, m):
+    """Compares a product and its derivatives with those in float64."""
+    rng = np.random.default_rng()
+    n, k, rank = 1536, 1024, 32
+    weight = random_weight(rng, n, k)
+    x, a, b, bias, dy = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((m, k), (rank, k), (n, rank), (n,), (m, n))
+    )
+    tiles = fp4.to_tiles(weight)
+
+    @jax.jit
+    def gradients(x, lora, bias, dy):
+        def run(x, lora, bias):
+            return fp4.fp4_matmul(x, tiles, lora=lora, bias=bias, implementation=implementation)
+
+        y, backward = jax.vjp(run, x, lora, bias)
+        return y, *backward(dy)
+
+    y, dx, (da, db), dbias = gradients(x, (a, b), bias, dy)
+    actual = {"y": y, "dx": dx, "dA": da, "dB": db, "dbias": dbias}
+    for name, want in product_and_derivatives(x, weight, (a, b), bias, dy).items():
+        error = np.linalg.norm(float64(actual[name]) - want) / np.linalg.norm(want)
+        assert error < 6e-3, (name, error)
+
+
+def check_layers_in_a_loop(kernel):
+    """Compares steps over layers with XLA's, and with themselves: locks are zero after a call."""
+    rng = np.random.default_rng()
+    layers = [random_weight(rng, *shape) for shape in [(8192, 2048), (2048, 8192)] * 2]
+    x = jnp.asarray(rng.standard_normal((24, 2048)), jnp.bfloat16)
+
+    def steps(matmul, layers):
+        def step(_, x):
+            for weight in layers:
+                y = matmul(x, weight).astype(jnp.float32)
+                x = (y / jnp.abs(y).max()).astype(jnp.bfloat16)
+            return x
+
+        return jax.jit(lambda x: jax.lax.fori_loop(0, 8, step, x))(x)
+
+    tiles = [fp4.to_tiles(weight) for weight in layers]
+    first = steps(kernel, tiles)
+    np.testing.assert_array_equal(float64(first), float64(steps(kernel, tiles)))
+    expected = float64(steps(functools.partial(fp4.fp4_matmul, implementation="xla"), layers))
+    assert np.linalg.norm(float64(first) - expected) < 0.2 * np.linalg.norm(expected)
+
+
+def check_adapters(matmul, x, weight, given, expected):
+    """Compares products with two adapters, and many with the first: locks are zero after a call.
+
+    Each adapter is given as arguments of the product; expected are its x A^T in float64 and B.
+    """
+    tiles = fp4.to_tiles(weight)
+
+    @jax.jit
+    def run(x, tiles, given):
+        both = [matmul(x, tiles, **adapter) for adapter in given]
+        again = jax.lax.fori_loop(
+            0, 20, lambda _, y: matmul(x + 0 * y[0, 0], tiles, **given[0]), both[0]
+        )
+        return both, again
+
+    both, again = run(x, tiles, given)
+    dense = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    for y, (xa, b) in zip(both, expected, strict=True):
+        want = dense + float64(xa.astype(ml_dtypes.bfloat16)) @ float64(b).T
+        assert np.linalg.norm(float64(y) - want) / np.linalg.norm(want) < ROUNDING
+    np.testing.assert_array_equal(float64(both[0]), float64(again))

@@ -101,7 +101,7 @@ def variants(
 def product(config: TileConfig, m: int, n: int, k: int, options: dict) -> tuple[Callable, tuple]:
     """A product in a tiling, and its abstract arguments."""
     arrays = dict(options)
-    static = {"dtype": arrays.pop("dtype")} if "dtype" in arrays else {}
+    static = {name: arrays.pop(name) for name in ("dtype", "trace") if name in arrays}
 
     def run(x, weight, arrays):
         return sm90.matmul(x, weight, config=config, num_sms=SMS, **static, **arrays)

@@ -20,6 +20,7 @@ import pytest
 import tiny_rollout
 import tiny_run
 from row_batch import row_batch
+from row_loss import loss_config
 from safetensors.numpy import load_file
 from tiny_checkpoints import VOCAB
 from tiny_model import random_lora, random_tokens, tiny_policy
@@ -36,7 +37,6 @@ from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import data_parallel, logprobs
 from qerl_jax.rl.data_parallel import deal_buffers
-from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import pack
 from qerl_jax.rl.programs import functions
 from qerl_jax.rl.train_step import UpdateConfig, init_state

@@ -1,6 +1,7 @@
-"""The functions that load problems, with the fields of `ProblemConfig` as options."""
+"""Problems as tests load and draw them."""
 
 from qerl_jax.data import splits
+from qerl_jax.data.order import draw_turns, take_turns
 from qerl_jax.data.splits import ProblemConfig
 
 
@@ -17,3 +18,9 @@ def load_splits(source="", *, train=True, **options):
 def load_mixture(sources, **options):
     """`splits.load_mixture`."""
     return splits.load_mixture(sources, ProblemConfig(**options))
+
+
+def draw(order, cursor, n, *, exclude=()):
+    """Draws the next n problems."""
+    turns, cursor = take_turns(order, cursor, n)
+    return draw_turns(order, cursor, turns, exclude=exclude)

@@ -7,6 +7,7 @@ must be taken by all threads of a CTA or by none.
 
 import functools
 import itertools
+import operator
 import re
 import struct
 
@@ -16,6 +17,29 @@ THREADS = 128
 _BASE = 1 << 20  # address of the first array in global memory
 _THREAD = np.arange(THREADS, dtype=np.uint64)
 _LANE = (_THREAD % 32).astype(np.int64)
+_ARITHMETIC = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.floordiv,
+    "rem": operator.mod,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "fma": lambda a, b, c: a * b + c,
+    "mad": lambda a, b, c: a * b + c,
+}
+_OF_FLOATS = {"div": operator.truediv, "min": np.fmin, "max": np.fmax}
+_UNARY = {
+    "neg": operator.neg,
+    "abs": np.abs,
+    "ex2": np.exp2,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "rcp": lambda x: 1 / x,
+}
+_SHIFTS = {"shl": operator.lshift, "shr": operator.rshift}
 _INTEGERS = {"b": "u", "u": "u", "s": "i", "f": "f"}
 
 
@@ -173,9 +197,21 @@ class _Block:
 
     def execute(self, name, operands, mask):
         parts = name.split(".")
-        method = getattr(self, "op_" + parts[0], None)
-        assert method, f"{name} {operands}"
-        method(parts, operands, mask)
+        kind = parts[0]
+        if kind in ("mul", "mad") and parts[1] in ("wide", "hi"):
+            self.product(parts, operands, mask)
+        elif kind in _ARITHMETIC:
+            of_floats = _OF_FLOATS if parts[-1][0] == "f" else {}
+            function = of_floats.get(kind, _ARITHMETIC[kind])
+            self.arithmetic(parts, operands, mask, function)
+        elif kind in _UNARY:
+            self.unary(parts, operands, mask, _UNARY[kind])
+        elif kind in _SHIFTS:
+            self.shift(parts, operands, mask, _SHIFTS[kind])
+        else:
+            method = getattr(self, "op_" + kind, None)
+            assert method, f"{name} {operands}"
+            method(parts, operands, mask)
 
     def ignore(self, parts, operands, mask):
         """Barriers and fences: threads proceed together."""
@@ -309,20 +345,20 @@ class _Block:
         self.put(operands[0], np.where(self.registers[operands[3]], a, b), mask)
 
     def op_not(self, parts, operands, mask):
-        if parts[-1] == "pred":
-            self.put(operands[0], ~self.registers[operands[1]], mask)
-        else:
-            self.put(operands[0], ~self.get(operands[1], parts[-1].replace("b", "u")), mask)
+        kind = parts[-1].replace("b", "u")
+        source = self.registers[operands[1]] if kind == "pred" else self.get(operands[1], kind)
+        self.put(operands[0], ~source, mask)
 
     def op_bfe(self, parts, operands, mask):
         value, start, count = (self.get(x, "u32") for x in operands[1:])
         self.put(operands[0], value >> start & (np.uint32(1) << count) - np.uint32(1), mask)
 
-    def op_neg(self, parts, operands, mask):
-        self.put(operands[0], -self.get(operands[1], parts[-1]), mask)
+    def unary(self, parts, operands, mask, function):
+        self.put(operands[0], function(self.get(operands[1], parts[-1])), mask)
 
-    def op_abs(self, parts, operands, mask):
-        self.put(operands[0], np.abs(self.get(operands[1], parts[-1])), mask)
+    def shift(self, parts, operands, mask, function):
+        a, b = self.get(operands[1], parts[-1].replace("b", "u")), self.get(operands[2], "u32")
+        self.put(operands[0], function(a, b.astype(a.dtype)), mask)
 
     def arithmetic(self, parts, operands, mask, function):
         kind = parts[-1]
@@ -357,77 +393,16 @@ class _Block:
             result = function(*numbers)
         self.put(operands[0], result, mask)
 
-    def op_add(self, parts, operands, mask):
-        self.arithmetic(parts, operands, mask, lambda a, b: a + b)
-
-    def op_sub(self, parts, operands, mask):
-        self.arithmetic(parts, operands, mask, lambda a, b: a - b)
-
-    def op_min(self, parts, operands, mask):
-        self.arithmetic(parts, operands, mask, np.fmin if parts[-1][0] == "f" else np.minimum)
-
-    def op_max(self, parts, operands, mask):
-        self.arithmetic(parts, operands, mask, np.fmax if parts[-1][0] == "f" else np.maximum)
-
-    def op_and(self, parts, operands, mask):
-        self.arithmetic(parts, operands, mask, lambda a, b: a & b)
-
-    def op_or(self, parts, operands, mask):
-        self.arithmetic(parts, operands, mask, lambda a, b: a | b)
-
-    def op_xor(self, parts, operands, mask):
-        self.arithmetic(parts, operands, mask, lambda a, b: a ^ b)
-
-    def op_div(self, parts, operands, mask):
-        if parts[-1][0] == "f":
-            self.arithmetic(parts, operands, mask, lambda a, b: a / b)
-        else:
-            self.arithmetic(parts, operands, mask, lambda a, b: a // b)
-
-    def op_rem(self, parts, operands, mask):
-        self.arithmetic(parts, operands, mask, lambda a, b: a % b)
-
-    def op_fma(self, parts, operands, mask):
-        self.arithmetic(parts, operands, mask, lambda a, b, c: a * b + c)
-
-    def op_mul(self, parts, operands, mask):
-        if parts[1] == "wide":
-            kind = parts[2]
-            a, b = (self.get(x, kind).astype(f"{_INTEGERS[kind[0]]}8") for x in operands[1:])
-            self.put(operands[0], a * b, mask)
-        elif parts[1] == "hi":
-            kind = parts[2]
-            a, b = (self.get(x, kind).astype(f"{_INTEGERS[kind[0]]}8") for x in operands[1:])
-            self.put(operands[0], (a * b >> 32).astype(f"{_INTEGERS[kind[0]]}4"), mask)
-        else:
-            self.arithmetic(parts, operands, mask, lambda a, b: a * b)
-
-    def op_mad(self, parts, operands, mask):
-        if parts[1] == "wide":
-            kind = parts[2]
-            a, b = (self.get(x, kind).astype(f"{_INTEGERS[kind[0]]}8") for x in operands[1:3])
-            self.put(operands[0], a * b + self.get(operands[3], f"{kind[0]}64"), mask)
-        else:
-            self.arithmetic(parts, operands, mask, lambda a, b, c: a * b + c)
-
-    def op_shl(self, parts, operands, mask):
-        kind = parts[-1].replace("b", "u")
-        a, b = self.get(operands[1], kind), self.get(operands[2], "u32")
-        self.put(operands[0], a << b.astype(a.dtype), mask)
-
-    def op_shr(self, parts, operands, mask):
-        kind = parts[-1].replace("b", "u")
-        a, b = self.get(operands[1], kind), self.get(operands[2], "u32")
-        self.put(operands[0], a >> b.astype(a.dtype), mask)
-
-    def op_ex2(self, parts, operands, mask):
-        self.put(operands[0], np.exp2(self.get(operands[1], "f32")), mask)
-
-    def op_rsqrt(self, parts, operands, mask):
-        self.put(operands[0], 1 / np.sqrt(self.get(operands[1], "f32")), mask)
-
-    def op_rcp(self, parts, operands, mask):
-        self.put(operands[0], 1 / self.get(operands[1], "f32"), mask)
+    def product(self, parts, operands, mask):
+        """A product that is wider than its factors, or its upper half; plus the third operand."""
+        kind = parts[2]
+        a, b = (self.get(x, kind).astype(f"{_INTEGERS[kind[0]]}8") for x in operands[1:3])
+        total = a * b
+        if parts[1] == "hi":
+            total = (total >> 32).astype(f"{_INTEGERS[kind[0]]}4")
+        elif operands[3:]:
+            total += self.get(operands[3], f"{kind[0]}64")
+        self.put(operands[0], total, mask)
 
     def op_prmt(self, parts, operands, mask):
         a, b, select = (self.get(x, "u32").astype(np.uint64) for x in operands[1:4])

@@ -3,8 +3,8 @@
 import contextlib
 import functools
 
+import fp4_oracles
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from fp4_oracles import float64
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
@@ -18,18 +18,39 @@ ROUNDING = 2e-3  # relative error of results stored in bfloat16
 
 
 def random_weight(n, k, form="nvfp4"):
-    rng = np.random.default_rng(n + k)
-    packed = jnp.asarray(rng.integers(0, 256, (n, k // 2), np.uint8))
-    if form == "mxfp4":
-        scales = rng.integers(110, 125, (n, k // 32), np.uint8).view(ml_dtypes.float8_e8m0fnu)
-        return fp4.Fp4Weight(packed, jnp.asarray(scales))
-    scales = rng.integers(1, 127, (n, k // 16), np.uint8).view(ml_dtypes.float8_e4m3fn)
-    divisors = jnp.asarray(rng.uniform(1000, 3000, n), jnp.float32)
-    return fp4.Fp4Weight(packed, jnp.asarray(scales), divisors)
+    return fp4_oracles.random_weight(np.random.default_rng(n + k), n, k, form)
 
 
 def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+def check_kernel(matmul, shape, config, rank, *, form="nvfp4", dtype="bfloat16", **options):
+    """Compares a kernel's product, with an adapter and a bias if there is a rank, with float64."""
+    m, n, k = shape
+    weight, x, extra, dtype = random_weight(n, k, form), normal(m, k), {}, jnp.dtype(dtype)
+    if rank:
+        extra = {"xa": normal(m, rank, seed=1), "b": normal(n, rank, seed=2), "bias": normal(n)}
+    y = matmul(x, fp4.to_tiles(weight), config=config, dtype=dtype, **options, **extra)
+    assert y.shape == (m, n)
+    assert y.dtype == dtype
+    tolerance = ROUNDING if dtype == jnp.bfloat16 else 1e-5
+    assert relative_error(y, product(x, weight, **extra)) < tolerance
+
+
+def check_dequantize(dequantize, n, k, form):
+    """Compares a kernel that dequantizes with the definition."""
+    weight = random_weight(n, k, form)
+    if form == "nvfp4":  # of exact values, which are rounded once
+        weight = weight._replace(global_scale=jnp.full(n, 2.0**11))
+    actual = dequantize(fp4.to_tiles(weight), inputs=k)
+    np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
+
+
+def product(x, weight, *, xa=None, b=None, bias=0.0):
+    """In float64: x W^T + xa B^T + bias."""
+    y = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    return y + float64(bias) if xa is None else y + float64(xa) @ float64(b).T + float64(bias)
 
 
 def relative_error(actual, expected):

@@ -29,8 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import ptx
 import sass
-from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice
 from kernel_code import standard_output
 from simulated_kernel import random_weight
 
@@ -65,15 +64,10 @@ def compiled_code(target, function, args):
         config = re.sub(r"(per_block_optin): \d+", r"\1: 101376", config)
         config = re.sub(r"(memory_per_core): \d+", r"\1: 102400", config)
     config = config.replace("NVIDIA H200", NAMES[target])
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    concrete = Mesh(np.array(topology.devices), ("data",))
-    sharding = NamedSharding(concrete, PartitionSpec())
     device = Device(NAMES[target], 132, "gpu", f"{major}.{minor}")
-    mesh = AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=device)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    with jax.sharding.use_abstract_mesh(mesh), standard_output() as read:
-        lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
-        lowered.compile()
+    args = jax.tree.map(lambda x: h200.array(*x.shape, dtype=x.dtype), args)
+    with h200.compiler(config=config, device=device) as compiled, standard_output() as read:
+        compiled(function, *args)
         return read()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from refusal import refused
 from row_batch import row_batch
-from row_loss import row_loss
+from row_loss import loss_config, row_loss
 
 from qerl_jax.rl import losses
 from qerl_jax.rollout.shapes import bucket
@@ -86,7 +86,7 @@ def test_truncated_rows_leave_the_mask_and_the_token_count(aggregation):
 def test_loss_is_finite_whatever_is_empty(aggregation, lengths, all_truncated):
     finished = FINISHED & (not all_truncated)
     batch = batch_of(lengths, finished, mask_truncated=True, aggregation=aggregation)
-    config = losses.LossConfig(aggregation, kl_coef=0.1, tis_cap=2.0)
+    config = loss_config("grpo", aggregation=aggregation, kl_coef=0.1, tis_cap=2.0)
     logprobs = jnp.full(batch.weights.shape, -2.0)
     loss, gradient = jax.value_and_grad(loss_of)(logprobs, batch, config)
     assert np.isfinite(loss)

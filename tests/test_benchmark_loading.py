@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_checkpoints import model_config
 
-from benchmarks import loading, random_checkpoint, result_tables
+from benchmarks import common, loading, random_checkpoint, result_tables
 from qerl_jax.errors import UserError
 from qerl_jax.policy import architectures
 from qerl_jax.weights import safetensors
@@ -26,7 +26,7 @@ def run(*arguments):
 @pytest.mark.parametrize("stored", ["bf16", "nvfp4"])
 def test_a_row_has_the_bytes_and_seconds_of_a_load(tmp_path, monkeypatch, capsys, tiny, stored):
     # In this process, as a process of its own has no tiny model and takes seconds to start.
-    monkeypatch.setattr(loading, "measured", loading.measure)
+    monkeypatch.setattr(common, "in_process", lambda function, *given: function(*given))
     out, folder = tmp_path / "loading.json", tmp_path / "model"
     arguments = (f"--model={tiny}", f"--stored={stored}", f"--folder={folder}", f"--out={out}")
     run(*arguments)
@@ -41,8 +41,9 @@ def test_a_row_has_the_bytes_and_seconds_of_a_load(tmp_path, monkeypatch, capsys
         assert 0 < row["host_before_gb"] <= row["host_peak_gb"]
         assert row["shard_gb"] > row["gb"]
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines[1:]] == [
-        f"tiny {stored} as nvfp4, {cache}" for cache in ("cold", "warm", "warm")
+    assert [line.partition(" device=")[0] for line in lines[1:]] == [
+        f"model=tiny stored={stored} format=nvfp4 cache={cache}"
+        for cache in ("cold", "warm", "warm")
     ]
     assert result_tables.loading_table(rows).count("\n") == 3
 

@@ -3,23 +3,18 @@
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
-import types
 
-import jax
 import pytest
 from safetensors.numpy import load_file
 from tiny_checkpoints import model_config
+from transformers import PreTrainedTokenizerFast
 
-from benchmarks import loading, pictures, step_tables, tables
+from benchmarks import loading, pictures, step_tables
 from benchmarks import step as own_step
-from benchmarks.peers import common, decode, serve, step, update
-from benchmarks.random_checkpoint import write_random
+from benchmarks.peers import decode, rows, serve, step, update
+from benchmarks.random_checkpoint import model_folder, word, write_random
 from qerl_jax.errors import UserError
-from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy.trainable import Trainable
-from qerl_jax.weights import peft
+from qerl_jax.policy import architectures
 
 CARD = "NVIDIA H100 80GB HBM3"
 
@@ -80,9 +75,9 @@ def arguments(tmp_path, module=decode, **changes):
 
 def test_a_missing_package_is_one_line():
     version = importlib.metadata.version("numpy")
-    assert common.installed({"numpy": "1.0"}) == f"numpy {version}"
+    assert rows.installed("numpy==1.0") == f"numpy {version}"
     with pytest.raises(UserError) as caught:
-        common.installed({"numpy": "1.0", "no-such-engine": "2.0"})
+        rows.installed("numpy==1.0 no-such-engine==2.0")
     assert str(caught.value) == (
         "no-such-engine: not installed; this peer needs an environment with: pip install "
         "numpy==1.0 no-such-engine==2.0"
@@ -92,15 +87,12 @@ def test_a_missing_package_is_one_line():
 @pytest.mark.parametrize(
     ("module", "changes", "message"),
     [
-        (decode, {"rows": "1"}, "--rows"),
-        (decode, {"rows": "8,x"}, "--rows=8,x: numbers"),
+        (decode, {"rows": 1}, "--rows"),
         (decode, {"model": "qwen9"}, "qwen9"),
-        (decode, {"format": "int8"}, "--format=int8"),
         (decode, {"new_tokens": 16}, "--new-tokens"),
         (step, {"micro": 3}, "--micro=3 does not divide"),
         (step, {"rollout_format": "nf4"}, "--rollout-format=nf4 needs --format=nf4"),
         (update, {"steps": 0}, "--steps"),
-        (update, {"micro": "3"}, "--micro=3 names no number that divides 8 rows"),
     ],
 )
 def test_bad_arguments_are_refused_first(module, changes, message, tmp_path):
@@ -121,7 +113,7 @@ _OTHERS = dict.fromkeys(("file", "other.json"), "holds no rows of this benchmark
     [
         (own_step, "", _PLACES | _OTHERS),
         (loading, "--folder=absent", _PLACES | _OTHERS),
-        *((part, "--folder=absent --ours=absent", _PLACES | _OTHERS) for part in (decode, step)),
+        (decode, "--folder=absent --ours=absent", _PLACES | _OTHERS),
         (serve, "absent --base=absent", _PLACES),  # It replaces its file.
     ],
 )
@@ -141,97 +133,44 @@ def test_an_out_that_cannot_be_written_is_refused_first(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_our_row_is_found_or_measured(tmp_path, monkeypatch):
-    parsed, commands = arguments(tmp_path), []
-
-    def measure(command):
-        commands.append(command)
-        rows = [step_row(new_tokens=512), step_row(format="bf16"), step_row(step_s=7.0)]
-        parsed.ours.write_text(json.dumps({"rows": rows}))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(common.subprocess, "run", measure)
-    monkeypatch.setattr(common, "device_name", lambda: "cpu")
-    assert common.our_rows(parsed, [8])[8]["step_s"] == 7.0
-    assert common.our_rows(parsed, [8])[8]["step_s"] == 7.0
-    (command,) = commands
-    assert command[1:3] == ["-m", "benchmarks.step"]
-    assert {"--group=8", "--prompt=256", "--new-tokens=2048", "--format=nvfp4"} <= set(command)
-    with pytest.raises(UserError, match="no row to compare with"):
-        common.our_rows(parsed, [4])  # The command runs, and its file has no such row.
-    monkeypatch.setattr(common, "device_name", lambda: CARD)
-    with pytest.raises(UserError, match=f"holds rows of cpu, this is {CARD}; pass another --ours"):
-        common.our_rows(parsed, [8])
-
-
-def test_a_row_takes_the_place_of_an_older_one(tmp_path):
-    parsed = arguments(tmp_path)
-    measured = {name: row()[name] for name in ("peer", "packages", "format", "rollout_format")}
-    measured |= {"batch": 8, "rollout_s": 9.0, "update_s": None, "step_s": None, "peak_gb": None}
-    for rollout_s in (9.0, 8.0):
-        common.save_row(parsed, "benchmarks.peers.decode", measured | {"rollout_s": rollout_s},
-                        step_row())  # fmt: skip
+def test_a_row_is_compared_with_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "device_name", lambda: CARD)
+    parsed, ours = arguments(tmp_path), step_row(device=CARD)
+    command = (
+        "python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4 --group=8 --prompt=256 "
+        f"--new-tokens=2048 --lora-rank=32 --out={parsed.ours}"
+    )
+    with pytest.raises(UserError, match=command):
+        rows.begin(parsed, "numpy")
+    others = [step_row(), ours | {"format": "bf16"}, ours | {"new_tokens": 512}]
+    parsed.ours.write_text(json.dumps({"rows": others}))
+    with pytest.raises(UserError, match=f"holds no row of {CARD} to compare with"):
+        rows.begin(parsed, "numpy")
+    parsed.ours.write_text(json.dumps({"rows": [*others, ours | {"step_s": 7.0}]}))
+    begun = rows.begin(parsed, "numpy")
+    assert (begun["our_step_s"], begun["our_commit"], begun["device"]) == (7.0, "abc", CARD)
+    measured = {"peer": "vLLM", "format": "bf16", "rollout_format": "bf16", "peak_gb": None}
+    for rollout_s in (9.0, 8.0):  # The second row replaces the first.
+        times = {"rollout_s": rollout_s, "update_s": None, "step_s": None}
+        rows.save(parsed, "benchmarks.peers.decode", begun | measured | times)
     (saved,) = json.loads(parsed.out.read_text())["rows"]
-    wanted = {"peer", "packages", "model", "format", "batch", "prompt", "new_tokens", "rollout_s",
-              "update_s", "step_s", "peak_gb", "device", "commit", "our_rollout_s", "our_update_s",
-              "our_step_s"}  # fmt: skip
+    wanted = {"peer", "packages", "model", "format", "batch", "prompt", "new_tokens", "update_s",
+              "step_s", "peak_gb", "device", "commit", "date", "command", "our_rollout_s",
+              "our_update_s", "our_peak_gb"}  # fmt: skip
     assert wanted <= saved.keys()
-    assert (saved["rollout_s"], saved["our_step_s"], saved["device"]) == (8.0, 6.0, "cpu")
-    parsed.lora_rank = 16
-    common.save_row(parsed, "benchmarks.peers.decode", measured, step_row())
+    assert saved["rollout_s"] == 8.0
+    rows.save(parsed, "benchmarks.peers.decode", begun | measured | {"lora_rank": 16})
     assert [row["lora_rank"] for row in json.loads(parsed.out.read_text())["rows"]] == [16, 32]
 
 
 def test_a_clock_tells_rollouts_from_steps(monkeypatch):
-    now = iter([0.0, 2.0, 5.0, 9.0])  # a step begins, its rollout begins and ends, the step ends
-    monkeypatch.setattr(step.time, "perf_counter", lambda: next(now))
-    monkeypatch.setattr(common, "synchronize", lambda: None)
+    times = iter([0.0, 2.0, 5.0, 9.0])  # a step begins, its rollout begins and ends, the step ends
+    monkeypatch.setattr(step, "now", lambda: next(times))
     clock = step.Clock()
     clock.begin()
     assert clock.rollout(lambda value: value + 1)(1) == 2
     clock.end()
     assert (clock.rollouts, clock.steps) == ([3.0], [9.0])
-
-
-def test_a_step_that_does_not_fit_is_taken_with_less_memory(tmp_path, monkeypatch):
-    parsed, tried = arguments(tmp_path, step, micro=4, checkpointing=False), []
-
-    def measured(_, __, rows, micro, checkpointing):
-        tried.append((rows, micro, checkpointing))
-        return {"step_s": 1.0} if checkpointing or rows * micro < 8 else None
-
-    monkeypatch.setattr(step, "measure_rows", measured)
-    monkeypatch.setattr(step, "share_engine", lambda: None)
-    monkeypatch.setattr(common, "model_folder", lambda _: tmp_path)
-    monkeypatch.setattr(common, "load_policy", lambda *_, **__: None)
-    assert [rows for rows, _ in step.measure(parsed, [8, 2])] == [8, 2]
-    # The smaller step begins with what the larger one ended with.
-    assert tried == [(8, 4, False), (8, 2, False), (8, 1, False), (8, 4, True), (2, 2, True)]
-    monkeypatch.setattr(step, "measure_rows", lambda *_: None)
-    with pytest.raises(UserError, match="8 rows: not even one row per pass fits"):
-        list(step.measure(parsed, [8]))
-
-
-def test_an_update_tries_the_divisors_of_its_rows(tmp_path):
-    assert update.micros_of(arguments(tmp_path, update), 6) == [1, 2, 3, 6]
-    assert update.micros_of(arguments(tmp_path, update, micro="4,2"), 8) == [2, 4]
-
-
-def test_trainers_share_an_engine_and_stay_processes_without_torchrun(monkeypatch):
-    made = []
-    engine = types.ModuleType("trl.generation.vllm_generation")
-    engine.LLM = lambda **options: made.append(options) or len(made)
-    package = types.ModuleType("trl.generation")
-    package.vllm_generation = engine
-    for module in (types.ModuleType("trl"), package, engine):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    step.share_engine()
-    for _ in range(2):
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            monkeypatch.setenv(name, "0")
-        assert engine.LLM(model="m") == 1
-        assert "LOCAL_RANK" not in os.environ
-    assert made == [{"model": "m"}]
 
 
 def test_what_the_user_sets_for_vllm_stays(monkeypatch):
@@ -310,26 +249,14 @@ def test_what_is_said_of_the_peers_together():
     alone = row("vLLM", rollout_s=12.0, packages="vllm 1, torch 2")
     qlora = row("TRL (QLoRA) + vLLM", format="nf4", rollout_s=15.5, packages="torch 2, trl 3")
     assert step_tables.peer_packages([alone, qlora]) == "vllm 1, torch 2, trl 3"
-    text = step_tables.adapter_sentence([qlora, alone, row(rollout_s=30.0)])
-    assert "8 completions in bf16 then take 3.5 s (qwen2.5-7b) longer" in text
-    assert not step_tables.adapter_sentence([qlora | {"rollout_format": "nf4"}, alone])
+    text = step_tables.adapter_seconds([qlora, alone, row(rollout_s=30.0)])
+    assert text == "3.5 s (qwen2.5-7b)"
+    assert not step_tables.adapter_seconds([qlora | {"rollout_format": "nf4"}, alone])
 
 
-def test_the_pages_with_and_without_peers(tmp_path, monkeypatch):
-    for path in tables._RESULTS.glob("*.json"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "peers.json").unlink(missing_ok=True)
-    for module in (tables, pictures):
-        monkeypatch.setattr(module, "_RESULTS", tmp_path)
-    assert tables.speed_text().startswith("![Time of a decode step")
-    assert "Beside other libraries" not in tables.benchmarks_page()
-    assert pictures.peers_data() == {}
+def test_the_picture_of_peers(tmp_path, monkeypatch):
     (tmp_path / "peers.json").write_text(json.dumps({"rows": [row(), row(batch=2)]}))
-    text = tables.speed_text()
-    assert text.startswith("![A step here")
-    assert "8 completions of 2,048 tokens after prompts of 256" in text.replace("\n", " ")
-    assert text.count("| qwen2.5-7b |") == 1
-    assert "2 x 256 + 2,048" in tables.benchmarks_page()
+    monkeypatch.setattr(pictures, "_RESULTS", tmp_path)
     data = pictures.peers_data()
     assert data["qwen2.5-7b"]["rows"] == 8
     assert data["qwen2.5-7b"]["steps"] == {
@@ -352,6 +279,12 @@ def test_a_random_checkpoint_has_what_transformers_requires(tmp_path):
     assert len(files) > 2
     held = {file: set(load_file(tmp_path / "m" / file)) for file in files}
     assert {name: file for file, names in held.items() for name in names} == index["weight_map"]
+
+
+def test_a_prompt_has_as_many_tokens_as_words(tmp_path, monkeypatch):
+    monkeypatch.setitem(architectures.ARCHITECTURES, "tiny", model_config("qwen2"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder(tmp_path / "m", "tiny"))
+    assert tokenizer([" ".join(map(word, (5, 1, 7)))])["input_ids"] == [[5, 1, 7]]
 
 
 def half_right(prompt, completion, answer, num_tokens, finished):
@@ -402,19 +335,3 @@ def test_what_serve_compares(tmp_path):
     worse = serve.compare(rows, texts, [False] * 20, engine="transformers")
     assert worse["transformers"]["value"] == 0.0
     assert (worse["difference"]["value"], worse["agrees"], worse["same_text"]) == (-0.5, False, 1.0)
-
-
-def test_a_step_saves_the_adapter_and_reads_it_back(tmp_path, monkeypatch, capsys):
-    config = model_config("qwen2")
-    lora_config = lora_lib.LoraConfig(rank=4, alpha=8.0)
-    trainable = Trainable(lora_lib.init(jax.random.key(0), config, lora_config), {})
-    setup = types.SimpleNamespace(
-        method=types.SimpleNamespace(lora_config=lora_config),
-        model=types.SimpleNamespace(source="random", config=config),
-    )
-    own_step._save_and_read(tmp_path / "adapter", setup, trainable)
-    assert "read the same values back" in capsys.readouterr().out
-    other = jax.tree.map(lambda leaf: leaf + 1, trainable)
-    monkeypatch.setattr(peft, "load_peft_adapter", lambda *_: other)
-    with pytest.raises(UserError, match="differs from the one that was saved"):
-        own_step._save_and_read(tmp_path / "adapter", setup, trainable)

@@ -20,12 +20,12 @@ from contrast import contrast
 from benchmarks import (
     agreement,
     learning,
-    mesh_tables,
     pictures,
     result_tables,
     run_summary,
     source_tree,
     speedrun,
+    step_tables,
     tables,
 )
 from benchmarks.result_tables import STEPS
@@ -144,21 +144,40 @@ def test_the_engine_agrees_with_the_trainer_and_an_error_shows(monkeypatch):
 
 
 def test_the_pages_are_up_to_date():
-    for name in tables.PAGES:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        assert tables.with_generated_parts(name, text) == text, "run python -m benchmarks.tables"
-    pages = {
-        name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-        for name in ("benchmarks", "config")
-    }
-    assert tables.benchmarks_page() + "\n" == pages["benchmarks"], "run python -m benchmarks.tables"
-    assert tables.config_page() + "\n" == pages["config"], "run python -m benchmarks.tables"
-    with pytest.raises(ValueError, match="has no lines"):
-        tables.with_generated_parts("CONTRIBUTING.md", text.replace("<!-- folders", "<!-- others"))
+    pages = tables.read_pages()
+    assert tables.generated(pages) == pages, "run python -m benchmarks.tables"
+    for text, message in (
+        ("", "no page has marks of: folders"),
+        ("<!-- others -->x<!-- / -->", "'others' is no part"),
+        ("<!-- folders -->x<!-- end of others -->", "CONTRIBUTING.md: a mark is not closed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tables.generated(pages | {"CONTRIBUTING.md": text})
+
+
+def test_marks_surround_what_is_generated(tmp_path, monkeypatch):
+    result = {"rows": [{"share": 0.125, "seconds": 7.25}], "git": {"commit": "0123456789"}}
+    result |= {"device": {"kind": "cpu"}, "versions": {"jax": "1.2"}}
+    (tmp_path / "a.b.json").write_text(json.dumps(result))
+    monkeypatch.setattr(tables, "_RESULTS", tmp_path)
+    columns = [("s", "{seconds:.1f} s"), ("half", lambda row: f"{row['share'] / 2:.4f}"), ("s", "")]
+    monkeypatch.setattr(
+        tables, "PARTS", {"part": (lambda rows: result_tables.table(columns, rows), "a.b/rows")}
+    )
+    page = (
+        "Took <!-- a.b/rows/0 {seconds:.1f} s, {share:.1%} -->x<!-- / -->, <!-- a.b origin -->"
+        "<!-- / -->\n<!-- part: python -m benchmarks.tables -->\nold\n<!-- end of part -->\n"
+    )
+    text = tables.generated({"page": page})["page"]
+    assert re.sub("<!--.*?-->", "", text) == (
+        "Took 7.2 s, 12.5 %, commit 01234567, cpu, jax 1.2\n\n"
+        "| s | half | s |\n| --- | --- | --- |\n| 7.2 s | 0.0625 |  |\n\n"
+    )
+    assert tables.generated({"page": text})["page"] == text
 
 
 def test_the_speedrun_names_its_result():
-    result = json.loads((tables._RESULTS / "speedrun.json").read_text())
+    result = tables.value_at("speedrun")
     said = " ".join(speedrun.__doc__.split())
     assert f"from {result['pass1_start']:.1f} to {result['pass1_end']:.1f} %" in said
     assert f"in {result['seconds']:.0f} s with a warm cache" in said
@@ -166,13 +185,13 @@ def test_the_speedrun_names_its_result():
 
 
 def test_a_config_names_its_results():
-    learning = json.loads((tables._RESULTS / "learning_sums.json").read_text())["learning"]
+    learning = tables.value_at("learning_sums/learning")
     accuracy = learning["eval_accuracy"]
     assert f"{accuracy['before']:.2f} -> {accuracy['after']:.2f}" in grpo_gsm8k.__doc__
     for path in tables._RESULTS.glob("first_run_*.json"):
         minutes = json.loads(path.read_text())["total_seconds"] / 60
         assert f"{learning['steps']} steps, {minutes:.0f} minutes" in grpo_gsm8k.__doc__
-    run = json.loads((tables._RESULTS / tables._GPU_RUN).read_text())
+    run = tables.value_at(tables._GPU_RUN)
     assert f"{run['peak_memory_bytes'] / 1e9:.1f} GB" in grpo_gsm8k.__doc__
     assert f"mean reward {run['reward_mean']:.2f}" in grpo_gsm8k.__doc__
 
@@ -270,7 +289,7 @@ def readme_modules(tmp_path, monkeypatch):
         "python.md",
         "rewards.md",
     }  # Nothing else needs a test.
-    fenced, (methods,) = found["python.md"]  # tests/test_python_page.py runs what is fenced.
+    fenced, (methods,) = found["python.md"]  # tests/test_readme.py runs what is fenced.
     assert fenced == ["python"] * 5
     exec(methods, names := {"optax": optax, "config": grpo_gsm8k.get_config()})
     assert names["centered"](np.array([[1.0, 3.0]]), {}).tolist() == [[-1.0, 1.0]]
@@ -355,9 +374,8 @@ def test_a_step_on_several_gpus_is_compared_with_that_on_one_of_its_commit(tmp_p
     add(2, 16, 9.0, model="not on one")
     add(1, 8, 1.0, commit="d")  # takes the place of the row that the others were compared with
     rows = json.loads((tmp_path / "step.json").read_text())["rows"]
-    sentence = "Completions per second against one GPU: 2.00 on 2 GPUs (a)."
-    assert mesh_tables.scaling_sentence(rows) == sentence
-    table = mesh_tables.scaling_table(rows)
+    assert step_tables.largest_scaling(rows) == "2.00 on 2 GPUs (a)"
+    table = step_tables.scaling_table(rows)
     assert table.count("\n") == 3
     assert "| 1 | 16 x 0 + 0 | 0.50 | 1.00 | 7.00 | 1.75 | c |" in table
     assert "| 2 | 16 x 0 + 0 | 0.50 | 1.00 | 8.00 | 2.00 | c |" in table
@@ -379,7 +397,7 @@ def test_the_time_on_several_gpus_is_divided_by_that_on_one():
     rows.append(rows[0] | {"tensor": 4, "ms_per_step": 5.0})
     expected = "a on 2 GPUs 0.75 at 1 row, 0.80 at 8 rows; b on 2 GPUs 0.50 at 1 row; "
     expected += "a on 4 GPUs 0.50 at 1 row"
-    assert mesh_tables.tensor_ratios({"rows": rows}) == expected
+    assert result_tables.tensor_ratios({"rows": rows}) == expected
 
 
 def test_a_step_that_compiles_is_no_measurement():

@@ -195,25 +195,10 @@ def test_unknown_preset_lists_all(preset):
             ["'gspo'", "clip_low=0.0003", "clip_high=0.28"],
         ),
         ({"optimizer.warmup_steps": 600}, ["warmup_steps=600", "steps=600"]),
-        ({"optimizer.final_fraction": -0.1}, ["final_fraction=-0.1", "from 0 to 1"]),
-        ({"optimizer.b1": 1.0}, ["optimizer.b1=1.0", "from 0 to 0.999999"]),
-        ({"optimizer.eps": 0.0}, ["optimizer.eps=0.0", "at least 1e-30"]),
-        ({"seed": -1}, ["seed=-1", "from 0 to 4294967295"]),
-        ({"reward_time_limit": float("inf")}, ["reward_time_limit=inf", "finite and at least 0"]),
-        ({"rewards.format.weight": float("nan")}, ["rewards.format.weight=nan", "from -1000000.0"]),
         (
             {"rewards.format.weight": 0.0, "rewards.correctness.weight": 0.0},
             ["no reward has a weight", "rewards.correctness.weight=1"],
         ),
-        ({"aqn.form": "relativ"}, ["aqn.form 'relativ'", "additive, relative"]),
-        ({"aqn.correction": "is"}, ["aqn.correction 'is'", "none, tis, noisy_forward"]),
-        ({"rl.advantage_scale": "std"}, ["rl.advantage_scale 'std'", "group, batch, none"]),
-        ({"model.dtype": "float64"}, ["model.dtype 'float64'", "bfloat16, float32"]),
-        ({"rollout.dequantize": "never"}, ["rollout.dequantize 'never'", "once, step"]),
-        ({"rollout.kv_cache_bytes": -1}, ["kv_cache_bytes=-1", "at least 0"]),
-        ({"rollout.temperature": float("nan")}, ["temperature=nan", "at least 1e-06"]),
-        ({"rollout.kv_cache_dtype": "int4"}, ["kv_cache_dtype 'int4'", "'', bfloat16, float8"]),
-        ({"rollout.head_format": "fp8"}, ["head_format 'fp8'", "'', nvfp4"]),
         (
             {
                 "rollout.head_format": "nvfp4",
@@ -223,7 +208,6 @@ def test_unknown_preset_lists_all(preset):
             ["head_format='nvfp4'", "parameters='full'"],
         ),
         ({"train.parameters": "full"}, ["model.format='nvfp4'", "pass model.format=bf16"]),
-        ({"optimizer.learning_rate": 1e300}, ["learning_rate=1e+300", "from 0 to 100"]),
         ({"rollout.stop": ("",)}, ["stop=('',)", "('</answer>',)"]),
     ],
 )
@@ -268,14 +252,13 @@ def test_a_described_config_gives_the_same_config_again(experiment, preset):
     assert config_dict(values.config) == config_dict(config)
 
 
-@pytest.mark.parametrize("options", [(), ("--config.aqn.schedule=off", "--config.steps=7")])
-def test_print_config_prints_the_resolved_config_and_trains_nothing(options, tmp_path):
+def test_print_config_prints_the_resolved_config_and_trains_nothing(tmp_path):
+    options = ["--config.aqn.schedule=off", "--config.steps=7"]
     command = [sys.executable, "-m", "experiments.grpo_gsm8k", "--print_config", *options]
     environment = os.environ | {"PYTHONPATH": str(tiny_run.ROOT), "JAX_PLATFORMS": "none"}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     config = grpo_gsm8k.get_config()
-    if options:
-        config.aqn.schedule, config.steps = "off", 7
+    config.aqn.schedule, config.steps = "off", 7
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == describe_config(config)
     assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,6 @@ from pallas_kernels import decode as decode_kernels
 from pallas_kernels import matvec
 from pallas_kernels.decode import attention, attention_sm90, norms
 from pallas_kernels.decode import layer as decode_layer
-from pallas_kernels.decode.attention import AttentionInputs
 from pallas_kernels.fp4_matmul import cases, dispatch
 from qerl_jax.policy import lora
 from qerl_jax.policy.quant import QuantTensor
@@ -43,11 +42,6 @@ def adapter(layer, inputs):
     return array(cases.rank_of(layer, RANK), inputs)
 
 
-def square_partials(rows):
-    """As many partial mean squares as the product before a norm leaves, or more."""
-    return array(324, rows, dtype=jnp.float32)
-
-
 def add_rmsnorm(shapes, rows):
     embed = shapes["qkv"][1]
     scale = array(embed, dtype=jnp.float32)
@@ -55,24 +49,11 @@ def add_rmsnorm(shapes, rows):
     return norms.add_rmsnorm, (array(rows, embed), array(rows, embed), scale, a)
 
 
-def attention_inputs(shapes, rows, *, bias=True, qk_norm=False, dtype=jnp.bfloat16):
+def attention_inputs(shapes, rows, **options):
     outputs, heads = shapes["qkv"][0], shapes["o"][1] // HEAD_DIM
     kv_heads = (outputs // HEAD_DIM - heads) // 2
-    angle = array(rows, HEAD_DIM // 2, dtype=jnp.float32)
-    cache = array(rows, kv_heads, POSITIONS, HEAD_DIM, dtype=dtype)
-    scale = array(HEAD_DIM, dtype=jnp.float32) if qk_norm else None
-    return AttentionInputs(
-        qkv=array(rows, outputs),
-        square_partials=square_partials(rows),
-        cosines=angle,
-        sines=angle,
-        lengths=array(rows, dtype=jnp.int32),
-        bias=array(outputs) if bias else None,
-        q_norm=scale,
-        k_norm=scale,
-        keys=cache,
-        values=cache,
-    )
+    heads = {"kv_heads": kv_heads, "group": heads // kv_heads}
+    return h200.attention_inputs(rows, POSITIONS, **heads, **options)
 
 
 def attend(shapes, rows, **options):
@@ -90,7 +71,8 @@ def merge_parts(shapes, rows):
 def swiglu(shapes, rows):
     mlp = shapes["down"][1]
     run = functools.partial(norms.swiglu, eps=1e-6)
-    return run, (array(rows, 2 * mlp), square_partials(rows), adapter("down", mlp))
+    square_partials = array(324, rows, dtype=jnp.float32)  # as many as a product leaves, or more
+    return run, (array(rows, 2 * mlp), square_partials, adapter("down", mlp))
 
 
 @pytest.fixture

@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from simulated_kernel import simulation
 from warpgroup_kernel import BACKENDS, assert_close, on_gpu, wide
 
 from pallas_kernels import decode, device
 from pallas_kernels.decode import attention, attention_sm90, layer, norms, self_test, to_cache
 from pallas_kernels.decode.attention import AttentionInputs, AttentionParts
-from qerl_jax.policy import transformer
-from qerl_jax.policy.attention import attend_to_cache, rotate
+from qerl_jax.policy.layers.attention import attend_to_cache, rotate
+from qerl_jax.policy.layers.linear import rms_norm
 
 EMPTY = float(np.finfo(np.float32).min)  # the largest score of a part without a key
 
@@ -140,8 +139,8 @@ def reference_attention(inputs, factor):
     projected = projected.astype(inputs.qkv.dtype).reshape(rows, 1, -1, head_dim)
     q, k, v = jnp.split(projected, (heads, heads + kv_heads), axis=2)
     if inputs.q_norm is not None:
-        q = transformer._rms_norm(q, inputs.q_norm, 1e-6)
-        k = transformer._rms_norm(k, inputs.k_norm, 1e-6)
+        q = rms_norm(q, inputs.q_norm, 1e-6)
+        k = rms_norm(k, inputs.k_norm, 1e-6)
     angles = inputs.cosines[:, None, None], inputs.sines[:, None, None]
     q, k = (rotate(x, angles) for x in (q, k))
     new = *jnp.ogrid[:rows, :kv_heads], inputs.lengths[:, None]
@@ -168,10 +167,7 @@ SIZES = (
     (1, 2, 600, 32, 132),
     (1, 2, 129, 256, 132),
 )
-FAST = (
-    (SIZES[1], (jnp.float8_e4m3fn, False)),
-    (SIZES[4], (jnp.bfloat16, True)),
-)
+FAST = ((SIZES[1], (jnp.float8_e4m3fn, False)), (SIZES[4], (jnp.bfloat16, True)))
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
@@ -214,11 +210,8 @@ def test_attention(dtype, qk_norm, kv_heads, group, positions, head_dim, num_sms
 
 @pytest.fixture
 def simulated():
-    """Parameters of a simulation, which fails the test if it finds a race."""
-    yield plgpu.InterpretGPUParams(detect_races=True)
-    races = interpret_pallas_call.get_races()
-    interpret_pallas_call.reset_gpu_interpret_mode_state()
-    assert not races.races_found
+    with simulation() as parameters:
+        yield parameters
 
 
 def check_sm90_attention(inputs, factor, interpret, *, num_sms):
@@ -308,21 +301,18 @@ def hopper(monkeypatch):
     layer._sm90_attention_agrees.cache_clear()
 
 
-@pytest.mark.parametrize(("error", "expected"), [(0.0, True), (1.0, False)])
-def test_sm90_attention_that_disagrees_is_not_used(error, expected, hopper):
-    hopper.setattr(self_test, "relative_error", lambda attend: error)
-    with contextlib.nullcontext() if expected else pytest.warns(match="off by 1.0e"):
-        assert layer.supports_sm90_attention(cache(), 40) == expected
-    assert not layer.supports_sm90_attention(cache(positions=401), 40)
-
-
-def test_sm90_attention_that_does_not_compile_is_not_used(hopper):
-    def relative_error(attend):
-        raise NotImplementedError("gone")
+@pytest.mark.parametrize("error", [0.0, 1.0, None])
+def test_sm90_attention_that_disagrees_or_does_not_compile_is_not_used(error, hopper):
+    def relative_error(_):
+        if error is None:
+            raise NotImplementedError("gone")
+        return error
 
     hopper.setattr(self_test, "relative_error", relative_error)
-    with pytest.warns(match="NotImplementedError: gone"):
-        assert not layer.supports_sm90_attention(cache(), 40)
+    warns = pytest.warns(match="off by 1.0e|NotImplementedError: gone")
+    with contextlib.nullcontext() if error == 0.0 else warns:
+        assert layer.supports_sm90_attention(cache(), 40) == (error == 0.0)
+    assert not layer.supports_sm90_attention(cache(positions=401), 40)
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_model
+from h200 import array, tiles
 from warpgroup_kernel import BACKENDS, assert_close, normal, use_decode_kernels, wide
 
 from pallas_kernels import decode, device, fp4_matmul
 from pallas_kernels.decode import attention, attention_sm90, layer, norms
-from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, cases, dispatch, layout, lora_shrink, mma
+from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, cases, dispatch, lora_shrink, mma
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
-from qerl_jax.policy.lora import PROJECTIONS
+from qerl_jax.policy.layers.kinds import PROJECTIONS
 from qerl_jax.policy.quant import quantize, tile_order
 
 
@@ -47,13 +48,12 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
     monkeypatch.setattr(decode, "supports_device", lambda _: False)
     expected, expected_cache = traced_step(config, *arguments)
     use_decode_kernels(monkeypatch, interpret)
-    assert decode.supports_layer(jnp.dtype("bfloat16"), cache.keys[0])
+    assert decode.supports_layer(jnp.dtype("bfloat16"), cache.layers[0].keys)
     actual, actual_cache = traced_step(config, *arguments)
     assert_close(actual, wide(expected), 2e-2)
-    for name in ("keys", "values"):
-        layers = getattr(actual_cache, name), getattr(expected_cache, name)
-        for new, old in zip(*layers, strict=True):
-            assert_close(new, wide(old), 2e-2)
+    layers = map(jax.tree.leaves, (actual_cache.layers, expected_cache.layers))
+    for new, old in zip(*layers, strict=True):
+        assert_close(new, wide(old), 2e-2)
 
 
 @functools.cache
@@ -212,7 +212,7 @@ def test_when_the_output_projection_computes_the_norm(change, expected, monkeypa
     monkeypatch.setattr(layer, "_project", project)
     o, gate_up = (
         layer.Projection(
-            normal(1, *shape) if change.get("dense") == name else packed(*shape),
+            normal(1, *shape) if change.get("dense") == name else tiles(*shape),
             None if change.get("without") == name else (normal(2, 32, shape[1]), normal(3, 8, 64)),
         )
         for name, shape in {"o": (512, 128), "gate_up": (1280, 512)}.items()
@@ -220,17 +220,6 @@ def test_when_the_output_projection_computes_the_norm(change, expected, monkeypa
     attended, scale = layer.Activations(normal(4, 8, 128)), jnp.ones(512)
     with pytest.raises(StopTraceError, match="^with norm" if expected else "^without norm"):
         layer._output(attended, o, normal(5, 8, 512), scale, gate_up, 1e-6)
-
-
-def packed(n, k):
-    """The shapes of a weight in tile order."""
-    count = -(-n // 64), -(-k // 128)
-    codes, scales = (
-        jax.ShapeDtypeStruct((*count, words), jnp.uint32)
-        for words in (layout.CODE_WORDS, layout.SCALE_WORDS)
-    )
-    divisor = jax.ShapeDtypeStruct((n,), jnp.float32)
-    return fp4_matmul.Fp4Tiles(codes, scales, divisor, inputs=k, format="nvfp4")
 
 
 PLAIN = "add_rmsnorm fp4 attend merge_parts fp4 add_rmsnorm fp4 swiglu fp4"
@@ -282,13 +271,10 @@ def test_the_kernels_of_a_layer(rows, kernel, expected, monkeypatch):
     ):
         record(module, name, label)
 
-    def array(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
     weights, adapters = {}, {}
     for name, (n, k) in cases.MODELS["7b"].items():
         rank = cases.rank_of(name, 32)
-        weights[f"{name}_proj"] = packed(n, k)
+        weights[f"{name}_proj"] = tiles(n, k)
         adapters[f"{name}_proj"] = array(rank, k), array(n, fp4_matmul.padded_rank(rank))
     embed, outputs = 3584, 4608
     for name in ("input_layernorm", "post_attention_layernorm"):

@@ -12,6 +12,7 @@ import re
 import h200
 import jax
 import jax.numpy as jnp
+import kernel_code
 import numpy as np
 import pytest
 from h200 import array, tiles
@@ -84,8 +85,20 @@ def build(compile_for_h200, capfd):
     return built
 
 
+@pytest.fixture
+def build_product(build):
+    """A function that builds a product in a tiling, with further arguments of `sm90.matmul`."""
+
+    def built(config, m, n, k, extra):
+        function, args = kernel_code.product(config, m, n, k, extra)
+        helpers = tiling.helper_warpgroups("a" in extra or "xa_partials" in extra)
+        build(function, *args, warpgroups=config.warpgroups, helpers=helpers)
+
+    return built
+
+
 @pytest.mark.parametrize(("name", "adapter"), CASES)
-def test_config(name, adapter, build):
+def test_config(name, adapter, build_product):
     config, (_, m, n, k, rank) = CONFIGS[name]
     extra = {}
     if adapter == "product":
@@ -100,17 +113,13 @@ def test_config(name, adapter, build):
             pytest.skip("another kernel computes x A^T")
         extra = {"a": array(rank - 32, k), "b": array(n, rank)}
 
-    def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
-
-    helpers = 2 if adapter in ("xa_partials", "inside") else 1
-    build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=helpers)
+    build_product(config, m, n, k, extra)
 
 
 @pytest.mark.parametrize("m", [8, 16, 24, 32, 40, 48, 64, 96, 128])
 @pytest.mark.parametrize(("n", "k"), shapes_of("gate_up"))
 @pytest.mark.parametrize("inside", [False, True])
-def test_swiglu(inside, n, k, m, build):
+def test_swiglu(inside, n, k, m, build_product):
     config = tiling.choose(m, n, k, rank=64)
     # As many partial mean squares as the product with a residual leaves, or a kernel.
     count = k // (16 if inside else tiling.TILE_COLUMNS)
@@ -123,16 +132,13 @@ def test_swiglu(inside, n, k, m, build):
     else:
         extra["xa_partials"] = array(count, m, 64, dtype=jnp.float32)
 
-    def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
-
-    build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=2)
+    build_product(config, m, n, k, extra)
 
 
 @pytest.mark.parametrize("m", [8, 16, 24, 32, 48, 64, 96, 128])
 @pytest.mark.parametrize(("n", "k"), shapes_of("o"))
 @pytest.mark.parametrize("adapter", ["product", "xa_partials", "inside"])
-def test_add_rmsnorm(adapter, n, k, m, build):
+def test_add_rmsnorm(adapter, n, k, m, build_product):
     config = tiling.choose(m, n, k, rank=64)
     schedule = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132)
     if not schedule.supports_add_residual(m):
@@ -148,11 +154,7 @@ def test_add_rmsnorm(adapter, n, k, m, build):
     else:
         pytest.skip("another kernel computes x A^T")
 
-    def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
-
-    helpers = 1 if adapter == "product" else 2
-    build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=helpers)
+    build_product(config, m, n, k, extra)
 
 
 def test_the_tuner_sees_spills(compile_for_h200, monkeypatch):
@@ -163,22 +165,18 @@ def test_the_tuner_sees_spills(compile_for_h200, monkeypatch):
         product = functools.partial(sm90.matmul, config=config, num_sms=132)
         compile_for_h200(product, array(192, 1024), tiles(1024, 1024))
     monkeypatch.undo()
-    with autotune.compiler_reports():
-        fits, spills = (autotune.spilled_bytes(one) for one in lowered)
+    with autotune.compiler_reports() as spilled_bytes:
+        fits, spills = map(spilled_bytes, lowered)
     assert fits == 0
     assert spills > 0
 
 
-def test_shares_beside_full_shared_memory(build):
+def test_partials_with_full_shared_memory(build_product):
     config = max(tiling.candidates(32, 3584, 3584, rank=64), key=TileConfig.smem_bytes)
     assert config.smem_bytes() > 0.99 * tiling.SMEM_LIMIT
     extra = {"xa_partials": array(28, 32, 32, dtype=jnp.float32), "b": array(3584, 64)}
 
-    def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
-
-    weight = tiles(3584, 3584)
-    build(product, array(32, 3584), weight, extra, warpgroups=config.warpgroups, helpers=2)
+    build_product(config, 32, 3584, 3584, extra)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +184,7 @@ def test_shares_beside_full_shared_memory(build):
     [(8, 3584, 3584), (16, 3584, 3584), (64, 3584, 18944), (8, 37888, 3584), (8, 4608, 3584)],
 )
 @pytest.mark.parametrize("inside", [True, False])
-def test_trace(m, n, k, inside, build, monkeypatch):
+def test_trace(m, n, k, inside, build_product, monkeypatch):
     monkeypatch.setattr(jax.debug, "callback", lambda *_: None)  # which needs a GPU
     config = timeline.traceable(tiling.choose(m, n, k, rank=64))
     extra = {"xa_partials": array(-(-k // 128), m, 32, dtype=jnp.float32), "b": array(n, 64)}
@@ -194,33 +192,17 @@ def test_trace(m, n, k, inside, build, monkeypatch):
         assert sm90.make_schedule(config, m, -(-n // 64), k, 132).supports_lora_shrink(32, k)
         extra = {"a": array(32, k), "b": array(n, 64)}
 
-    def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, num_sms=132, trace="folder", **extra)
-
-    build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=2)
+    build_product(config, m, n, k, extra | {"trace": "folder"})
 
 
 @pytest.mark.parametrize("m", [1, 64, 512])
-def test_float32(m, build):
+def test_float32(m, build_product):
     n, k = 152064, 3584
-    config = tiling.choose(m, n, k)
-
-    def product(x, weight):
-        return sm90.matmul(x, weight, config=config, num_sms=132, dtype=jnp.dtype("float32"))
-
-    build(product, array(m, k), tiles(n, k))
+    build_product(tiling.choose(m, n, k), m, n, k, {"dtype": jnp.dtype("float32")})
 
 
-def test_sizes_that_fill_no_tile(build):
-    def product(x, weight):
-        return sm90.matmul(x, weight, config=TileConfig(40), num_sms=132)
-
-    build(product, array(33, 176), tiles(136, 176))
-
-    def dense(weight):
-        return sm90.dequantize(weight, inputs=176, num_sms=132)
-
-    build(dense, tiles(136, 176))
+def test_sizes_that_fill_no_tile(build_product):
+    build_product(TileConfig(40), 33, 136, 176, {})
 
 
 def operands_of_wgmma(ptx, codes, scales):
@@ -291,11 +273,7 @@ def test_the_generated_dequantization_is_exact(compile_for_h200, tmp_path, monke
     )
     packed = fp4.to_tiles(weight)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    config = TileConfig(16, warpgroups_n=1)
-
-    def product(x, weight):
-        return sm90.matmul(x, weight, config=config, num_sms=132)
-
+    product = functools.partial(sm90.matmul, config=TileConfig(16, warpgroups_n=1), num_sms=132)
     compile_for_h200(product, array(16, 1024), tiles(1024, 1024))
     (ptx,) = tmp_path.glob("*.ptx")
     with np.errstate(under="ignore"):
@@ -326,11 +304,9 @@ def test_a_dense_product_rounds_its_result_only(rows, n, k, compile_for_h200, mo
         assert f"f32[{n},{rows}]" not in text
 
 
-def test_dequantize(build):
-    def dequantize(weight):
-        return sm90.dequantize(weight, inputs=3584, num_sms=132)
-
-    build(dequantize, tiles(37888, 3584))
+@pytest.mark.parametrize(("n", "k"), [(136, 176), (37888, 3584)])
+def test_dequantize(n, k, build):
+    build(functools.partial(sm90.dequantize, inputs=k, num_sms=132), tiles(n, k))
 
 
 def test_a_list_of_layers_copies_no_weight(build):

@@ -1,36 +1,42 @@
 """What surrounds measurements: names, floors, rows, tables, the choice of candidates."""
 
+import contextlib
 import json
 import os
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import result_tables
-from pallas_kernels.fp4_matmul import autotune, benchmark, cases, tiling, timeline
+from pallas_kernels import timing
+from pallas_kernels.fp4_matmul import autotune, benchmark, cases, mma_autotune, tiling, timeline
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 
-def test_shapes_by_name():
-    assert benchmark.shapes("7b.gate_up") == {"7b.gate_up": (37888, 3584)}
-    assert benchmark.shapes("7b.qkv,14b") == {
-        "7b.qkv": (4608, 3584),
-        "14b.qkv": (7168, 5120),
-        "14b.o": (5120, 5120),
-        "14b.gate_up": (27648, 5120),
-        "14b.down": (5120, 13824),
-    }
+def test_products_by_name():
+    args = cases.parser("", m="1,8").parse_args(["--layers=1.5b.o,14b"])
+    assert [product for product in cases.products(args) if product[1] == 1] == [
+        ("1.5b.o", 1, 1536, 1536),
+        ("14b.qkv", 1, 7168, 5120),
+        ("14b.o", 1, 5120, 5120),
+        ("14b.gate_up", 1, 27648, 5120),
+        ("14b.down", 1, 5120, 13824),
+    ]
+    assert [m for _, m, _, _ in cases.products(args)] == [1, 8] * 5
     for name in ("8b", "7b.k"):
         with pytest.raises(ValueError, match=f"no layer '{name}'"):
-            benchmark.shapes(name)
+            cases.shapes(name)
+    ranks = [cases.rank_of(layer, 32) for layer in cases.shapes("1.5b")]
+    assert ranks == [96, 32, 64, 32] == [cases.rank_of(layer, 32) for layer in cases.MODELS["7b"]]
 
 
 def test_floors():
     # One token: the bytes of the weight. Many: the operations.
     weight = 37888 * 3584 * 9 / 16
-    floor = benchmark.floor_seconds(1, 37888, 3584, bits=4.5, bandwidth=4.3e12)
+    floor = benchmark.floor_seconds("nvfp4", 1, 37888, 3584, bandwidth=4.3e12)
     assert floor == pytest.approx((weight + 2 * (37888 + 3584)) / 4.3e12)
-    floor = benchmark.floor_seconds(2048, 37888, 3584, bits=4.5, bandwidth=4.3e12)
+    floor = benchmark.floor_seconds("nvfp4", 2048, 37888, 3584, bandwidth=4.3e12)
     assert floor == pytest.approx(2 * 2048 * 37888 * 3584 / 790e12)
 
 
@@ -56,21 +62,53 @@ def test_a_run_replaces_its_own_rows(tmp_path):
 def test_weights_exceed_the_cache():
     for layers in cases.MODELS.values():
         for n, k in layers.values():
-            assert benchmark.rotated(n * k * 4.5 / 8) * n * k * 4.5 / 8 >= 512e6
+            assert cases.rotated(n * k * 4.5 / 8) * n * k * 4.5 / 8 >= 512e6
 
 
-def test_operations_of_the_benchmark_agree(monkeypatch):
-    """Every implementation that a CPU has, through the program that is timed."""
-    monkeypatch.setattr(benchmark, "ROTATED_BYTES", 1.0)
+@pytest.fixture
+def few_weights(monkeypatch):
+    """Weights are two, and a program has one kernel, which takes a second."""
+    monkeypatch.setattr(cases, "ROTATED_BYTES", 1.0)
     monkeypatch.setattr(
-        benchmark,
+        timing,
         "device_times",
         lambda f, *args: (jax.block_until_ready(f(*args)), [("k", 1.0)])[1],
     )
-    for impl in ("bf16", "dx_bf16", "xla"):
-        seconds, kernels = benchmark.time_product(impl, "7b.o", 4, 64, 128)
-        assert seconds == 0.5  # of two weights
-        assert kernels == {"k": 0.5}
+
+
+@pytest.mark.usefixtures("few_weights")
+@pytest.mark.parametrize("impl", ["bf16", "dx_bf16", "xla"])
+def test_times_of_the_implementations_that_a_cpu_has(impl):
+    assert benchmark.time_product(impl, "7b.o", 4, 64, 128) == (0.5, {"k": 0.5})
+
+
+@pytest.mark.usefixtures("few_weights")
+def test_a_tuner_measures_what_compiles_without_spills_and_is_right(monkeypatch, capsys):
+    @contextlib.contextmanager
+    def compiler_reports():
+        yield lambda lowered: 8 if "multiply" in lowered.as_text() else 0
+
+    def product(x, weight, *, config):
+        if config == "unknown":
+            raise NotImplementedError(config)
+        return {"right": x + weight, "wrong": x - weight, "spilling": x * weight}[config]
+
+    monkeypatch.setattr(autotune, "compiler_reports", compiler_reports)
+    configs = ["unknown", "right", "wrong", "spilling"]
+    ((seconds, config, _),) = autotune.measured(
+        configs, product, jnp.add, [[jnp.ones(3)] * 2, [jnp.full(3, 2.0)] * 2], threads=2
+    )
+    assert (seconds, config) == (0.5, "right")
+    out = capsys.readouterr().out
+    for line in ("unknown: unknown", "spilling: spills 8 bytes", "wrong: off by 1.3e+00"):
+        assert f"    {line}\n" in out
+
+
+def test_schedules_to_measure():
+    n, k = cases.MODELS["7b"]["down"]
+    found = list(mma_autotune.candidates(8, n, k, 132))
+    assert {config.rows for config in found} == {64, 128}
+    assert all(198 <= -(-n // config.rows) * config.split <= 1320 for config in found)
 
 
 @pytest.mark.parametrize("m", [1, 64, 256, 2048])
@@ -93,31 +131,27 @@ def test_the_shortlist_has_every_kind(m, monkeypatch):
         assert {config.split for config in found} >= {1, 3}
 
 
-@pytest.mark.parametrize("asked", [None, "0"])
-def test_the_tuner_reads_what_the_compiler_reports(asked, monkeypatch, capfd):
-    name = autotune._REPORT
-    monkeypatch.delenv(name, raising=False)
-    if asked is not None:
-        monkeypatch.setenv(name, asked)
+def test_the_tuner_reads_what_the_compiler_reports(monkeypatch, capfd):
+    monkeypatch.setenv(autotune._REPORT, "0")
 
     class Lowered:
         def __init__(self, *reports):
             self.reports = reports
 
         def compile(self):
-            assert os.environ[name] == "1"
+            assert os.environ[autotune._REPORT] == "1"
             for report in self.reports:
                 os.write(1, report)
 
-    with autotune.compiler_reports():
+    with autotune.compiler_reports() as spilled_bytes:
         spills = b"8 bytes stack frame, 16 bytes spill stores, 4 bytes spill loads\n"
-        assert autotune.spilled_bytes(Lowered(spills, spills)) == 32
-        assert autotune.spilled_bytes(Lowered(spills.replace(b"16", b"0"))) == 0
+        assert spilled_bytes(Lowered(spills, spills)) == 32
+        assert spilled_bytes(Lowered(spills.replace(b"16", b"0"))) == 0
         with pytest.raises(RuntimeError, match="did not report"):
-            autotune.spilled_bytes(Lowered())
+            spilled_bytes(Lowered())
         os.write(1, b"of another thread")
         print("a line")
-    assert os.environ.get(name) == asked
+    assert os.environ[autotune._REPORT] == "0"
     os.write(1, b"behind\n")
     assert capfd.readouterr().out == "a line\nbehind\n"
 
@@ -170,12 +204,14 @@ def test_the_table_sets_rows_side_by_side():
 def test_each_device_has_its_part():
     versions = {"bandwidth": 3e12, "versions": {"jax": "0.11.2"}, "floor_us": 2.0}
     rows = [row("7b.o", 16, "nvfp4", 4.0) | versions | {"commit": commit} for commit in "ab"]
-    heading, table = result_tables.kernel_part({"device": "NVIDIA H100", "rows": rows})
+    heading, table = result_tables.kernel_part({"device": "NVIDIA H100", "rows": rows}).split(
+        "\n\n"
+    )
     assert heading == "On one NVIDIA H100, which copies 3.00 TB/s (commits a, b, jax 0.11.2):"
     assert "| 7b.o | NVFP4 | 4.0 (50 %) |" in table
     rows += [rows[0] | {"m": 40}, rows[0] | {"m": 64, "device_us": 5.0}]
-    *_, between = result_tables.kernel_part({"device": "NVIDIA H100", "rows": rows})
-    assert between.endswith("next column: 40 tokens take at most 0.80x of 64.")
+    text = result_tables.kernel_part({"device": "NVIDIA H100", "rows": rows})
+    assert text.endswith("next column: 40 tokens take at most 0.80x of 64.")
 
 
 @pytest.mark.parametrize("out", [["--out=/a/b/k.json"], ["--out", "/a/b/k.json"]])
@@ -190,17 +226,12 @@ def test_a_row_has_no_path_of_a_machine(out, monkeypatch):
 
 def test_the_home_folder_is_expanded(monkeypatch, capsys):
     monkeypatch.setenv("HOME", "/home/me")
-    assert str(benchmark.make_parser().parse_args(["--out=~/k.json"]).out) == "/home/me/k.json"
+    parser = timing.parser("")
+    parser.add_argument("--out", type=timing.user_path)
+    assert str(parser.parse_args(["--out=~/k.json"]).out) == "/home/me/k.json"
     with pytest.raises(SystemExit):
-        benchmark.make_parser().parse_args(["--out=~nobody-of-this-name/k.json"])
+        parser.parse_args(["--out=~nobody-of-this-name/k.json"])
     assert "nobody-of-this-name" in capsys.readouterr().err
-
-
-def test_layers_are_known_by_their_whole_names():
-    assert list(benchmark.shapes("1.5b")) == ["1.5b.qkv", "1.5b.o", "1.5b.gate_up", "1.5b.down"]
-    assert list(benchmark.shapes("1.5b.o,7b.qkv")) == ["1.5b.o", "7b.qkv"]
-    ranks = [cases.rank_of(layer, 32) for layer in benchmark.shapes("1.5b")]
-    assert ranks == [96, 32, 64, 32] == [cases.rank_of(layer, 32) for layer in cases.MODELS["7b"]]
 
 
 def test_timeline():

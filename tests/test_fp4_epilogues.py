@@ -7,6 +7,7 @@ from simulated_kernel import (
     ROUNDING,
     float64,
     normal,
+    product,
     random_weight,
     relative_error,
     simulate_the_kernel,
@@ -34,16 +35,16 @@ def swiglu_inputs(m, n, k, rank=64):
     """x, the weight, partial mean squares for which the product has the size of one, and B."""
     weight, x = random_weight(n, k), normal(m, k)
     rng = np.random.default_rng(3)
-    size = np.sqrt(np.mean((float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T) ** 2))
+    size = np.sqrt(np.mean(product(x, weight) ** 2))
     square_partials = jnp.asarray(rng.uniform(0.2, 2, (19, m)) * size**2 / 19, jnp.float32)
     return x, weight, square_partials, normal(n, rank, seed=2)
 
 
 def swiglu_of(x, weight, xa, b, square_partials, eps):
     """In float64."""
-    product = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T + xa @ float64(b).T
-    product /= np.sqrt(float64(square_partials).sum(axis=0) + eps)[:, None]
-    gate, up = np.split(product, 2, axis=1)
+    y = product(x, weight, xa=xa, b=b)
+    y /= np.sqrt(float64(square_partials).sum(axis=0) + eps)[:, None]
+    gate, up = np.split(y, 2, axis=1)
     return gate / (1 + np.exp(-gate)) * up
 
 
@@ -109,11 +110,7 @@ def test_swiglu_with_its_own_adapter():
     b = b.at[:, rank:].set(0)
     config = TileConfig(8, warpgroups_n=1, block_k=256, stages=2)
     y = fp4.fp4_matmul(
-        x,
-        fp4.to_tiles(weight),
-        lora=(a, b),
-        epilogue=Swiglu(square_partials, 0.5),
-        config=config,
+        x, fp4.to_tiles(weight), lora=(a, b), epilogue=Swiglu(square_partials, 0.5), config=config
     )
     xa = float64(x) @ float64(a).T
     expected = swiglu_of(x, weight, xa, b[:, :rank], square_partials, 0.5)
@@ -172,27 +169,6 @@ def test_where_the_kernel_supports_swiglu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (TileConfig(8, warpgroups_n=1), "wants 16 tokens in one tile"),
-        (TileConfig(136, warpgroups_n=1, stages=2), "a reducer, got TileConfig.tile_m=136"),
-        (TileConfig(12), "tile_m is 12, expected a multiple of 8"),
-    ],
-)
-def test_tilings_without_swiglu(config, message):
-    x, weight, square_partials, b = swiglu_inputs(16, 256, 512)
-    with pytest.raises(ValueError, match=message):
-        fp4.fp4_matmul(
-            x,
-            fp4.to_tiles(weight),
-            lora=(normal(64, 512), b),
-            xa_partials=jnp.zeros((4, 16, 64)),
-            epilogue=Swiglu(square_partials, 1.0),
-            config=config,
-        )
-
-
-@pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"lora": None, "xa_partials": None}, "is for 'mosaic' with lora and without bias"),
@@ -215,6 +191,12 @@ def test_tilings_without_swiglu(config, message):
             "square_partials are 2, expected at least 4",
         ),
         ({"x": jnp.zeros((16, 512))}, "wants bfloat16 and Fp4Tiles, got float32"),
+        ({"config": TileConfig(8, warpgroups_n=1)}, "wants 16 tokens in one tile"),
+        (
+            {"config": TileConfig(136, warpgroups_n=1, stages=2)},
+            "a reducer, got TileConfig.tile_m=136",
+        ),
+        ({"config": TileConfig(12)}, "tile_m is 12, expected a multiple of 8"),
     ],
 )
 def test_arguments_without_swiglu(changed, message, monkeypatch):
@@ -254,8 +236,7 @@ def test_add_rmsnorm(made):
         epilogue=AddRmsNorm(residual, scale),
         config=config,
     )
-    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    expected += xa @ float64(b)[:, :32].T + float64(residual)
+    expected = product(x, weight, xa=xa, b=b[:, :32], bias=residual)
     assert relative_error(total, expected) < 2 * ROUNDING
     assert relative_error(scaled, expected * float64(scale)) < 2 * ROUNDING
     means = float64(square_partials).sum(axis=0)
@@ -287,41 +268,24 @@ def test_where_the_kernel_adds_to_the_residual(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (TileConfig(8, warpgroups_n=1), "RMSNorm wants tiles of 16 tokens"),
-        (
-            TileConfig(16, warpgroups_n=5, stages=8),
-            "shared memory does not hold sum and scaled sum",
-        ),
-        (TileConfig(12), "tile_m is 12, expected a multiple of 8"),
-    ],
-)
-def test_tilings_without_add_rmsnorm(config, message):
-    x, weight, residual, scale, a, b = norm_inputs(16, 256, 512)
-    with pytest.raises(ValueError, match=message):
-        fp4.fp4_matmul(
-            x,
-            fp4.to_tiles(weight),
-            lora=(a, b),
-            epilogue=AddRmsNorm(residual, scale),
-            config=config,
-        )
-
-
-@pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"residual": normal(16, 128)}, r"residual is bfloat16 \(16, 128\)"),
         ({"residual": jnp.zeros((16, 256))}, r"residual is float32 \(16, 256\)"),
         ({"scale": jnp.ones(128)}, r"scale \(128,\), expected bfloat16 \(16, 256\) and \(256,\)"),
         ({"x": normal(12, 512), "residual": normal(12, 256)}, "RMSNorm wants tiles of 12 tokens"),
+        ({"config": TileConfig(8, warpgroups_n=1)}, "RMSNorm wants tiles of 16 tokens"),
+        (
+            {"config": TileConfig(16, warpgroups_n=5, stages=8)},
+            "shared memory does not hold sum and scaled sum",
+        ),
+        ({"config": TileConfig(12)}, "tile_m is 12, expected a multiple of 8"),
     ],
 )
 def test_arguments_without_add_rmsnorm(changed, message, monkeypatch):
     monkeypatch.setattr(device, "num_sms", lambda: 132)
     x, weight, residual, scale, a, b = norm_inputs(16, 256, 512)
     given = {"x": x, "residual": residual, "scale": scale} | changed
-    epilogue = AddRmsNorm(given["residual"], given["scale"])
+    given["epilogue"] = AddRmsNorm(given.pop("residual"), given.pop("scale"))
     with pytest.raises(ValueError, match=message):
-        fp4.fp4_matmul(given["x"], fp4.to_tiles(weight), lora=(a, b), epilogue=epilogue)
+        fp4.fp4_matmul(weight=fp4.to_tiles(weight), lora=(a, b), **given)

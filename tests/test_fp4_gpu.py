@@ -13,7 +13,10 @@ from fp4_oracles import float64
 from hopper_cases import (
     CONFIGS,
     ROUNDING,
+    check_adapters,
     check_dequantize,
+    check_derivatives,
+    check_layers_in_a_loop,
     check_product,
     random_weight,
     skip_unless_hopper,
@@ -124,32 +127,15 @@ def test_float32(m):
     ],
 )
 def test_xa_partials(m, n, k, rank, count):
-    """Twice in a row with other partials, and many times: their lock is zero after every call."""
     rng = np.random.default_rng()
     weight = random_weight(rng, n, k)
-    columns = fp4.padded_rank(rank)
     x, b = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((m, k), (n, rank)))
-    b = jnp.pad(b, ((0, 0), (0, columns - rank)))
+    padded = jnp.pad(b, ((0, 0), (0, fp4.padded_rank(rank) - rank)))
     xa_partials = jnp.asarray(rng.standard_normal((2, count, m, rank)), jnp.float32)
-    tiles = fp4.to_tiles(weight)
-
-    @jax.jit
-    def run(x, tiles, xa_partials, b):
-        # A is not read, as its product is given.
-        matmul = functools.partial(fp4.fp4_matmul, weight=tiles, lora=(jnp.zeros((rank, k)), b))
-        both = [matmul(x, xa_partials=one) for one in xa_partials]
-        again = jax.lax.fori_loop(
-            0, 20, lambda _, y: matmul(x + 0 * y[0, 0], xa_partials=xa_partials[0]), both[0]
-        )
-        return *both, again
-
-    first, second, again = (np.asarray(y) for y in run(x, tiles, xa_partials, b))
-    dense = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    for y, part in ((first, xa_partials[0]), (second, xa_partials[1])):
-        xa = float64(part).sum(axis=0).astype(ml_dtypes.bfloat16)
-        expected = dense + float64(xa) @ float64(b)[:, :rank].T
-        assert np.linalg.norm(float64(y) - expected) / np.linalg.norm(expected) < ROUNDING
-    np.testing.assert_array_equal(first.view(np.uint16), again.view(np.uint16))
+    # A is not read, as its product is given.
+    given = [{"lora": (jnp.zeros((rank, k)), padded), "xa_partials": one} for one in xa_partials]
+    expected = [(float64(one).sum(axis=0), b) for one in xa_partials]
+    check_adapters(fp4.fp4_matmul, x, weight, given, expected)
 
 
 def adapters():
@@ -161,7 +147,6 @@ def adapters():
 
 @pytest.mark.parametrize(("config", "m", "n", "k", "rank", "inside"), list(adapters()), ids=str)
 def test_an_adapter_inside(config, m, n, k, rank, inside):
-    """Twice with other adapters, and many times: all locks are zero after every call."""
     assert adapter_cases.schedule_of(config, m, n, k, rank).supports_lora_shrink(rank, k) == inside
     rng = np.random.default_rng()
     weight = random_weight(rng, n, k)
@@ -169,24 +154,10 @@ def test_an_adapter_inside(config, m, n, k, rank, inside):
         jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
         for shape in ((m, k), (2, rank, k), (2, n, rank))
     )
-    tiles = fp4.to_tiles(weight)
     matmul = functools.partial(fp4.fp4_matmul, implementation="mosaic", config=config)
-
-    @jax.jit
-    def run(x, tiles, a, b):
-        both = [matmul(x, tiles, lora=lora) for lora in zip(a, b, strict=True)]
-        again = jax.lax.fori_loop(
-            0, 20, lambda _, y: matmul(x + 0 * y[0, 0], tiles, lora=(a[0], b[0])), both[0]
-        )
-        return *both, again
-
-    first, second, again = (np.asarray(y) for y in run(x, tiles, a, b))
-    dense = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    for y, i in ((first, 0), (second, 1)):
-        xa = (float64(x) @ float64(a[i]).T).astype(ml_dtypes.bfloat16)
-        expected = dense + float64(xa) @ float64(b[i]).T
-        assert np.linalg.norm(float64(y) - expected) / np.linalg.norm(expected) < ROUNDING
-    np.testing.assert_array_equal(first.view(np.uint16), again.view(np.uint16))
+    given = [{"lora": lora} for lora in zip(a, b, strict=True)]
+    expected = [(float64(x) @ float64(a[i]).T, b[i]) for i in (0, 1)]
+    check_adapters(matmul, x, weight, given, expected)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(8, 3584, 3584), (64, 3584, 18944)])
@@ -203,33 +174,7 @@ def test_timeline(m, n, k):
 
 
 def test_derivatives():
-    rng = np.random.default_rng()
-    m, n, k, rank = 192, 1536, 1024, 32
-    weight = random_weight(rng, n, k)
-    x, a, b, bias, dy = (
-        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-        for shape in ((m, k), (rank, k), (n, rank), (n,), (m, n))
-    )
-    tiles = fp4.to_tiles(weight)
-
-    @jax.jit
-    def gradients(x, lora, bias, dy):
-        def run(x, lora, bias):
-            return fp4.fp4_matmul(x, tiles, lora=lora, bias=bias, implementation="mosaic")
-
-        return jax.vjp(run, x, lora, bias)[1](dy)
-
-    dx, (da, db), dbias = gradients(x, (a, b), bias, dy)
-    dense, through = float64(fp4.dequantize(weight, jnp.float32)), float64(dy) @ float64(b)
-    expected = {
-        "dx": (dx, float64(dy) @ dense + through @ float64(a)),
-        "dA": (da, through.T @ float64(x)),
-        "dB": (db, float64(dy).T @ (float64(x) @ float64(a).T)),
-        "dbias": (dbias, float64(dy).sum(axis=0)),
-    }
-    for name, (actual, want) in expected.items():
-        error = np.linalg.norm(float64(actual) - want) / np.linalg.norm(want)
-        assert error < 6e-3, (name, error)
+    check_derivatives("mosaic", 192)
 
 
 def test_the_kernel_is_what_a_caller_gets():
@@ -248,32 +193,16 @@ def test_layers_in_a_loop():
     One tiling has only split tiles, with five CTAs each; the other has whole tiles, too, and CTAs
     with runs of two tiles.
     """
-    rng = np.random.default_rng()
     few, many = (
         TileConfig(16, warpgroups_n=2, stages=6, stream_k=True),
         TileConfig(16, warpgroups_n=1, stream_k=True),
     )
-    layers = [random_weight(rng, *shape) for shape in [(8192, 2048), (2048, 8192)] * 2]
-    x = jnp.asarray(rng.standard_normal((24, 2048)), jnp.bfloat16)
-
-    def steps(matmul, layers):
-        def step(_, x):
-            for weight in layers:
-                y = matmul(x, weight).astype(jnp.float32)
-                x = (y / jnp.abs(y).max()).astype(jnp.bfloat16)
-            return x
-
-        return jax.jit(lambda x: jax.lax.fori_loop(0, 8, step, x))(x)
 
     def kernel(x, tiles):
         config = many if len(tiles.divisor) == 8192 else few
         return fp4.fp4_matmul(x, tiles, implementation="mosaic", config=config)
 
-    tiles = [fp4.to_tiles(weight) for weight in layers]
-    first = steps(kernel, tiles)
-    np.testing.assert_array_equal(float64(first), float64(steps(kernel, tiles)))
-    expected = float64(steps(functools.partial(fp4.fp4_matmul, implementation="xla"), layers))
-    assert np.linalg.norm(float64(first) - expected) < 0.2 * np.linalg.norm(expected)
+    check_layers_in_a_loop(kernel)
 
 
 def test_shard_map():

@@ -1,17 +1,21 @@
 """The Hopper kernel, simulated on a CPU with a search for races, against float64."""
 
-import dataclasses
+import functools
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp4_oracles import product_and_derivatives
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from simulated_kernel import (
     ROUNDING,
+    check_dequantize,
+    check_kernel,
     float64,
     normal,
+    product,
     random_weight,
     relative_error,
     simulate_the_kernel,
@@ -19,7 +23,7 @@ from simulated_kernel import (
 )
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import dispatch, layout, lora_shrink, sm90, tiling
+from pallas_kernels.fp4_matmul import dispatch, lora_shrink, sm90, tiling
 from pallas_kernels.fp4_matmul.sm90 import producer, xa_partials
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
@@ -44,12 +48,7 @@ VARIANTS = {
         2,
     ),
     "an adapter": ((8, 64, 256), TileConfig(8, warpgroups_n=1, stages=2), 64, 2),
-    "split tiles": (
-        (16, 128, 640),
-        TileConfig(16, warpgroups_n=1, stages=3, stream_k=True),
-        64,
-        3,
-    ),
+    "split tiles": ((16, 128, 640), TileConfig(16, warpgroups_n=1, stages=3, stream_k=True), 64, 3),
     "split tiles that the rows do not fill": (
         (16, 160, 384),
         TileConfig(16, warpgroups_n=2, stages=3, stream_k=True),
@@ -115,55 +114,22 @@ SLOW_VARIANTS = (
     ],
 )
 def test_kernel(variant, dtype, simulated):
-    (m, n, k), config, rank, blocks = VARIANTS[variant]
+    shape, config, rank, blocks = VARIANTS[variant]
     assert config.problem() is None
-    weight, x = random_weight(n, k), normal(m, k)
-    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    extra = {}
-    if rank:
-        extra = {"xa": normal(m, rank, seed=1), "b": normal(n, rank, seed=2), "bias": normal(n)}
-        expected += float64(extra["xa"]) @ float64(extra["b"]).T + float64(extra["bias"])
-    y = sm90.matmul(
-        x,
-        layout.to_tiles(weight),
-        config=config,
-        num_sms=blocks,
-        dtype=jnp.dtype(dtype),
-        interpret=simulated,
-        **extra,
-    )
-    assert y.shape == (m, n)
-    assert y.dtype == dtype
-    assert relative_error(y, expected) < (ROUNDING if dtype == "bfloat16" else 1e-5)
+    check_kernel(sm90.matmul, shape, config, rank, dtype=dtype, num_sms=blocks, interpret=simulated)
 
 
 def test_a_producer_that_awaits_arrivals(simulated, monkeypatch):
     """The producer observes every phase of the barriers, in order."""
     monkeypatch.setattr(producer, "_BYTES_IN_FLIGHT", 1)
-    m, n, k, rank = 8, 192, 1408, 64
-    config = TileConfig(m, warpgroups_n=1, stages=4, stream_k=True)
-    weight, x = random_weight(n, k), normal(m, k)
-    extra = {"xa": normal(m, rank, seed=1), "b": normal(n, rank, seed=2)}
-    y = sm90.matmul(
-        x,
-        layout.to_tiles(weight),
-        config=config,
-        num_sms=2,
-        interpret=simulated,
-        **extra,
-    )
-    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    expected += float64(extra["xa"]) @ float64(extra["b"]).T
-    assert relative_error(y, expected) < ROUNDING
+    config = TileConfig(8, warpgroups_n=1, stages=4, stream_k=True)
+    check_kernel(sm90.matmul, (8, 192, 1408), config, 64, num_sms=2, interpret=simulated)
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
 def test_dequantize(form, simulated):
-    weight = random_weight(136, 192, form)
-    if form == "nvfp4":  # of exact values, which are rounded once
-        weight = weight._replace(global_scale=jnp.full(136, 2.0**11))
-    actual = sm90.dequantize(layout.to_tiles(weight), inputs=192, num_sms=2, interpret=simulated)
-    np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
+    dequantize = functools.partial(sm90.dequantize, num_sms=2, interpret=simulated)
+    check_dequantize(dequantize, 136, 192, form)
 
 
 @pytest.mark.usefixtures("simulated_api")
@@ -186,22 +152,14 @@ def test_product_and_derivatives():
     y, backward = jax.vjp(product, x, (a, b), bias)
     dx, (da, db), dbias = backward(dy)
 
-    dense = float64(fp4.dequantize(weight, jnp.float32))
-    flat_x, flat_dy = float64(x).reshape(-1, k), float64(dy).reshape(-1, n)
-    through = flat_dy @ float64(b)
-    xa = flat_x @ float64(a).T
-    expected = {
-        "y": (y, flat_x @ dense.T + xa @ float64(b).T + float64(bias), (*x.shape[:-1], n)),
-        "dx": (dx, flat_dy @ dense + through @ float64(a), x.shape),
-        "dA": (da, through.T @ flat_x, a.shape),
-        "dB": (db, flat_dy.T @ xa, b.shape),
-        "dbias": (dbias, flat_dy.sum(axis=0), bias.shape),
-    }
-    for name, (actual, want, shape) in expected.items():
-        assert actual.shape == shape, name
-        assert actual.dtype == jnp.bfloat16, name
+    actual = {"y": y, "dx": dx, "dA": da, "dB": db, "dbias": dbias}
+    shapes = {"y": dy.shape, "dx": x.shape, "dA": a.shape, "dB": b.shape, "dbias": bias.shape}
+    flat = x.reshape(-1, k), weight, (a, b), bias, dy.reshape(-1, n)
+    for name, want in product_and_derivatives(*flat).items():
+        assert actual[name].shape == shapes[name], name
+        assert actual[name].dtype == jnp.bfloat16, name
         # dA, dB and y use the rounded x A^T or dy B.
-        assert relative_error(actual, want.reshape(shape)) < 4e-3, name
+        assert relative_error(actual[name], want.reshape(shapes[name])) < 4e-3, name
 
 
 @pytest.mark.usefixtures("simulated_api")
@@ -236,8 +194,7 @@ def test_which_kernel_shrinks(n, block_k, kernels, monkeypatch):
     )
     assert ran == kernels
     xa = float64(x) @ float64(a).T
-    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    assert relative_error(y, expected + xa @ float64(b)[:, :rank].T) < 4e-3  # x A^T is rounded
+    assert relative_error(y, product(x, weight, xa=xa, b=b[:, :rank])) < 4e-3  # x A^T is rounded
 
 
 @pytest.mark.usefixtures("simulated_api")
@@ -247,8 +204,7 @@ def test_an_adapter_that_no_stage_holds():
     weight, x = random_weight(n, k), normal(3, k)
     a, b = normal(rank, k, seed=1), normal(n, rank, seed=2)
     y = fp4.fp4_matmul(x, fp4.to_tiles(weight), lora=(a, b), implementation="mosaic")
-    dense = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    expected = dense + float64(x) @ float64(a).T @ float64(b).T
+    expected = product(x, weight, xa=float64(x) @ float64(a).T, b=b)
     assert relative_error(y, expected) < 6e-3  # x A^T and both products are rounded
 
 
@@ -259,7 +215,7 @@ def test_float32(monkeypatch):
     y = fp4.fp4_matmul(x, fp4.to_tiles(weight), dtype=jnp.float32)
     assert y.shape == (2, 3, 136)
     assert y.dtype == jnp.float32
-    assert relative_error(y, float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T) < 1e-5
+    assert relative_error(y, product(x, weight)) < 1e-5
 
 
 def product_with_partials(m, count=5):
@@ -272,8 +228,7 @@ def product_with_partials(m, count=5):
     y = fp4.fp4_matmul(
         x, fp4.to_tiles(weight), lora=(normal(rank, k), b), xa_partials=jnp.asarray(xa_partials)
     )
-    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    return y, expected + float64(xa_partials).sum(axis=0) @ float64(b)[:, :32].T
+    return y, product(x, weight, xa=float64(xa_partials).sum(axis=0), b=b[:, :32])
 
 
 @pytest.mark.usefixtures("simulated_api")
@@ -368,27 +323,6 @@ def test_tiles_on_a_cpu_go_through_the_definition():
         np.testing.assert_array_equal(float64(function(x, tiles)), float64(function(x, weight)))
     grad = jax.grad(lambda x, w: fp4.fp4_matmul(x, w).astype(jnp.float32).sum())
     np.testing.assert_array_equal(float64(grad(x, tiles)), float64(grad(x, weight)))
-
-
-@pytest.mark.slow  # `test_tensor_parallel` has the values of shards
-def test_shards_of_tiles():
-    weight, x = random_weight(128, 256), normal(3, 256)
-    tiles = fp4.to_tiles(weight)
-    whole = float64(fp4.fp4_matmul(x.astype(jnp.float32), tiles))
-    rows = jax.tree.map(lambda array: array[-(-len(array) // 2) :], tiles)
-    np.testing.assert_allclose(
-        fp4.fp4_matmul(x.astype(jnp.float32), rows), whole[:, 64:], rtol=1e-5, atol=1e-3
-    )
-    parts = [
-        fp4.fp4_matmul(
-            x[:, 128 * i : 128 * i + 128].astype(jnp.float32),
-            dataclasses.replace(
-                tiles, codes=tiles.codes[:, i : i + 1], scales=tiles.scales[:, i : i + 1]
-            ),
-        )
-        for i in range(2)
-    ]
-    np.testing.assert_allclose(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize(

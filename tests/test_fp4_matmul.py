@@ -61,41 +61,34 @@ def float64(x):
     return np.asarray(x).astype(np.float64)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_code_under_every_scale(dtype, jit):
-    scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
-    scales = scales[~np.isnan(scales.astype(np.float32))]
-    assert len(scales) == 254
-    divisors = np.array([1.0, 448.0, 2688.0 / 0.0371, 3.1e-3, 7.7e5], np.float32)
-    low = np.arange(0, 16, 2, dtype=np.uint8)
-    row = np.tile(low | (low + 1) << 4, len(scales))
-    weight = fp4.Fp4Weight(
-        packed=jnp.asarray(np.tile(row, (len(divisors), 1))),
-        scales=jnp.asarray(np.tile(scales, (len(divisors), 1))),
-        global_scale=jnp.asarray(divisors),
-    )
-    dequantize = jax.jit(fp4.dequantize, static_argnums=1) if jit else fp4.dequantize
-    values = dequantize(weight, jnp.dtype(dtype))
-    expected = defined(weight).astype(np.float32).astype(dtype)
-    assert values.dtype == dtype
-    np.testing.assert_array_equal(float64(values), float64(expected))
-
-
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("format", ["mxfp4", "nf4"])
-def test_every_code_under_many_scales(format, dtype, jit):
-    form = fp4.FORMATS[format]
-    if format == "mxfp4":
-        # All but those whose product with a code is not a normal number.
+def every_code_under_many_scales(format):
+    """With all scales of NVFP4 under some divisors, and of MXFP4 those of normal numbers."""
+    form, divisors = fp4.FORMATS[format], None
+    if format == "nvfp4":
+        scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+        scales = scales[~np.isnan(scales.astype(np.float32))]
+        assert len(scales) == 254
+        divisors = np.array([1.0, 448.0, 2688.0 / 0.0371, 3.1e-3, 7.7e5], np.float32)
+    elif format == "mxfp4":
         scales = np.arange(2, 253, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
     else:
         scales = np.random.default_rng(0).lognormal(-3, 3, 251).astype(np.float32)
     codes = np.tile(np.arange(16, dtype=np.uint8), len(scales) * form.block // 16)
     even, odd = codes[0::2], codes[1::2]
     packed = even << 4 | odd if form.high_first else even | odd << 4
-    weight = fp4.Fp4Weight(packed=jnp.asarray(packed[None]), scales=jnp.asarray(scales[None]))
+    rows = 1 if divisors is None else len(divisors)
+    return fp4.Fp4Weight(
+        packed=jnp.asarray(np.tile(packed, (rows, 1))),
+        scales=jnp.asarray(np.tile(scales, (rows, 1))),
+        global_scale=None if divisors is None else jnp.asarray(divisors),
+    )
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_code_under_many_scales(format, dtype, jit):
+    weight = every_code_under_many_scales(format)
     dequantize = jax.jit(fp4.dequantize, static_argnums=1) if jit else fp4.dequantize
     values = dequantize(weight, jnp.dtype(dtype))
     expected = defined(weight).astype(np.float32).astype(dtype)

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fp4_oracles import float64, product_and_derivatives
-from simulated_kernel import ROUNDING, normal, random_weight, relative_error
+from simulated_kernel import (
+    ROUNDING,
+    check_dequantize,
+    check_kernel,
+    normal,
+    random_weight,
+    relative_error,
+)
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
@@ -55,27 +62,14 @@ def simulated_api(monkeypatch):
     ],
 )
 def test_kernel(variant, dtype):
-    (m, n, k), config, rank, form = VARIANTS[variant]
-    assert config.problem(m) is None
-    weight, x, extra = random_weight(n, k, form), normal(m, k), {}
-    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    if rank:
-        extra = {"xa": normal(m, rank, seed=1), "b": normal(n, rank, seed=2), "bias": normal(n)}
-        expected += float64(extra["xa"]) @ float64(extra["b"]).T + float64(extra["bias"])
-    tiles, dtype = fp4.to_tiles(weight), jnp.dtype(dtype)
-    y = mma.matmul(x, tiles, config=config, dtype=dtype, interpret=True, **extra)
-    assert y.shape == (m, n)
-    assert y.dtype == dtype
-    assert relative_error(y, expected) < (ROUNDING if dtype == jnp.bfloat16 else 1e-5)
+    shape, config, rank, form = VARIANTS[variant]
+    assert config.problem(shape[0]) is None
+    check_kernel(mma.matmul, shape, config, rank, form=form, dtype=dtype, interpret=True)
 
 
 @pytest.mark.parametrize("form", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_dequantize(form):
-    weight = random_weight(136, 192, form)
-    if form == "nvfp4":  # of exact values, which are rounded once
-        weight = weight._replace(global_scale=jnp.full(136, 2.0**11))
-    actual = mma.dequantize(fp4.to_tiles(weight), inputs=192, interpret=True)
-    np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
+    check_dequantize(functools.partial(mma.dequantize, interpret=True), 136, 192, form)
 
 
 @pytest.mark.usefixtures("simulated_api")

@@ -9,8 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp4_oracles import float64, product_and_derivatives
-from hopper_cases import ROUNDING, check_dequantize, check_product, random_weight
+from fp4_oracles import float64
+from hopper_cases import (
+    ROUNDING,
+    check_dequantize,
+    check_derivatives,
+    check_layers_in_a_loop,
+    check_product,
+    random_weight,
+)
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
@@ -86,52 +93,13 @@ def test_dequantize(form):
 
 def test_layers_in_a_loop():
     """The counters of the parts are zero after every call."""
-    rng = np.random.default_rng()
-    layers = [random_weight(rng, *shape) for shape in [(8192, 2048), (2048, 8192)] * 2]
-    x = jnp.asarray(rng.standard_normal((24, 2048)), jnp.bfloat16)
-
-    def steps(matmul, layers):
-        def step(_, x):
-            for weight in layers:
-                y = matmul(x, weight).astype(jnp.float32)
-                x = (y / jnp.abs(y).max()).astype(jnp.bfloat16)
-            return x
-
-        return jax.jit(lambda x: jax.lax.fori_loop(0, 8, step, x))(x)
-
     config = MmaConfig(64, 256, 3, 4)
-    kernel = functools.partial(fp4.fp4_matmul, implementation="mma", config=config)
-    tiles = [fp4.to_tiles(weight) for weight in layers]
-    first = steps(kernel, tiles)
-    np.testing.assert_array_equal(float64(first), float64(steps(kernel, tiles)))
-    expected = float64(steps(functools.partial(fp4.fp4_matmul, implementation="xla"), layers))
-    assert np.linalg.norm(float64(first) - expected) < 0.2 * np.linalg.norm(expected)
+    check_layers_in_a_loop(functools.partial(fp4.fp4_matmul, implementation="mma", config=config))
 
 
 @pytest.mark.parametrize("m", [24, 192])
 def test_derivatives(m):
-    rng = np.random.default_rng()
-    n, k, rank = 1536, 1024, 32
-    weight = random_weight(rng, n, k)
-    x, a, b, bias, dy = (
-        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-        for shape in ((m, k), (rank, k), (n, rank), (n,), (m, n))
-    )
-    tiles = fp4.to_tiles(weight)
-
-    @jax.jit
-    def gradients(x, lora, bias, dy):
-        def run(x, lora, bias):
-            return fp4.fp4_matmul(x, tiles, lora=lora, bias=bias, implementation="mma")
-
-        y, backward = jax.vjp(run, x, lora, bias)
-        return y, *backward(dy)
-
-    y, dx, (da, db), dbias = gradients(x, (a, b), bias, dy)
-    actual = {"y": y, "dx": dx, "dA": da, "dB": db, "dbias": dbias}
-    for name, want in product_and_derivatives(x, weight, (a, b), bias, dy).items():
-        error = np.linalg.norm(float64(actual[name]) - want) / np.linalg.norm(want)
-        assert error < 6e-3, (name, error)
+    check_derivatives("mma", m)
 
 
 def test_the_self_test_finds_no_error():

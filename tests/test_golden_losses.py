@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from row_loss import row_loss
+from row_loss import loss_config, row_loss
 
 from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.rl.advantages import group_advantages
-from qerl_jax.rl.losses import LossConfig, loss_config, token_weights
+from qerl_jax.rl.losses import token_weights
 from qerl_jax.training.setup import loss_from
 from qerl_jax.training.validate import validate
 
@@ -93,14 +93,24 @@ def test_two_sided_clipping_of_trl_is_the_dual_clip(trl):
     assert_loss(trl, "dapo_delta", loss_config("dapo", dual_clip=1.3))
 
 
+def of_verl(aggregation):
+    return loss_config("grpo", aggregation=aggregation, clip_high=0.2, dual_clip=3.0)
+
+
 @pytest.mark.parametrize(
     ("variant", "config"),
     [
         ("dapo_tis", loss_config("dapo", dual_clip=3.0, tis_cap=2.0)),
-        ("token-mean", LossConfig("token", clip_high=0.2, dual_clip=3.0)),
-        ("seq-mean-token-mean", LossConfig("sequence", clip_high=0.2, dual_clip=3.0)),
-        ("seq-mean-token-sum", LossConfig("sequence_sum", clip_high=0.2, dual_clip=3.0)),
-        ("seq-mean-token-sum-norm", LossConfig("constant", clip_high=0.2, dual_clip=3.0)),
+        ("token-mean", of_verl("token")),
+        ("seq-mean-token-mean", of_verl("sequence")),
+        (
+            "seq-mean-token-sum",
+            of_verl("sequence_sum"),
+        ),
+        (
+            "seq-mean-token-sum-norm",
+            of_verl("constant"),
+        ),
         # verl gives each token of a sequence its own gradient; the sums are the same.
         ("gspo", loss_config("gspo", clip_low=0.001, clip_high=0.1)),
         ("gspo", loss_config("gspo_token", clip_low=0.001, clip_high=0.1)),

@@ -10,7 +10,7 @@ from tiny_checkpoints import write_golden_source
 from tiny_model import rounded_to_bfloat16
 
 from qerl_jax.policy import transformer
-from qerl_jax.policy.lora import ALL_FUSED
+from qerl_jax.policy.layers.kinds import ALL_FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module

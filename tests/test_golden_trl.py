@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from row_batch import row_batch
+from row_loss import loss_config
 from safetensors.numpy import load_file
 
 from qerl_jax.compile.operation import Programs
@@ -20,7 +21,6 @@ from qerl_jax.policy.trainable import (
     trained_params,
 )
 from qerl_jax.rl.advantages import group_advantages
-from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import pack
 from qerl_jax.rl.programs import functions
 from qerl_jax.rl.train_step import OptimizerConfig, UpdateConfig, init_state, make_optimizer

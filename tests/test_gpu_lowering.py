@@ -7,11 +7,12 @@ The interpreter accepts programs that Mosaic GPU does not lower: for example a s
 import functools
 import warnings
 
+import h200
 import jax
 import jax.numpy as jnp
 import pytest
 from h200 import array, tiles
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 from pallas_kernels import matvec
 from pallas_kernels.decode import attention, attention_sm90, norms
@@ -23,8 +24,7 @@ FLOAT32 = jnp.float32
 
 def lower(function, *args):
     """Lowers a function of abstract arguments for the GPU of `h200`."""
-    device = AbstractDevice("NVIDIA H200", 132, "gpu")
-    mesh = AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=device)
+    mesh = AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=h200.DEVICE)
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         # That of a backend that JAX will remove is attributed to JAX's own modules.
         warnings.simplefilter("error", DeprecationWarning)
@@ -40,10 +40,7 @@ def test_fp4_product(adapter, m):
     extra = {
         "none": {},
         "product": {"xa": array(m, 2 * RANK), "b": b},
-        "xa_partials": {
-            "xa_partials": array(K // 128, m, RANK, dtype=FLOAT32),
-            "b": b,
-        },
+        "xa_partials": {"xa_partials": array(K // 128, m, RANK, dtype=FLOAT32), "b": b},
         "inside": {"a": array(RANK, K), "b": b},
     }[adapter]
     config = tiling.choose(m, N, K, rank=2 * RANK)
@@ -54,26 +51,7 @@ def test_fp4_product(adapter, m):
     lower(product, array(m, K), tiles(N, K), extra)
 
 
-def inputs(m=2, kv_heads=2, group=7, head_dim=128, positions=128):
-    """The arguments of attention."""
-    outputs = kv_heads * (group + 2) * head_dim
-    cache = array(m, kv_heads, positions, head_dim)
-    angle = array(m, head_dim // 2, dtype=FLOAT32)
-    lengths = array(m, dtype=jnp.int32)
-    return attention.AttentionInputs(
-        array(m, outputs),
-        array(28, m, dtype=FLOAT32),
-        angle,
-        angle,
-        lengths,
-        array(outputs),
-        None,
-        None,
-        cache,
-        cache,
-    )
-
-
+INPUTS = h200.attention_inputs(2, 128, kv_heads=2, group=7)
 PARTS = attention.AttentionParts(
     array(2, 3, 2, 128, dtype=FLOAT32), *[array(2, 3, 2, dtype=FLOAT32)] * 2
 )
@@ -88,12 +66,9 @@ KERNELS = {
         functools.partial(norms.swiglu, eps=1e-6),
         (array(3, 2 * K), array(4, 3, dtype=FLOAT32), array(RANK, K)),
     ),
-    "attend": (functools.partial(attention.attend, eps=1e-6, num_sms=132), (inputs(),)),
-    "attend_whole": (functools.partial(attention.attend_whole, eps=1e-6, num_sms=2), (inputs(),)),
-    "attention_sm90": (
-        functools.partial(attention_sm90.attend, eps=1e-6, num_sms=132),
-        (inputs(),),
-    ),
+    "attend": (functools.partial(attention.attend, eps=1e-6, num_sms=132), (INPUTS,)),
+    "attend_whole": (functools.partial(attention.attend_whole, eps=1e-6, num_sms=2), (INPUTS,)),
+    "attention_sm90": (functools.partial(attention_sm90.attend, eps=1e-6, num_sms=132), (INPUTS,)),
     "merge_parts": (
         functools.partial(attention.merge_parts, dtype=jnp.bfloat16),
         (PARTS, array(RANK, 256)),

@@ -12,7 +12,6 @@ import pytest
 import tiny_run
 from ml_collections import ConfigDict
 from refusal import refused
-from tiny_checkpoints import model_config
 
 from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import Device, plan_run
@@ -21,7 +20,7 @@ from qerl_jax.policy.trainable import checksum
 from qerl_jax.rl.train_step import TrainState
 from qerl_jax.run.checkpoints import Checkpoints, read_latest
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.training import init_from, saving
+from qerl_jax.training import begin, saving
 from qerl_jax.training.loop import train
 from qerl_jax.training.session import open_session
 from qerl_jax.weights.peft import load_peft_adapter
@@ -84,7 +83,7 @@ def test_adapter_optimizer_and_cursor_are_taken_over(origin, begun):
     assert same(state.trainable, old.trainable)
     assert schedule_counts(state) == [0]
     assert schedule_counts(old) == [2]
-    zeroed = init_from._reset_schedule(old)
+    zeroed = begin._reset_schedule(old)
     assert same(zeroed.opt_state, state.opt_state)
     assert not same(old.opt_state, state.opt_state)
     assert meta["cursor"] == old_meta["cursor"] != {"epoch": 0, "index": 0}
@@ -104,7 +103,7 @@ def test_the_schedules_of_an_own_optimizer_begin_again():
     first, _ = transform.update(params, fresh, params)
     for _ in range(9):
         _, state = transform.update(params, state, params)
-    zeroed = init_from._reset_schedule(TrainState(None, state, np.int32(3)))
+    zeroed = begin._reset_schedule(TrainState(None, state, np.int32(3)))
     again, _ = transform.update(params, zeroed.opt_state, params)
     assert float(again["a"]) == pytest.approx(float(first["a"]), rel=1e-5)
 
@@ -177,19 +176,19 @@ def test_other_data_begin_at_the_first_problem(origin, begun, tmp_path, change):
 
 
 @pytest.fixture
-def best(origin, tmp_path, monkeypatch):
+def best(origin, tiny, tmp_path, monkeypatch):
     """A run with a best adapter, and a function that saves another one as the run does.
 
     Before the function writes best.json, it calls its argument.
     """
-    monkeypatch.setattr(init_from, "_PAUSE", 0.01)
+    monkeypatch.setattr(begin, "_PAUSE", 0.01)
     run = shutil.copytree(origin, tmp_path / "other")
     saved = json.loads((run / "config.json").read_text())["config"]
     lora = {name: saved["lora"][name] for name in ("rank", "alpha", "rslora")}
     options = LoraConfig(**lora, targets=tuple(saved["lora"]["targets"]))
 
     def save(step, between=lambda: None):
-        trainable = load_peft_adapter(run / "adapter", model_config(), options)
+        trainable = load_peft_adapter(run / "adapter", tiny_run.architecture(tiny.model), options)
         trainable = jax.tree.map(lambda x: x + step, trainable)
         write = saving.write_atomic
 
@@ -207,12 +206,12 @@ def best(origin, tmp_path, monkeypatch):
         return checksum(trainable)
 
     method = types.SimpleNamespace(lora_config=options)
-    model = types.SimpleNamespace(config=model_config())
+    model = types.SimpleNamespace(config=tiny_run.architecture(tiny.model))
     config = ConfigDict({"init_from": f"{run}:best"})
     setup = types.SimpleNamespace(config=config, method=method, model=model)
 
     def read():
-        step, trainable = init_from._read_best(setup, RunFolder(run))
+        step, trainable = begin._read_best(setup, RunFolder(run))
         return step, checksum(trainable)
 
     return types.SimpleNamespace(run=run, save=save, read=read)
@@ -234,7 +233,7 @@ def test_the_best_adapter_and_its_step_are_those_of_one_save(best, monkeypatch):
     """The other run saves the next one before, while and after they are read."""
     crcs = {step: best.save(step) for step in (1, 2, 3)}
     assert best.read() == (3, crcs[3])
-    load, saves = init_from.load_peft_adapter, [1]
+    load, saves = begin.load_peft_adapter, [1]
 
     def slow(*arguments):
         loaded = load(*arguments)
@@ -243,14 +242,14 @@ def test_the_best_adapter_and_its_step_are_those_of_one_save(best, monkeypatch):
         return loaded
 
     with monkeypatch.context() as patch:
-        patch.setattr(init_from, "load_peft_adapter", slow)
+        patch.setattr(begin, "load_peft_adapter", slow)
         assert best.read() == (1, crcs[1])
     # The folder is that of step 2, and best.json stays that of step 1 or comes later.
     refused(r"best_adapter and best.json are of different steps", best.save, 2, between=best.read)
     assert json.loads((best.run / "best.json").read_text())["step"] == 1
     record = {"step": 2, "accuracy": 0.2, "checksum": crcs[2]}
     write = lambda _: (best.run / "best.json").write_text(json.dumps(record))  # noqa: E731
-    monkeypatch.setattr(init_from.time, "sleep", write)
+    monkeypatch.setattr(begin.time, "sleep", write)
     assert best.read() == (2, crcs[2])
 
 
@@ -259,12 +258,12 @@ def test_a_run_without_the_checksum_of_its_beginning_is_damaged(fact, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"init_from": fact}))
     setup = types.SimpleNamespace(config=ConfigDict({"init_from": "other"}))
     with pytest.raises(UserError, match=r"is damaged: init_from\.checksum is .*--workdir"):
-        init_from.restore_origin(setup, RunFolder(tmp_path))
+        begin._restore_origin(setup, RunFolder(tmp_path))
 
 
 def test_process_0_chooses_the_checkpoint(origin, begun, monkeypatch):
     """The other run may save between the reads of two processes, or remove what one has read."""
-    monkeypatch.setattr(init_from, "_PAUSE", 0.0)
+    monkeypatch.setattr(begin, "_PAUSE", 0.0)
     *_, state, _ = begun({"init_from": str(origin)})
     states = {step: read_latest(origin / "checkpoints", state, step=step) for step in (1, 2)}
     crcs = {step: checksum(found[1].trainable) for step, found in states.items()}
@@ -279,13 +278,13 @@ def test_process_0_chooses_the_checkpoint(origin, begun, monkeypatch):
         def read_latest_of_this_process(*arguments, step):
             return None if step in absent else read_latest(*arguments, step=step)
 
-        monkeypatch.setattr(init_from, "read_latest", read_latest_of_this_process)
+        monkeypatch.setattr(begin, "read_latest", read_latest_of_this_process)
         setup = types.SimpleNamespace(
             config=ConfigDict({"init_from": str(origin)}),
             state_shapes=state,
             processes=types.SimpleNamespace(writes=writes, exchange_json=exchange),
         )
-        return init_from._read_together(setup, RunFolder(origin), best=False)[0]
+        return begin._read_together(setup, RunFolder(origin), best=False)[0]
 
     assert read(None, writes=True) == 2
     assert read([1, 1, crcs[1]], writes=False) == 1
@@ -313,8 +312,9 @@ def test_another_adapter_is_refused(origin, begun, tmp_path, changes, words):
     assert not (tmp_path / "new").exists()
 
 
-def test_another_base_is_refused(origin, begun, tmp_path):
-    model = tiny_run.write_model(tmp_path / "model", model_type="qwen2")
+def test_another_base_is_refused(origin, begun, tiny, tmp_path):
+    layers = tiny_run.architecture(tiny.model).num_layers
+    model = tiny_run.write_model(tmp_path / "model", model_type="qwen2", num_layers=layers)
     with pytest.raises(UserError, match="trained on other weights"):
         begun({"init_from": str(origin), "model.source": str(model)})
 
@@ -337,7 +337,7 @@ def test_the_plan_counts_the_adapter_that_the_kl_is_measured_to(tiny):
     sizes = [
         plan_run(
             tiny.config({"rl.kl_coef": 0.1, **changes}),
-            model_config(),
+            tiny_run.architecture(tiny.model),
             Device(pool=None, kernel="xla"),
         ).training
         for changes in ({}, {"init_from": "run"}, {"lora.init": "adapter"})

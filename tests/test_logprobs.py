@@ -30,7 +30,7 @@ SMALL_CHUNKS = 5 * 4 * VOCAB
 
 @functools.cache
 def policy():
-    config, params = tiny_policy("qwen3", quantized=True, mlp_dim=64)
+    config, params = tiny_policy("qwen3", quantized=True, mlp_dim=64, num_layers=1)
     noisy = aqn.perturb_norms(jax.random.key(0), params, 0.2, final_norm=True)
     return config, params, noisy, random_lora(config)
 
@@ -153,7 +153,7 @@ def test_packed_logprobs_are_those_of_rows(in_turns, chunk_bytes):
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_a_log_softmax(tied, chunk_bytes, entropy_gradient):
     """Those of the states by the adapter and the norms, and of the head, which may be tied."""
-    config, params = tiny_policy("qwen2", tie_embeddings=tied)
+    config, params = tiny_policy("qwen2", tie_embeddings=tied, num_layers=1)
     lora, packed, (a, b) = random_lora(config), buffer(), np.random.default_rng(0).random((2, 32))
     options = {"model_config": config, "temperature": 0.7, "entropy_gradient": entropy_gradient}
 

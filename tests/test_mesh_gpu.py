@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from row_batch import row_batch
+from row_loss import loss_config
 from tiny_checkpoints import model_config
 from tiny_model import random_tokens
 
@@ -19,7 +20,6 @@ from qerl_jax.policy import sharding
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl.data_parallel import deal_buffers
-from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import pack
 from qerl_jax.rl.programs import functions
 from qerl_jax.rl.train_step import UpdateConfig, init_state

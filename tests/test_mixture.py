@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import tiny_run
 from ml_collections import ConfigDict
-from problem_sets import load_mixture
+from problem_sets import draw, load_mixture
 
 from qerl_jax.commands.cli import _ConfigParser
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.data.mixture import MixtureSource, divide, read_mixture
-from qerl_jax.data.order import Cursor, Order, Source, draw, draw_turns, source_metrics, take_turns
+from qerl_jax.data.order import Cursor, Order, Source, draw_turns, source_metrics, take_turns
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import _held_out_problems
 from qerl_jax.export.model_card import _training
-from qerl_jax.rewards.scores import Scores
+from qerl_jax.rewards.scored import Scores
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.show.view import curves, open_views

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from row_batch import row_batch
-from row_loss import row_loss
+from row_loss import loss_config, row_loss
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.errors import UserError
@@ -105,7 +105,7 @@ def test_a_row_that_is_longer_than_a_buffer():
 
 @pytest.mark.parametrize("options", [{}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}], ids=str)
 def test_rows_that_teach(options):
-    loss = losses.loss_config("grpo", **options)
+    loss = loss_config("grpo", **options)
     batch = batch_of(mask_truncated=True)  # The second row is truncated, the last one is empty.
     batch = batch.replace(advantages=np.array([1.0, 1.0, 0.0, -1.0, 1.0], np.float32))
     expected = [True, False, bool(options), True, False]
@@ -142,7 +142,7 @@ TEMPERATURE = np.float32(0.9)
 
 @functools.cache
 def policy():
-    config, params = tiny_policy("qwen3", quantized=True, num_layers=2)
+    config, params = tiny_policy("qwen3", quantized=True, num_layers=1)
     return config, params, random_lora(config)
 
 
@@ -193,7 +193,7 @@ def row_entropies(lora, batch):
 @functools.cache
 def nearby_logprobs():
     """Old and reference log-probabilities [B, C], near those of the policy."""
-    logprobs, _ = jax.jit(row_logprobs)(policy()[-1], step_batch(losses.loss_config("grpo")))
+    logprobs, _ = jax.jit(row_logprobs)(policy()[-1], step_batch(loss_config("grpo")))
     noise = np.random.default_rng(5).standard_normal((2, *logprobs.shape))
     return [np.asarray(logprobs + 0.2 * part, np.float32) for part in noise]
 
@@ -253,7 +253,7 @@ def accumulated(update, buffers, *, first):
 
 @pytest.mark.parametrize("options", LOSSES, ids=lambda row: "-".join(map(str, row.values())))
 def test_loss_and_gradients_are_those_of_the_rows(options):
-    options = losses.loss_config(**options)
+    options = loss_config(**options)
     config, _, lora = policy()
     batch, (old, ref) = step_batch(options), nearby_logprobs()
     values = {"old_logprobs": old} | ({"ref_logprobs": ref} if options.kl_coef else {})
@@ -278,7 +278,7 @@ def test_loss_and_gradients_are_those_of_the_rows(options):
 
 def test_rows_that_teach_nothing_have_no_gradient():
     """The gradient of the rows that are left out is zero in the path that keeps them."""
-    options = losses.loss_config("dapo")
+    options = loss_config("dapo")
     batch = step_batch(options)
     left_out = ~rows_that_teach(batch, options)
     assert left_out.tolist() == [False] * 4 + [True] + [False] + [True] * 3
@@ -292,7 +292,7 @@ def test_rows_that_teach_nothing_have_no_gradient():
     [(("gate_up_proj",), 40), pytest.param(PRODUCTS, 128, marks=pytest.mark.slow)],
 )
 def test_recomputation_and_buffer_size_do_not_change_the_gradient(recompute, buffer_tokens):
-    options = losses.loss_config("dapo")
+    options = loss_config("dapo")
     batch, found = step_batch(options), []
     for recomputed, tokens in (((), 128), (recompute, buffer_tokens)):
         update = UpdateConfig(policy()[0], options, recomputed)

@@ -2,16 +2,10 @@
 
 import types
 
+import pytest
+
 from benchmarks.rollout import peak_memory
 from qerl_jax.compile.operation import Executables
-
-
-class Device:
-    def __init__(self, in_use):
-        self.in_use = in_use
-
-    def memory_stats(self):
-        return None if self.in_use is None else {"bytes_in_use": self.in_use}
 
 
 class Compiled:
@@ -25,36 +19,34 @@ class Compiled:
         return self._sizes
 
     def __call__(self, argument):
-        self._device.in_use += self._left
+        self._device.stats["bytes_in_use"] += self._left
         return 2 * argument
 
 
-def test_the_peak_is_that_of_the_call_that_needs_most(monkeypatch):
-    device = Device(in_use=5_000_000_000)
+@pytest.fixture
+def device(monkeypatch):
+    device = types.SimpleNamespace(stats={"bytes_in_use": 5_000_000_000})
+    device.memory_stats = lambda: device.stats
     monkeypatch.setattr(peak_memory.jax, "local_devices", lambda: [device])
-    peak = peak_memory.PeakMemory()
-    assert peak.gigabytes is None
-    programs = peak.watched(
-        Executables(
-            {
-                "read": Compiled(device, temp=2_000_000_000, output=1_000_000_000, alias=0),
-                "step": Compiled(
-                    device, temp=500_000_000, output=3_000_000_000, alias=2_900_000_000
-                ),
-            }
-        )
-    )
+    return device
+
+
+def test_the_peak_is_that_of_the_call_that_needs_most(device):
+    read = Compiled(device, temp=2_000_000_000, output=1_000_000_000, alias=0)
+    step = Compiled(device, temp=500_000_000, output=3_000_000_000, alias=2_900_000_000)
+    peaks = []
+    programs = peak_memory.watched(Executables({"read": read, "step": step}), peaks)
+    assert peak_memory.largest(peaks) is None
     assert programs["step"](7) == 14
-    assert peak.gigabytes == 5.6
+    assert peak_memory.largest(peaks) == 5.6
     programs["read"](7)
-    assert peak.gigabytes == 8.1  # on top of what the step has left
+    assert peak_memory.largest(peaks) == 8.1  # on top of what the step has left
     programs["step"](7)
-    assert peak.gigabytes == 8.1
+    assert peak_memory.largest(peaks) == 8.1
 
 
-def test_a_device_that_does_not_tell(monkeypatch):
-    monkeypatch.setattr(peak_memory.jax, "local_devices", lambda: [Device(in_use=None)])
-    peak = peak_memory.PeakMemory()
+def test_a_device_that_does_not_tell(device):
+    device.stats, peaks = None, []
     programs = Executables({"step": len})
-    assert peak.watched(programs) == programs
-    assert peak.gigabytes is None
+    assert peak_memory.watched(programs, peaks) == programs
+    assert peak_memory.largest(peaks) is None

@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 import scipy.stats
+from problem_sets import draw
 
 from qerl_jax.data.order import (
     Cursor,
     Order,
     Source,
     SourcePosition,
-    draw,
     order_metrics,
     read_cursor,
     record_results,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from row_loss import loss_config
 
 from benchmarks.rollout import random_policy
 from pallas_kernels.fp4_matmul import dispatch
@@ -22,7 +23,6 @@ from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import train_step
-from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import empty_buffer
 from qerl_jax.rl.train_step import UpdateConfig, init_state
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.rollout import results as rollout_rows
+from benchmarks.common import check_out, describe, merge
+from benchmarks.rollout.results import KEYS
 from qerl_jax.errors import UserError
 
 POLICY = {
@@ -26,10 +27,11 @@ def test_a_run_replaces_its_own_rows(tmp_path):
     path = tmp_path / "results" / "rollout.json"
     rollouts = POLICY | {"kind": "gsm8k", "prompts": 64, "group": 16, "max_new_tokens": 1024}
     rollouts |= {"rows": 1024}
-    rollout_rows.merge(path, "H", [a_row(8, 1.0), a_row(64, 2.0), rollouts])
     quick = a_row(8, 2.5, head_format="nvfp4")
-    rollout_rows.merge(path, "H", [a_row(8, 3.0), a_row(8, 4.0, lora_rank=0), quick])
-    rollout_rows.merge(path, "H", [a_row(8, 3.0, head_format=""), rollouts | {"tokens": 7}])
+    rows = [a_row(8, 1.0), a_row(64, 2.0), rollouts]
+    rows += [a_row(8, 3.0), a_row(8, 4.0, lora_rank=0), quick]
+    for row in (*rows, a_row(8, 3.0, head_format=""), rollouts | {"tokens": 7}):
+        merge(path, row, KEYS, "H")
     result = json.loads(path.read_text())
     assert result["device"] == "H"
     fields = ("lora_rank", "batch", "ms_per_step")
@@ -42,14 +44,14 @@ def test_a_run_replaces_its_own_rows(tmp_path):
     ]
     assert result["rows"][-1]["tokens"] == 7
     with pytest.raises(UserError, match="holds rows of H, this is I"):
-        rollout_rows.merge(path, "I", [])
+        check_out(path, KEYS, "I")
     for text in ("[]", '{"rows": []}', '{"device": "H", "rows": [{"kind": "decode"}]}'):
         path.write_text(text)
         with pytest.raises(UserError, match="holds no rows"):
-            rollout_rows.merge(path, "H", [])
+            check_out(path, KEYS, "H")
     for wrong in (tmp_path, path / "x.json"):
-        with pytest.raises(UserError, match="pass another --out"):
-            rollout_rows.merge(wrong, "H", [])
+        with pytest.raises(UserError, match=r"pass a file as --out|Not a directory"):
+            check_out(wrong, KEYS, "H")
 
 
 OTHERS = [
@@ -62,19 +64,16 @@ OTHERS = [
 @pytest.mark.parametrize("changes", OTHERS, ids=str)
 def test_a_row_of_something_else_is_kept(tmp_path, changes):
     path = tmp_path / "rollout.json"
-    rollout_rows.merge(path, "H", [a_row(8, 1.0)])
-    rollout_rows.merge(path, "H", [a_row(8, 2.0, **changes)])
+    for row in (a_row(8, 1.0), a_row(8, 2.0, **changes)):
+        merge(path, row, KEYS, "H")
     times = [row["ms_per_step"] for row in json.loads(path.read_text())["rows"]]
     assert sorted(times) == [1.0, 2.0]
 
 
-def test_the_table():
-    rows = [a_row(8, 2.0), a_row(8, 1.0, format="nvfp4"), a_row(64, 4.0)]
-    rows += [a_row(8, 0.5, head_format="nvfp4", kv_cache_dtype="float8_e4m3fn")]
-    assert rollout_rows.table(rows).splitlines() == [
-        "model  format                          lora  8             64",
-        "m      bf16                            32    2.00 (4000)   4.00 (16000)",
-        "m      nvfp4                           32    1.00 (8000)",
-        "m      bf16, nvfp4 head, float8 cache  32    0.50 (16000)",
-    ]
-    assert rollout_rows.table([]) == ""
+def test_a_row_as_text():
+    row = a_row(8, 0.5, peak_gb=None, parts={"head": 0.25}, commit="abc", date="today")
+    assert describe(row, KEYS["decode"]) == (
+        "kind=decode model=m format=bf16 weights=random lora_rank=32 kv_cache_dtype=bfloat16 "
+        "chunk_steps=16 dequantize=once tensor=1 batch=8 prompt=256 new_tokens=144: "
+        "ms_per_step 0.5, tokens_per_s 16,000, parts (head 0.25)"
+    )

@@ -13,7 +13,7 @@ import pytest
 
 from qerl_jax.errors import UserError
 from qerl_jax.run import jobs
-from qerl_jax.run.jobs import devices_of
+from qerl_jax.run.jobs import Job, devices_of, run_jobs
 from qerl_jax.run.sweep_folder import Run, train_all
 from qerl_jax.system.signals import StoppedError
 
@@ -164,6 +164,38 @@ def test_a_signal_reaches_every_run(tmp_path, capsys):
     assert stopped.value.exit_code == 143
     assert [(run.folder / "saved").exists() for run in runs] == [True, True, False]
     assert "the same command continues the sweep" in capsys.readouterr().out
+
+
+def test_a_job_that_fails_is_named_and_the_others_run(tmp_path):
+    """Jobs may become ready after others, and one that ends without its work has failed."""
+    codes = {"a": "import sys; sys.exit(3)", "b": "print('b ran')", "c": "print('c ran')"}
+    codes["idle"] = "print('has not done its work')"
+
+    def log(name):
+        return tmp_path / "logs" / f"{name}.log"
+
+    def ready():
+        for name, code in codes.items():
+            if name != "c" or log("b").exists():
+                yield Job(name, ["-c", code], lambda name=name: name in "bc" and log(name).exists())
+
+    assert list(run_jobs(ready, tmp_path)) == ["a", "idle"]
+    assert [log(name).read_text() for name in "bc"] == ["b ran\n", "c ran\n"]
+
+
+def test_a_signal_is_passed_on_to_the_jobs_once(tmp_path):
+    code = (
+        "import os, signal, sys, time\n"
+        "told = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "while not told: time.sleep(0.05)\n"
+        "time.sleep(0.5)\n"
+        "print(len(told))\n"
+    )
+    with pytest.raises(StoppedError):
+        run_jobs(lambda: [Job("a", ["-c", code], lambda: False)], tmp_path)
+    assert (tmp_path / "logs" / "a.log").read_text() == "1\n"
 
 
 def test_the_devices_of_a_sweep(monkeypatch):

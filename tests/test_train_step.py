@@ -11,6 +11,7 @@ import pytest
 import trees
 from refusal import refused
 from row_batch import row_batch
+from row_loss import loss_config
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.compile.aot import compile_operations
@@ -18,7 +19,6 @@ from qerl_jax.compile.operation import MissingProgramError, Programs, commit
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl.logprobs import packed_logprobs
-from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import pack
 from qerl_jax.rl.programs import functions, operations
 from qerl_jax.rl.train_step import OptimizerConfig, UpdateConfig, init_state, make_optimizer

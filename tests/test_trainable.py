@@ -16,7 +16,7 @@ from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.training.initial_policy import first_trainable
+from qerl_jax.training.first_policy import first_trainable
 from qerl_jax.training.loop import train
 from qerl_jax.training.saving import save_policy
 from qerl_jax.training.setup import prepare

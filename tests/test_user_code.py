@@ -11,6 +11,7 @@ import optax
 import pytest
 import tiny_run
 from row_batch import row_batch
+from row_loss import loss_config
 from tiny_model import random_lora, tiny_policy
 
 from qerl_jax.errors import UserError
@@ -234,7 +235,7 @@ def test_bad_weights_are_refused_before_the_model_is_loaded(tiny, module, functi
 @pytest.mark.parametrize("name", ["absent_module:f", "my_ideas:absent"])
 def test_an_unknown_weight_is_named_at_once(module, name):
     with pytest.raises(UserError, match=f"loss weight '{name}'"):
-        losses.loss_config("grpo", aggregation=name)
+        loss_config("grpo", aggregation=name)
 
 
 @pytest.mark.slow  # `test_public_api` trains with an own loss
@@ -270,8 +271,8 @@ def test_an_own_loss_gets_the_rows_whose_advantage_is_0(module):
         aggregation="token",
         pad_id=0,
     )
-    assert rows_that_teach(batch, losses.loss_config(f"{module}:pull")).all()
-    assert not rows_that_teach(batch, losses.loss_config("dapo")).any()
+    assert rows_that_teach(batch, loss_config(f"{module}:pull")).all()
+    assert not rows_that_teach(batch, loss_config("dapo")).any()
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def test_an_own_loss_gets_the_rows_whose_advantage_is_0(module):
 )
 def test_a_bad_loss_is_refused_before_training(module, function, words):
     with pytest.raises(UserError, match=rf"loss '{module}:{function}'.*{words}") as caught:
-        losses.loss_config(f"{module}:{function}")
+        loss_config(f"{module}:{function}")
     assert "\n" not in str(caught.value)
 
 
@@ -296,7 +297,7 @@ def test_a_loss_that_is_not_finite_is_named(tiny, tmp_path, module):
 
 
 def test_processes_compare_the_code_of_their_loss(module):
-    loss = losses.loss_config(f"{module}:pg")
+    loss = loss_config(f"{module}:pg")
     found = {}
     setup = types.SimpleNamespace(
         update=types.SimpleNamespace(loss=loss, recompute=()),
@@ -325,7 +326,7 @@ def test_an_edited_loss_is_another_program(module, tmp_path):
             noise=None,
             measures_kl=False,
             buffer_tokens=48,
-            update_config=UpdateConfig(model=config, loss=losses.loss_config(f"{module}:pg")),
+            update_config=UpdateConfig(model=config, loss=loss_config(f"{module}:pg")),
             optimizer=OptimizerConfig(1e-3, "constant", 0.1, 0, 10, 0.9, 0.95, 1e-8, 0.0, 1.0),
         )
         return table["add_gradient"].key
@@ -336,7 +337,7 @@ def test_an_edited_loss_is_another_program(module, tmp_path):
 
 def test_an_own_loss_has_no_dual_clip(module):
     with pytest.raises(UserError, match="does not clip the ratio"):
-        losses.loss_config(f"{module}:pg", dual_clip=3.0)
+        loss_config(f"{module}:pg", dual_clip=3.0)
 
 
 BASE = "return -ratio * adv"

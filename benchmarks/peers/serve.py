@@ -21,7 +21,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.peers import common, decode
+from benchmarks import common
+from benchmarks.peers import decode, rows
 from qerl_jax.commands import cli
 from qerl_jax.system.paths import user_path
 
@@ -30,16 +31,15 @@ _PROMPT_TOKENS = 1024  # vLLM refuses a longer prompt
 _ROWS = 64
 _TRANSFORMERS_ROWS = 100  # A step of transformers takes as long for one row.
 _SCORE_SECONDS = 5.0  # for a call of the scorer, as in `experiments.evaluate`
-_TRANSFORMERS = {"torch": "2.11.0", "transformers": "5.17.0", "peft": "0.21.2"}
+_TRANSFORMERS = "torch==2.11.0 transformers==5.17.0 peft==0.21.2"
+
+type Served = list[tuple[str, int, bool]]  # text, number of tokens, whether it ended by itself
+type Rows = Sequence[dict[str, Any]]  # of an evaluation, one greedy completion of each problem
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers.serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = common.make_parser("benchmarks.peers.serve", __doc__)
     add = parser.add_argument
     add("--engine", choices=tuple(ENGINES), default="vllm", help="what completes (default: vllm)")
     add("evaluation", type=user_path, help="folder with results.json and TASK.jsonl")
@@ -47,19 +47,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--judge", default="", help="reward that scores (default: the evaluation's, if built in)")
     add("--base", type=user_path, required=True, help="folder of the exported base")
     add("--adapter", type=user_path, help="folder of the exported adapter (default: none)")
-    add("--out", type=user_path, required=True, help="JSON file of the result")
     return parser
 
 
 def read_evaluation(
     folder: pathlib.Path, task: str, judge: str = ""
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The settings of a task and its rows, one greedy completion of each problem.
-
-    Args:
-        folder: folder of the evaluation.
-        task: name of the task.
-        judge: reward that scores; '' is that of the evaluation.
+    """The settings of a task, with the reward `judge` unless that is '', and its rows.
 
     Raises:
         UserError: the folder holds no such task, its completions are not greedy, or its reward is
@@ -96,21 +90,17 @@ def messages_of(settings: dict[str, Any], question: str) -> list[dict[str, str]]
     return [{"role": "system", "content": system}, user] if system else [user]
 
 
-def scored(
-    settings: dict[str, Any],
-    rows: Sequence[dict[str, Any]],
-    served: Sequence[tuple[str, int, bool]],
-) -> list[bool]:
-    """Whether each served completion (text, tokens, ended by itself) is correct."""
+def scored(settings: dict[str, Any], problems: Rows, served: Served) -> list[bool]:
+    """Whether each served completion is correct."""
     from qerl_jax.rewards.calls import resolve
     from qerl_jax.rewards.score import score
 
     texts, tokens, finished = zip(*served, strict=True)
     scores = score(
         {"correct": (resolve(settings["judge"]), 1.0)},
-        [row["question"] for row in rows],
+        [row["question"] for row in problems],
         texts,
-        [row["gold"] for row in rows],
+        [row["gold"] for row in problems],
         tokens,
         finished,
         time_limit=_SCORE_SECONDS,
@@ -119,42 +109,37 @@ def scored(
 
 
 def compare(
-    rows: Sequence[dict[str, Any]], served: Sequence[str], correct: Sequence[bool], *, engine: str
+    problems: Rows, served: Sequence[str], correct: Sequence[bool], *, engine: str
 ) -> dict[str, Any]:
     """Both accuracies, their intervals, and the interval of their difference.
 
-    Args:
-        rows: rows of the evaluation.
-        served: completions of the engine.
-        correct: whether each of them is correct.
-        engine: name of the engine.
+    `served` are the completions of the engine, and `correct` says which of them are correct.
     """
     import numpy as np
 
     from qerl_jax.run import statistics
 
-    ours = np.array([row["correct"] is True for row in rows], np.float64)
+    ours = np.array([row["correct"] is True for row in problems], np.float64)
     theirs = np.array(correct, np.float64)
+    same_text = [row["completion"] == text for row, text in zip(problems, served, strict=True)]
     difference, low, high = statistics.paired_difference(theirs, ours)
     result = {
         name: {"value": float(values.mean()), "interval": statistics.interval(values, samples=1)}
         for name, values in (("here", ours), (engine, theirs))
     }
     return result | {
-        "problems": len(rows),
+        "problems": len(problems),
         "difference": {"value": difference, "interval": [low, high]},
         "same_outcome": float((ours == theirs).mean()),
-        "same_text": float(
-            np.mean([row["completion"] == text for row, text in zip(rows, served, strict=True)])
-        ),
+        "same_text": float(np.mean(same_text)),
         "agrees": bool(low <= 0.0 <= high),
     }
 
 
 def complete_with_vllm(
-    arguments: argparse.Namespace, settings: dict[str, Any], rows: Sequence[dict[str, Any]]
-) -> list[tuple[str, int, bool]]:
-    """The greedy completions of vLLM: text, tokens, whether it ended by itself."""
+    arguments: argparse.Namespace, settings: dict[str, Any], problems: Rows
+) -> Served:
+    """The greedy completions of vLLM."""
     decode.set_environment()
     from vllm import LLM, SamplingParams  # pyrefly: ignore[missing-import]
     from vllm.lora.request import LoRARequest  # pyrefly: ignore[missing-import]
@@ -176,7 +161,7 @@ def complete_with_vllm(
         **options,
     )
     outputs = engine.chat(
-        [messages_of(settings, row["question"]) for row in rows],
+        [messages_of(settings, row["question"]) for row in problems],
         SamplingParams(
             temperature=0.0,
             max_tokens=limit,
@@ -195,9 +180,9 @@ def complete_with_vllm(
 
 
 def complete_with_transformers(
-    arguments: argparse.Namespace, settings: dict[str, Any], rows: Sequence[dict[str, Any]]
-) -> list[tuple[str, int, bool]]:
-    """The greedy completions of transformers and PEFT, as `complete_with_vllm` returns them.
+    arguments: argparse.Namespace, settings: dict[str, Any], problems: Rows
+) -> Served:
+    """The greedy completions of transformers and PEFT.
 
     Raises:
         UserError: the evaluation has stop strings.
@@ -222,9 +207,10 @@ def complete_with_transformers(
     ends = model.generation_config.eos_token_id
     ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=device)
     completions = []
-    for start in range(0, len(rows), _TRANSFORMERS_ROWS):
+    for start in range(0, len(problems), _TRANSFORMERS_ROWS):
+        part = problems[start : start + _TRANSFORMERS_ROWS]
         prompts = tokenizer.apply_chat_template(
-            [messages_of(settings, row["question"]) for row in rows[start:][:_TRANSFORMERS_ROWS]],
+            [messages_of(settings, row["question"]) for row in part],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -243,38 +229,30 @@ def complete_with_transformers(
             number = at[0] + 1 if at else len(row)
             text = tokenizer.decode(row[:number], skip_special_tokens=True)
             completions.append((text, number, bool(at)))
-        print(f"{len(completions)} of {len(rows)} problems", flush=True)
+        print(f"{len(completions)} of {len(problems)} problems", flush=True)
     return completions
 
 
 ENGINES = {
-    "vllm": (complete_with_vllm, decode.PACKAGES),
+    "vllm": (complete_with_vllm, decode.REQUIREMENTS),
     "transformers": (complete_with_transformers, _TRANSFORMERS),
 }
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the comparison with the parsed arguments."""
-    from benchmarks.rollout.results import check_out, origin
     from qerl_jax.errors import UserError
     from qerl_jax.system.atomic import write_json
 
-    check_out(arguments.out)
-    settings, rows = read_evaluation(arguments.evaluation, arguments.task, arguments.judge)
-    complete, needed = ENGINES[arguments.engine]
-    packages = common.installed(needed)
-    served = complete(arguments, settings, rows)
-    correct = scored(settings, rows, served)
-    result = compare(rows, [text for text, *_ in served], correct, engine=arguments.engine)
-    source = origin("benchmarks.peers.serve")
-    provenance = {name: source[name] for name in ("commit", "date", "command")}
-    result |= {
-        "task": arguments.task,
-        "packages": packages,
-        "device": common.device_name(),
-        **provenance,
-    }
-    write_json(arguments.out, result)
+    common.check_out(arguments.out)
+    settings, problems = read_evaluation(arguments.evaluation, arguments.task, arguments.judge)
+    complete, requirements = ENGINES[arguments.engine]
+    packages = rows.installed(requirements)
+    served = complete(arguments, settings, problems)
+    correct = scored(settings, problems, served)
+    result = compare(problems, [text for text, *_ in served], correct, engine=arguments.engine)
+    result |= {"task": arguments.task, "packages": packages, "device": rows.device_name()}
+    write_json(arguments.out, result | rows.origin("benchmarks.peers.serve"))
     print(json.dumps(result), flush=True)
     if not result["agrees"]:
         raise UserError(

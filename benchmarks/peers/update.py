@@ -8,51 +8,80 @@ bitsandbytes 0.50.2. An update processes --rows rows of --prompt and --new-token
 the completion's are in the loss: forward pass, log-probabilities (in chunks, so that the logits
 never lie in memory at once), backward pass, fused AdamW. Weights, activations and the adapter are
 in bf16, and attention is fused in PyTorch. The update is tried with each number of rows per pass
-(`micro`) that divides --rows, or only those of --micro, with and without the recomputation of the
-layers (`checkpointing`). What does not fit is left out, and the fastest is written. Our row is
-`benchmarks.step` in NVFP4 at the same lengths.
+(`micro`) that divides --rows, with and without the recomputation of the layers (`checkpointing`).
+What does not fit is left out, and the fastest is written. Our row is `benchmarks.step` in NVFP4 at
+the same lengths.
 """
 
 import argparse
+import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.peers import common
+from benchmarks.peers import rows
 from qerl_jax.commands import cli
 
-_PACKAGES = {"torch": "2.11.0", "transformers": "5.17.0", "peft": "0.21.2"}
-_QUANTIZED = {"bitsandbytes": "0.50.2", "accelerate": "1.15.0"}
+_REQUIREMENTS = "torch==2.11.0 transformers==5.17.0 peft==0.21.2"
+_NF4 = " bitsandbytes==0.50.2 accelerate==1.15.0"
 _HEAD_TOKENS = 2048  # tokens whose logits are in memory at a time
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
-    parser = common.make_parser("benchmarks.peers.update", __doc__)
+def make_parser(
+    module: str = "benchmarks.peers.update", description: str | None = __doc__
+) -> argparse.ArgumentParser:
+    """The arguments of a peer that trains."""
+    parser = rows.make_parser(module, description)
     add = parser.add_argument
     add("--format", choices=("bf16", "nf4"), default="bf16", help="base weights (default: bf16)")
-    add("--micro", default="", help="comma-separated rows of a pass (default: every divisor)")
-    add(
-        "--attention",
-        default="sdpa",
-        help="attention of transformers, such as flash_attention_2 (default: sdpa)",
-    )
+    attention = "attention of transformers, such as flash_attention_2 (default: sdpa)"
+    add("--attention", default="sdpa", help=attention)
     return parser
+
+
+def load_policy(arguments: argparse.Namespace) -> Any:
+    """A PEFT model on the GPU: linear layers in bf16 or NF4, an adapter of --lora-rank in bf16.
+
+    By default PEFT keeps the adapter of a bf16 base in float32, and converts the input of every
+    projection to it. TRL trains the adapter of a quantized base in bf16; here all adapters are.
+    """
+    import torch  # pyrefly: ignore[missing-import]
+    from peft import LoraConfig, get_peft_model  # pyrefly: ignore[missing-import]
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from benchmarks.random_checkpoint import model_folder
+    from qerl_jax.policy.lora import PROJECTIONS
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder(arguments.folder, arguments.model),
+        dtype=torch.bfloat16,
+        attn_implementation=arguments.attention,
+        device_map={"": 0 if torch.cuda.is_available() else "cpu"},
+        **({"quantization_config": quantization} if arguments.format == "nf4" else {}),
+    )
+    rank = arguments.lora_rank
+    adapter = LoraConfig(
+        r=rank, lora_alpha=rank, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(model, adapter)
+    for value in model.parameters():
+        if value.requires_grad:
+            value.data = value.data.to(torch.bfloat16)
+    return model
 
 
 def take_update(
     model: Any, optimizer: Any, tokens: Any, advantages: Any, *, prompt: int, micro: int
 ) -> None:
-    """Takes a step of the optimizer along the policy gradient.
+    """Takes a step along the policy gradient of `tokens` [B, T] with `advantages` [B].
 
-    Args:
-        model: a PEFT model.
-        optimizer: the optimizer of its adapter.
-        tokens: int64 [B, T] token ids of prompts and completions.
-        advantages: float32 [B] advantages.
-        prompt: tokens of a prompt.
-        micro: rows of a forward and backward pass.
+    Each row begins with `prompt` tokens; a forward and backward pass has `micro` rows.
     """
     import torch  # pyrefly: ignore[missing-import]
     from torch.utils.checkpoint import checkpoint  # pyrefly: ignore[missing-import]
@@ -82,36 +111,33 @@ def _logprobs(head: Any, hidden: Any, targets: Any) -> Any:
     return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def micros_of(arguments: argparse.Namespace, rows: int) -> list[int]:
-    """The numbers of rows per pass to try for an update, in rising order.
+def reset_peak() -> None:
+    """Frees what nothing uses any more and begins a new measurement of the peak."""
+    import torch  # pyrefly: ignore[missing-import]
 
-    Args:
-        arguments: parsed arguments of the command.
-        rows: rows of the update.
-
-    Raises:
-        UserError: --micro names no number that divides the rows.
-    """
-    from qerl_jax.errors import UserError
-
-    divisors = [count for count in range(1, rows + 1) if rows % count == 0]
-    names = arguments.micro.split(",") if arguments.micro else [str(count) for count in divisors]
-    micros = [count for count in divisors if str(count) in names]
-    if not micros:
-        raise UserError(f"--micro={arguments.micro} names no number that divides {rows} rows")
-    return micros
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
-def measure(
-    model: Any, arguments: argparse.Namespace, rows: int, micros: Sequence[int]
-) -> dict[str, Any]:
-    """The fastest update of these rows: its seconds, peak memory and options.
+def measured(update: Callable[[], None], steps: int) -> dict[str, float]:
+    """The median seconds of an update after a first one, and its peak memory."""
+    import torch  # pyrefly: ignore[missing-import]
 
-    Args:
-        model: from `common.load_policy`.
-        arguments: parsed arguments of the command.
-        rows: rows of an update.
-        micros: numbers of rows per pass, in rising order.
+    reset_peak()
+    seconds = []
+    for _ in range(steps + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        update()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    return {"update_s": statistics.median(seconds[1:]), "peak_gb": peak}
+
+
+def measure(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fastest update: its seconds, peak memory and options.
 
     Raises:
         UserError: none of the updates fits into the memory.
@@ -120,79 +146,45 @@ def measure(
 
     from qerl_jax.errors import UserError
 
-    device = next(model.parameters()).device
+    count, device = arguments.rows, next(model.parameters()).device
     parameters = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-    vocab = model.config.vocab_size
-    tokens = torch.randint(1, vocab, (rows, arguments.prompt + arguments.new_tokens), device=device)
-    advantages = torch.randn(rows, device=device)
+    shape = count, arguments.prompt + arguments.new_tokens
+    tokens = torch.randint(1, model.config.vocab_size, shape, device=device)
+    advantages = torch.randn(count, device=device)
     results: list[dict[str, Any]] = []
     for checkpointing in (True, False):
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             model.gradient_checkpointing_disable()
-        for micro in micros:
-            common.reset_peak()
+        for micro in (number for number in range(1, count + 1) if count % number == 0):
+
+            def update(micro: int = micro) -> None:
+                prompt = arguments.prompt
+                take_update(model, optimizer, tokens, advantages, prompt=prompt, micro=micro)
+
             try:
-                seconds = []
-                for _ in range(arguments.steps + 1):
-                    common.synchronize()
-                    began = time.perf_counter()
-                    take_update(
-                        model,
-                        optimizer,
-                        tokens,
-                        advantages,
-                        prompt=arguments.prompt,
-                        micro=micro,
-                    )
-                    common.synchronize()
-                    seconds.append(time.perf_counter() - began)
+                result = measured(update, arguments.steps)
             except torch.OutOfMemoryError:
                 optimizer.zero_grad(set_to_none=True)
                 break  # More rows per pass do not fit either.
-            results.append(
-                {
-                    "update_s": statistics.median(seconds[1:]),
-                    "peak_gb": common.peak_gb(),
-                    "micro": micro,
-                    "checkpointing": checkpointing,
-                }
-            )
-            print(f"{rows} rows: {results[-1]}", flush=True)
+            results.append(result | {"micro": micro, "checkpointing": checkpointing})
+            print(results[-1], flush=True)
     if not results:
-        raise UserError(f"--rows={rows}: not even one row per pass fits into the memory")
+        raise UserError(f"--rows={count}: not even one row per pass fits into the memory")
     return min(results, key=lambda row: row["update_s"])
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
-    counts = common.check(arguments)
-    micros = {rows: micros_of(arguments, rows) for rows in counts}
-    packages = common.installed(_PACKAGES | (_QUANTIZED if arguments.format == "nf4" else {}))
-    our_rows = common.our_rows(arguments, counts)
-    model = common.load_policy(
-        common.model_folder(arguments),
-        format=arguments.format,
-        attention=arguments.attention,
-        rank=arguments.lora_rank,
-    )
+    row = rows.begin(arguments, _REQUIREMENTS + (_NF4 if arguments.format == "nf4" else ""))
+    row |= {"peer": "transformers + PEFT", "rollout_format": "", "rollout_s": None, "step_s": None}
+    row |= {"format": arguments.format, "attention": arguments.attention}
+    model = load_policy(arguments)
     model.enable_input_require_grads()
     model.train()
-    for rows in counts:
-        row = {
-            "peer": "transformers + PEFT",
-            "packages": packages,
-            "format": arguments.format,
-            "rollout_format": "",
-            "batch": rows,
-            "rollout_s": None,
-            "step_s": None,
-            "attention": arguments.attention,
-            **measure(model, arguments, rows, micros[rows]),
-        }
-        common.save_row(arguments, "benchmarks.peers.update", row, our_rows[rows])
+    rows.save(arguments, "benchmarks.peers.update", row | measure(model, arguments))
 
 
 if __name__ == "__main__":

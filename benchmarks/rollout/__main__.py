@@ -27,35 +27,36 @@ import argparse
 import os
 import time
 
+from benchmarks import common
 from qerl_jax.commands import cli
 
 _BEGAN = time.time()  # before the imports that take long
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: numbers with commas, like 1,8,32") from error
+
+
 def make_parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rollout",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """The arguments of the command; `began` is the time when it began."""
+    parser = common.make_parser("benchmarks.rollout", __doc__, "benchmarks/results/rollout.json")
+    parser.set_defaults(began=_BEGAN)
     add = parser.add_argument
-    add("--model", default="qwen2.5-7b", help="comma-separated models (default: qwen2.5-7b)")
-    add(
-        "--source",
-        default="",
-        help="real weights: a folder, a .gguf file or a hub id (default: random)",
-    )
-    add(
-        "--format",
-        default="nvfp4,bf16",
-        help="comma-separated weight formats: nvfp4, mxfp4, nf4, bf16",
-    )
-    add(
-        "--lora-rank",
-        default="32",
-        help="comma-separated ranks of the adapter; 0: no adapter (default: 32)",
-    )
+    models = "comma-separated models (default: qwen2.5-7b)"
+    add("--model", type=_names, default="qwen2.5-7b", help=models)
+    source = "real weights: a folder, a .gguf file or a hub id (default: random)"
+    add("--source", default="", help=source)
+    formats = "comma-separated weight formats: nvfp4, mxfp4, nf4, bf16"
+    add("--format", type=_names, default="nvfp4,bf16", help=formats)
+    ranks = "comma-separated ranks of the adapter; 0: no adapter (default: 32)"
+    add("--lora-rank", type=_numbers, default="32", help=ranks)
     tensor = "devices of this host that the weights are cut between (default: 1)"
     add("--tensor", type=int, default=1, help=tensor)
     add("--chunk-steps", type=int, default=16, help="decode steps per program call (default: 16)")
@@ -69,24 +70,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kv-cache-dtype", choices=("", "bfloat16", "float8"), default="", help=cache)
     add("--head-format", default="", help="nvfp4: a head in 4 bits (default: as the embedding)")
     add("--seed", type=int, default=0, help="seed of weights, tokens and draws (default: 0)")
-    bandwidth = "bytes per second of the roofline (default: the device's, where known)"
-    add("--bandwidth", type=float, default=0.0, help=bandwidth)
-    out = "JSON file of the rows (default: benchmarks/results/rollout.json)"
-    add("--out", default="benchmarks/results/rollout.json", help=out)
 
-    group = parser.add_argument_group("decode steps")
-    add = group.add_argument
-    add(
-        "--batch",
-        default="1,8,32,64,256",
-        help="comma-separated batch sizes (default: 1,8,32,64,256)",
-    )
+    add = parser.add_argument_group("decode steps").add_argument
+    batches = "comma-separated batch sizes (default: 1,8,32,64,256)"
+    add("--batch", type=_numbers, default="1,8,32,64,256", help=batches)
     add("--prompt", type=int, default=256, help="tokens per prompt (default: 256)")
     add("--new-tokens", type=int, default=144, help="new tokens per row (default: 144)")
     add("--parts", action="store_true", help="also measure the parts of a step, on a GPU")
 
-    group = parser.add_argument_group("whole rollouts")
-    add = group.add_argument
+    add = parser.add_argument_group("whole rollouts").add_argument
     add("--data", default="", help="FILE.jsonl with question and answer; needs --source")
     add("--startup", action="store_true", help="measure the time to the first tokens instead")
     add("--prompts", type=int, default=64, help="number of prompts per rollout (default: 64)")
@@ -97,42 +89,21 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
     from benchmarks.rollout.benchmark import benchmark
-    from benchmarks.rollout.subject import BenchmarkConfig
     from pallas_kernels import fp4_matmul
-    from qerl_jax.errors import UserError
-    from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
 
-    def numbers(flag: str, text: str) -> tuple[int, ...]:
-        try:
-            return tuple(int(number) for number in text.split(","))
-        except ValueError as error:
-            raise UserError(f"{flag}={text}: numbers with commas, like 1,8,32") from error
-
-    options = dict(vars(arguments))
-    if arguments.implementation:
-        os.environ[fp4_matmul.KERNEL_VARIABLE] = arguments.implementation
-    if options["system_prompt"] is None:
-        options["system_prompt"] = SYSTEM_PROMPT
-    benchmark(
-        BenchmarkConfig(
-            models=tuple(options.pop("model").split(",")),
-            formats=tuple(options.pop("format").split(",")),
-            batches=numbers("--batch", options.pop("batch")),
-            lora_ranks=numbers("--lora-rank", options.pop("lora_rank")),
-            began=_BEGAN,
-            **options,
-        )
-    )
+    if options.implementation:
+        os.environ[fp4_matmul.KERNEL_VARIABLE] = options.implementation
+    benchmark(options)
 
 
 def main() -> None:
     """Runs the command line."""
     # JAX keeps only programs that compile for a second or more; drawing weights takes less.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    cli.run_command(make_parser(), run, tensor_of=lambda arguments: arguments.tensor)
+    cli.run_command(make_parser(), run, tensor_of=lambda options: options.tensor)
 
 
 if __name__ == "__main__":

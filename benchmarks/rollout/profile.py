@@ -1,26 +1,105 @@
-"""Splits the device's time by part of the policy.
+"""Splits the device's time of a decode step by part of the policy.
 
-The parts are the `jax.named_scope`s of the policy and of the rollout. The metadata of a compiled
-program holds them for each instruction, and kernels are named after or labeled with instructions.
+A chunk of steps runs outside the engine, with the engine's program, under a profiler. The parts are
+the `jax.named_scope`s of the policy and of the rollout. The metadata of a compiled program holds
+them for each instruction, and kernels are named after or labeled with instructions.
 """
 
-import contextlib
+import argparse
+import dataclasses
+import functools
 import pathlib
 import re
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.profiler import ProfileData, ProfileEvent, ProfileOptions
+
+from benchmarks.rollout.random_policy import normal
+from benchmarks.rollout.subject import Subject, operations_of_steps
+from qerl_jax.compile.operation import Programs
+from qerl_jax.policy.dequantize import dequantized
+from qerl_jax.rollout import decode
 
 PARTS = ("linears", "lora", "attention", "recurrence", "norms", "mlp", "head", "sampling", "other")
 
+_REPEATS = 3
+_CHUNKS = 4  # chunks that are timed together
 _FP4 = "fp4_"  # prefix of the names of the Hopper kernel's programs
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?\bop_name=\"([^\"]*)\"", re.MULTILINE)
 
 Kernels = list[tuple[str, float]]  # name of instruction or kernel, milliseconds
+
+
+def step_parts(subject: Subject, batch: int, options: argparse.Namespace) -> dict[str, float]:
+    """The parts of a decode step, measured in the middle of the new tokens; {} if a profiler fails.
+
+    Returns:
+        What `per_step` returns, and "graphs": the number of CUDA graphs that the engine's program
+        launches per step.
+    """
+    (key, params, lora), table = operations_of_steps(subject, batch, options)
+    programs, operation = Programs(table), table["decode", batch]
+    params, adapter = dequantized(params, programs, rows=batch), programs["fuse_adapter"](lora)
+    rows = decode.CacheRows(np.arange(batch, dtype=np.int32), np.ones(batch, bool))
+    steps = operation.static["steps"]
+    middle = options.prompt + (options.new_tokens - steps) // 2
+    full = functools.partial(jnp.full, batch, device=key.sharding)
+    states = [_random_state(key, operation.arguments()[3])]
+
+    def run(program: Callable[..., Any] = programs["decode", batch]) -> decode.Samples:
+        state = dataclasses.replace(
+            states.pop(),  # A chunk donates its state, and returns the next one.
+            lengths=full(middle, jnp.int32),
+            counts=full(0, jnp.int32),
+            done=full(False, bool),
+        )
+        state, samples = program(key, params, adapter, state, rows, np.float32(1))
+        states.append(state)
+        return samples
+
+    # Kernels in a CUDA graph do not have the names of their instructions.
+    observed = operation.lower().compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+    jax.block_until_ready(run())
+    walls = []
+    for _ in range(_REPEATS):
+        first, *others = [run() for _ in range(1 + _CHUNKS)]
+        jax.block_until_ready(first)
+        began = time.perf_counter()
+        jax.block_until_ready(others)
+        walls.append(1e3 * (time.perf_counter() - began) / _CHUNKS)
+    try:
+        graphs = graph_launches(run)
+        kernels = device_kernels(lambda: run(observed))
+    except Exception as error:  # A failing profiler must not cost the row.
+        print(f"no parts: {type(error).__name__}: {error}"[:200], flush=True)
+        return {}
+    return per_step(
+        kernels,
+        parts_of(observed.as_text() or ""),
+        wall_ms=min(walls),
+        steps=steps,
+        layers=subject.model_config.num_layers,
+    ) | {"graphs": graphs / steps}
+
+
+def _random_state(key: jax.Array, shapes: decode.DecodeState) -> decode.DecodeState:
+    """A state of these shapes with random keys and values; everything else is 0."""
+    leaves, treedef = jax.tree.flatten(shapes)
+
+    def array(number: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        values = jnp.zeros(leaf.shape)
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            values = normal(jax.random.fold_in(key, number), leaf.shape, jnp.bfloat16, 1.0)
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    return jax.tree.unflatten(treedef, [array(*pair) for pair in enumerate(leaves)])
 
 
 def parts_of(hlo: str) -> dict[str, str]:
@@ -47,37 +126,19 @@ def _part(path: str, packed: bool) -> str:
     return scopes[-1]
 
 
-def split(kernels: Iterable[tuple[str, float]], parts: Mapping[str, str]) -> dict[str, float]:
-    """Milliseconds by part; kernels without an instruction of the program are "other".
-
-    Args:
-        kernels: instruction or kernel, and milliseconds. Kernels have the names of instructions
-            with underscores in place of dots and dashes.
-        parts: part of each instruction, as `parts_of` returns it.
-    """
-    part_of_kernel = {_as_kernel(name): part for name, part in parts.items()}
-    times = dict.fromkeys(PARTS, 0.0)
-    for name, milliseconds in kernels:
-        default = "linears" if _FP4 in name else "other"
-        times[part_of_kernel.get(_as_kernel(name), default)] += milliseconds
-    # Most models have no recurrent layer.
-    return {part: time for part, time in times.items() if time or part != "recurrence"}
-
-
 def _as_kernel(name: str) -> str:
+    """Kernels have the names of instructions with underscores in place of dots and dashes."""
     return re.sub(r"\W", "_", name)
 
 
 def device_kernels(run: Callable[[], Any]) -> Kernels:
-    """The kernels that the second call of `run` starts on a GPU.
+    """The kernels that the second call of `run` starts on a GPU, by XLA's profiler.
 
-    XLA's profiler reports the instruction that started each kernel, also for kernels of libraries,
-    unless the kernel is in a CUDA graph. If it reports no kernels, CUPTI gives their own names.
+    It reports the instruction that started each kernel, also for kernels of libraries, unless the
+    kernel is in a CUDA graph.
     """
-    kernels: Kernels = []
-    for profile in _profiles(run, host_tracer_level=0):
-        kernels += kernels_in(profile)
-    return kernels or _cupti_kernels(run)
+    profiles = _profiles(run, host_tracer_level=0)
+    return [kernel for profile in profiles for kernel in kernels_in(profile)]
 
 
 def graph_launches(run: Callable[[], Any]) -> int:
@@ -132,18 +193,6 @@ def _stats(event: ProfileEvent) -> dict[str | None, Any]:
         return dict(event.stats)
 
 
-def _cupti_kernels(run: Callable[[], Any]) -> Kernels:
-    from jax.experimental.mosaic.gpu import profiler
-
-    class Program(jax.stages.Wrapped):  # a type that `measure` does not compile again
-        def __call__(self):
-            return run()
-
-    with contextlib.suppress(RuntimeError):
-        return profiler.measure(Program(), aggregate=False)()[1] or []
-    return []
-
-
 def per_step(
     kernels: Sequence[tuple[str, float]],
     parts: Mapping[str, str],
@@ -165,7 +214,13 @@ def per_step(
         The parts; "gaps", the wall time without a kernel, negative where kernels overlap; and
         "kernels_per_layer", the kernels of a step divided by the layers.
     """
-    times = {part: time / steps for part, time in split(kernels, parts).items()}
+    part_of_kernel = {_as_kernel(name): part for name, part in parts.items()}
+    times = dict.fromkeys(PARTS, 0.0)
+    for name, milliseconds in kernels:
+        default = "linears" if _FP4 in name else "other"
+        times[part_of_kernel.get(_as_kernel(name), default)] += milliseconds / steps
+    if not times["recurrence"]:
+        del times["recurrence"]  # Most models have no recurrent layer.
     times["gaps"] = wall_ms / steps - sum(times.values())
     return {part: round(time, 4) for part, time in times.items()} | {
         "kernels_per_layer": round(len(kernels) / steps / layers, 1)

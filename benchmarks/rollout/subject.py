@@ -1,9 +1,14 @@
-"""The options of the rollout benchmark, the policy, and the engine's arguments for it."""
+"""The policy that is measured, what the options allow, and the engine's arguments for it.
 
+The options are the parsed arguments of `benchmarks.rollout`.
+"""
+
+import argparse
 import dataclasses
 import functools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.rollout.random_policy import random_lora, random_params
+from qerl_jax.compile.operation import Operation, commit
 from qerl_jax.data.prompts import Problem
 from qerl_jax.data.splits import ProblemConfig, load_split
 from qerl_jax.errors import UserError, check_limits
@@ -18,112 +24,59 @@ from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
-from qerl_jax.policy.sharding import make_mesh, shard, shard_config, shard_params
+from qerl_jax.policy.sharding import (
+    TENSOR,
+    make_mesh,
+    replicate_like,
+    shard,
+    shard_config,
+    shard_params,
+)
 from qerl_jax.policy.tensor_parallel import shard_of
-from qerl_jax.rollout import shapes
+from qerl_jax.rollout import decode, shapes
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import check_head_format, rollout_head
+from qerl_jax.rollout.programs import operations
 from qerl_jax.weights.layer_memory import compact_layers
 from qerl_jax.weights.load import FORMATS, LoadedModel, load
 
 
-class _NoText:
-    """A tokenizer of random token ids, none of which ends a row."""
+@dataclasses.dataclass(frozen=True)
+class RandomText:
+    """A tokenizer of random token ids, of which the first `ends` end a row."""
 
-    eos_ids = (-1,)
-    pad_id = 0
+    ends: int = 0
+    pad_id: int = 0
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids that end a row."""
+        return tuple(range(self.ends)) or (-1,)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        raise NotImplementedError("random token ids have no text")
+        """No text: nothing here reads any."""
+        del ids, skip_special
+        return ""
 
     def has_special(self, text: str) -> bool:
-        raise NotImplementedError("random token ids have no text")
+        """No text holds a special token."""
+        del text
+        return False
 
 
-NO_TEXT = _NoText()
-
-
-@dataclasses.dataclass(frozen=True)
-class BenchmarkConfig:
-    """The options of the benchmark.
-
-    Attributes:
-        models: names from `architectures.ARCHITECTURES`; unused with `source`.
-        source: source of real weights, as in `load.load`; '' makes random weights.
-        formats: weight formats, as in `load.load`.
-        batches: batch sizes of the decode benchmark.
-        prompt: tokens per prompt.
-        new_tokens: new tokens per row.
-        lora_ranks: ranks of the adapters on all seven projections; 0 is no adapter.
-        tensor: number of devices that the weights are cut between.
-        chunk_steps: decode steps per program call, as in `EngineConfig`.
-        dequantize: 'once' or 'step', as in `EngineConfig`.
-        implementation: kernel of packed weights, as in `fp4_matmul`; '' for the device's best.
-        kv_cache_dtype: dtype of keys and values, as in `EngineConfig`.
-        head_format: format of the head, as in `head.rollout_head`.
-        parts: whether the parts of a step are measured too.
-        startup: whether to measure the start of rollouts of `prompts` and `group` instead.
-        began: `time.time()` when the command began.
-        data: JSONL file of problems to complete with the weights of `source`, instead of the
-            decode benchmark; '' measures decode steps.
-        prompts: number of problems, or of random prompts in a startup.
-        group: completions per prompt.
-        max_new_tokens: limit of a completion in tokens.
-        max_rows: largest decode batch in rows, as in `EngineConfig`.
-        system_prompt: system message of the problems.
-        seed: seed of weights, tokens and draws.
-        bandwidth: bytes per second of the roofline; 0 takes the device's, where it is known.
-        out: JSON file of the rows.
-    """
-
-    models: tuple[str, ...]
-    source: str
-    formats: tuple[str, ...]
-    batches: tuple[int, ...]
-    prompt: int
-    new_tokens: int
-    lora_ranks: tuple[int, ...]
-    tensor: int
-    chunk_steps: int
-    dequantize: str
-    implementation: str
-    kv_cache_dtype: str
-    head_format: str
-    parts: bool
-    startup: bool
-    began: float
-    data: str
-    prompts: int
-    group: int
-    max_new_tokens: int
-    max_rows: int
-    system_prompt: str
-    seed: int
-    bandwidth: float
-    out: str
+NO_TEXT = RandomText()
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A policy to measure.
-
-    Attributes:
-        model: name of the policy in the rows.
-        format: weight format of the projections.
-        model_config: the architecture.
-        params: the parameter tree.
-        lora_rank: rank of the adapter; 0 is no adapter.
-        lora: the adapter, or None where the rank is 0.
-        loaded: the model that was loaded, or None for random weights.
-        mesh: devices that the weights are cut between, or None for one device.
-    """
+    """A policy to measure: rank 0 has no adapter, random weights no `loaded` model."""
 
     model: str
     format: str
     model_config: ModelConfig
     params: dict
-    lora_rank: int
-    lora: Lora | None
+    lora_rank: int = 0
+    lora: Lora | None = None
     loaded: LoadedModel | None = None
     mesh: Mesh | None = None
 
@@ -133,18 +86,18 @@ class Subject:
         return Policy(self.params, self.lora)
 
 
-def check(options: BenchmarkConfig) -> None:
+def check(options: argparse.Namespace) -> None:
     """Validates the options, before any weight is made.
 
     Raises:
         UserError: a name that does not exist, or a number out of range.
     """
-    check_names(() if options.source else options.models, options.formats)
+    check_names(() if options.source else options.model, options.format)
     limits = {
-        "--batch": (min(options.batches, default=0), 1),
+        "--batch": (min(options.batch), 1),
         "--prompt": (options.prompt, 1),
         "--new-tokens": (options.new_tokens, options.chunk_steps + 2),  # at least a second chunk
-        "--lora-rank": (min(options.lora_ranks, default=-1), 0),
+        "--lora-rank": (min(options.lora_rank), 0),
         "--tensor": (options.tensor, 1, len(jax.devices())),
         "--chunk-steps": (options.chunk_steps, 1),
         "--prompts": (options.prompts, 1),
@@ -152,29 +105,29 @@ def check(options: BenchmarkConfig) -> None:
         "--max-new-tokens": (options.max_new_tokens, 1),
         "--max-rows": (options.max_rows, 0),
         "--seed": (options.seed, 0),
-        "--bandwidth": (options.bandwidth, 0),
     }
     check_limits(limits)
     check_head_format(options.head_format)
-    if options.data and not options.source:
-        raise UserError("--data: random weights solve nothing; pass real ones with --source=PATH")
-    policies = len(options.formats) * len(options.lora_ranks)
-    policies *= 1 if options.source else len(options.models)
-    if options.startup and policies > 1:
-        raise UserError("--startup: a process begins once; pass one --model, --format, --lora-rank")
-    if options.startup and (options.data or options.parts):
-        raise UserError("--startup measures nothing else; drop --data and --parts")
-    if options.data and options.parts:
-        raise UserError("--parts measures decode steps on random prompts; drop --data")
-    if options.parts and options.tensor > 1:
-        raise UserError("--parts measures the kernels of one device; pass --tensor=1")
-    if options.parts and jax.default_backend() != "gpu":
-        raise UserError("--parts: the time of kernels is measured on an NVIDIA GPU only")
-    if options.parts and policies > 1:
-        raise UserError(
-            "--parts: CUDA graphs are slower after a profile; pass one --model, --format, "
-            "--lora-rank"
-        )
+    policies = len(options.format) * len(options.lora_rank)
+    policies *= 1 if options.source else len(options.model)
+    one_policy = "pass one --model, --format, --lora-rank"
+    startup, parts, data = options.startup, options.parts, options.data
+    refused = {
+        "--data: random weights solve nothing; pass real ones with --source=PATH": (
+            data and not options.source
+        ),
+        f"--startup: a process begins once; {one_policy}": startup and policies > 1,
+        "--startup measures nothing else; drop --data and --parts": startup and (data or parts),
+        "--parts measures decode steps on random prompts; drop --data": parts and data,
+        "--parts measures the kernels of one device; pass --tensor=1": parts and options.tensor > 1,
+        "--parts: the time of kernels is measured on an NVIDIA GPU only": (
+            parts and jax.default_backend() != "gpu"
+        ),
+        f"--parts: CUDA graphs are slower after a profile; {one_policy}": parts and policies > 1,
+    }
+    for message, applies in refused.items():
+        if applies:
+            raise UserError(message)
 
 
 def check_names(models: Sequence[str], formats: Sequence[str]) -> None:
@@ -183,12 +136,10 @@ def check_names(models: Sequence[str], formats: Sequence[str]) -> None:
     Raises:
         UserError: a name does not exist.
     """
-    for model in models:
-        if model not in ARCHITECTURES:
-            raise UserError(f"unknown model {model!r}: choose from {', '.join(ARCHITECTURES)}")
-    for format in formats:
-        if format not in FORMATS:
-            raise UserError(f"unknown format {format!r}: choose from {', '.join(FORMATS)}")
+    for kind, names, known in (("model", models, ARCHITECTURES), ("format", formats, FORMATS)):
+        for name in names:
+            if name not in known:
+                raise UserError(f"unknown {kind} {name!r}: choose from {', '.join(known)}")
 
 
 def first_problems(path: str, count: int) -> list[Problem]:
@@ -208,38 +159,35 @@ def model_name(source: str) -> str:
     return source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
 
 
-def make_subject(options: BenchmarkConfig, model: str, format: str) -> Subject:
+def random_weights(model: str, format: str, *, seed: int, mesh: Mesh | None = None) -> dict:
+    """Random weights in the shapes of a model, as they are loaded, on one device or a mesh."""
+    if mesh is not None:
+        # Raises an error before the work.
+        shard_of(ARCHITECTURES[model], mesh.shape[TENSOR], format=format)
+    key = jax.random.key(seed, impl="rbg")  # the fastest generator
+    params = random_params(key, ARCHITECTURES[model], format=format, mesh=mesh)
+    return params | {"layers": compact_layers(params["layers"])}
+
+
+def make_subject(options: argparse.Namespace, model: str, format: str) -> Subject:
     """A policy without an adapter, with loaded or random weights."""
     began = time.perf_counter()
-    key = jax.random.key(options.seed, impl="rbg")  # the fastest generator
     mesh = make_mesh(1, options.tensor, jax.devices()[: options.tensor])
+    loaded, architecture = None, ARCHITECTURES.get(model)
     if options.source:
         place = functools.partial(shard_params, mesh=mesh)
         loaded = load(options.source, format=format, place=place)
-        name = model_name(options.source)
-        architecture, params = loaded.config, loaded.params
+        model, architecture, params = model_name(options.source), loaded.config, loaded.params
     else:
-        loaded, name, architecture = None, model, ARCHITECTURES[model]
-        shard_of(architecture, options.tensor, format=format)  # Raises an error before the work.
-        params = random_params(key, architecture, format=format, mesh=mesh)
-        params |= {"layers": compact_layers(params["layers"])}
+        params = random_weights(model, format, seed=options.seed, mesh=mesh)
+    assert architecture is not None
     params = shard(params, mesh) if mesh else params
     place = functools.partial(shard_params, config=architecture, mesh=mesh)
-    params = params | rollout_head(params, options.head_format, place)
-    jax.block_until_ready(params)
+    params = jax.block_until_ready(params | rollout_head(params, options.head_format, place))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     seconds = time.perf_counter() - began
-    print(f"{name} in {format}: {size / 1e9:.2f} GB of weights in {seconds:.0f} s", flush=True)
-    return Subject(
-        model=name,
-        format=format,
-        model_config=architecture,
-        params=params,
-        lora_rank=0,
-        lora=None,
-        loaded=loaded,
-        mesh=mesh,
-    )
+    print(f"{model} in {format}: {size / 1e9:.2f} GB of weights in {seconds:.0f} s", flush=True)
+    return Subject(model, format, architecture, params, loaded=loaded, mesh=mesh)
 
 
 def with_adapter(subject: Subject, rank: int, seed: int) -> Subject:
@@ -251,31 +199,28 @@ def with_adapter(subject: Subject, rank: int, seed: int) -> Subject:
     return dataclasses.replace(subject, lora_rank=rank, lora=jax.block_until_ready(lora))
 
 
-def row_settings(subject: Subject, kind: str, options: BenchmarkConfig) -> dict:
+def row_settings(subject: Subject, kind: str, options: argparse.Namespace) -> dict:
     """The fields of a row that describe the policy and the options."""
+    names = ("tensor", "chunk_steps", "dequantize", "implementation", "head_format")
     return {
         "kind": kind,
         "model": subject.model,
         "format": subject.format,
         "lora_rank": subject.lora_rank,
-        "tensor": options.tensor,
         "weights": "real" if options.source else "random",
-        "chunk_steps": options.chunk_steps,
-        "dequantize": options.dequantize,
-        "implementation": options.implementation,
         "kv_cache_dtype": str(shapes.cache_dtype(options.kv_cache_dtype, jnp.dtype("bfloat16"))),
-        "head_format": options.head_format,
         "device": jax.devices()[0].device_kind,
+        **{name: getattr(options, name) for name in names},
     }
 
 
 def sampling_of(new_tokens: int) -> SamplingConfig:
-    """Returns completions of a length at temperature 1."""
+    """Completions of a length at temperature 1."""
     return SamplingConfig(max_new_tokens=new_tokens)
 
 
-def engine_of(options: BenchmarkConfig, max_rows: int, prompt_width: int = 0) -> EngineConfig:
-    """Returns the settings of the engine."""
+def engine_of(options: argparse.Namespace, max_rows: int, prompt_width: int = 0) -> EngineConfig:
+    """The settings of the engine."""
     return EngineConfig(
         chunk_steps=options.chunk_steps,
         max_rows=max_rows,
@@ -290,7 +235,7 @@ def plan_of(
     lengths: Sequence[int],
     new_tokens: int,
     group: int,
-    options: BenchmarkConfig,
+    options: argparse.Namespace,
     *,
     max_rows: int,
 ) -> shapes.RolloutShapes:
@@ -306,20 +251,48 @@ def plan_of(
     )
 
 
+def plan_of_steps(
+    subject: Subject, batch: int, options: argparse.Namespace, new_tokens: int = 0
+) -> shapes.RolloutShapes:
+    """The engine's shapes for a batch of --prompt tokens, and --new-tokens unless given."""
+    lengths = [options.prompt] * batch
+    new_tokens = new_tokens or options.new_tokens
+    return plan_of(subject, lengths, new_tokens, 1, options, max_rows=batch)
+
+
+def operations_of_steps(
+    subject: Subject, batch: int, options: argparse.Namespace, new_tokens: int = 0
+) -> tuple[Any, dict[Any, Operation]]:
+    """The key and the policy as committed arrays, and the engine's operations for a batch."""
+    plan = plan_of_steps(subject, batch, options, new_tokens)
+    # No row ends early and all prompts have one length, so fewer programs are enough.
+    width = next(width for width in plan.prompt_widths if width >= options.prompt)
+    plan = dataclasses.replace(
+        plan, batch_sizes=plan.batch_sizes[:1], prompt_widths=(width, plan.prompt_widths[-1])
+    )
+    key = replicate_like(jax.random.key(options.seed), subject.params)
+    key, policy = commit((key, subject.policy))
+    static = decode.decode_config(
+        shard_config(subject.model_config, policy.params),
+        sampling_of(new_tokens or options.new_tokens),
+        engine_of(options, batch),
+        NO_TEXT,
+    )
+    return (key, *policy), operations(key, policy, plan, static)
+
+
 def random_prompts(
-    model_config: ModelConfig, batch: int, options: BenchmarkConfig
+    model_config: ModelConfig, batch: int, options: argparse.Namespace
 ) -> list[list[int]]:
     """Random prompts of equal length."""
     rng = np.random.default_rng(options.seed)
     return rng.integers(0, model_config.vocab_size, (batch, options.prompt)).tolist()
 
 
-def check_fits(subject: Subject, options: BenchmarkConfig) -> None:
+def check_fits(subject: Subject, options: argparse.Namespace) -> None:
     """Raises a UserError for a batch that does not fit, before smaller batches are measured."""
-    batch = max(options.batches)
-    plan = plan_of(
-        subject, [options.prompt] * batch, options.new_tokens, 1, options, max_rows=batch
-    )
+    batch = max(options.batch)
+    plan = plan_of_steps(subject, batch, options)
     local_config = shard_config(subject.model_config, subject.params)
     prefill = shapes.prefill_bytes(
         local_config,
@@ -337,6 +310,6 @@ def check_fits(subject: Subject, options: BenchmarkConfig) -> None:
     )
     if fitting is not None and fitting < batch:
         raise UserError(
-            f"--batch={batch}: beside {subject.model} in {subject.format} the memory holds "
+            f"--batch={batch}: besides {subject.model} in {subject.format} the memory holds "
             f"{fitting} rows of {plan.cache_positions} tokens; take it out, or lower --new-tokens"
         )

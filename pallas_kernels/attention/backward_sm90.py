@@ -23,17 +23,10 @@ def gradients(
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients by q, k and v, of the results of `forward_sm90.attend`.
+    """Returns the gradients by q [T, N, H], k and v [T, K, H], in bfloat16.
 
-    Args:
-        q: bfloat16 [T, N, H] queries.
-        k: bfloat16 [T, K, H] keys.
-        v: bfloat16 [T, K, H] values.
-        segments: segments of the buffer.
-        out: bfloat16 [T, N, H] attention.
-        lse: float32 [N, T] log-sum-exp in base 2.
-        d_out: bfloat16 [T, N, H] gradient by the attention.
-        interpret: simulate the kernels with these parameters.
+    `out` and `lse` are the results of `forward_sm90.attend`, `d_out` [T, N, H] is the gradient by
+    the former. `interpret` simulates the kernels.
     """
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).T
     operands = q, k, v, d_out, lse, delta, segments

@@ -10,15 +10,11 @@ the visible part of the pairs in the tiles that the kernels visit: of queries, t
 are relative to the dense form in float32, the largest of out, dq, dk and dv.
 """
 
-import argparse
-import functools
-import statistics
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import device
+from pallas_kernels import device, timing
 from pallas_kernels.attention import backward_sm90, dense, forward_sm90
 from pallas_kernels.attention.segments import BLOCK, STEP, Segments, segments
 
@@ -28,11 +24,8 @@ LAYOUTS = "100+8x280,100+8x2048,300+8x600"
 def fill(tokens: int, prompt: int, count: int, completion: int) -> np.ndarray:
     """Ids of a buffer that is filled with groups; groups that do not fit are divided.
 
-    Args:
-        tokens: number of tokens of the buffer.
-        prompt: number of tokens of each prompt.
-        count: number of completions of a group, at most.
-        completion: number of tokens of each completion.
+    `tokens`, `prompt` and `completion` are numbers of tokens: of the buffer, of a group's prompt,
+    and of each of its completions, at most `count`.
     """
     ids = np.full(tokens, -1, np.int32)
     start, group = 0, 0
@@ -57,20 +50,11 @@ def visited_pairs(packed: Segments) -> tuple[int, int]:
     return int(blocks.sum()) * BLOCK**2, int(first_parts[:, 1].sum()) * BLOCK * STEP
 
 
-def kernel_times(function, *args) -> dict[str, float]:
-    """Median seconds of each kernel of a call, added up by name."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    calls = []
-    for _ in range(5):
-        _, kernels = profiler.measure(function, aggregate=False)(*args)
-        times: dict[str, float] = {}
-        for name, milliseconds in kernels or []:
-            label = next((key for key in ("dq", "dkv", "sums") if f"_{key}_" in name), "other")
-            label = "forward" if name.startswith("packed_attention_sm90") else label
-            times[label] = times.get(label, 0.0) + 1e-3 * milliseconds
-        calls.append(times)
-    return {label: statistics.median(call[label] for call in calls) for label in calls[0]}
+def _label(name: str) -> str:
+    """The name of a kernel in a line of results."""
+    if name.startswith("packed_attention_sm90"):
+        return "forward"
+    return next((label for label in ("dq", "dkv", "sums") if f"_{label}_" in name), "other")
 
 
 def dense_gradients(packed, d_out, *operands):
@@ -82,17 +66,13 @@ def dense_gradients(packed, d_out, *operands):
 
 
 def measure(shape: tuple[int, int, int, int], layout: str, *, check: bool) -> None:
-    """Prints a line of results.
+    """Prints a line of results of a shape T, N, K, H, and may compare them with the dense form.
 
-    Args:
-        shape: T, N, K and H.
-        layout: groups, as "100+8x280" for a prompt of 100 tokens and 8 completions of 280.
-        check: whether to compare with the dense form.
+    The layout "100+8x280" has groups of a prompt of 100 tokens and 8 completions of 280.
     """
     tokens, heads, kv_heads, head_dim = shape
     prompt, completions = layout.split("+")
-    count, completion = completions.split("x")
-    packed = segments(fill(tokens, int(prompt), int(count), int(completion)))
+    packed = segments(fill(tokens, int(prompt), *map(int, completions.split("x"))))
     arrays = jax.tree.map(jnp.asarray, packed)
     live = (arrays.ids >= 0)[:, None, None]
     q, k, v, d_out = (
@@ -100,11 +80,12 @@ def measure(shape: tuple[int, int, int, int], layout: str, *, check: bool) -> No
         for i, n in enumerate((heads, kv_heads, kv_heads, heads))
     )
     d_out = jnp.where(live, d_out, 0)
-    forward, backward = _compiled()
+    forward, backward = jax.jit(forward_sm90.attend), jax.jit(backward_sm90.gradients)
     out, lse = forward(q, k, v, arrays)
-    gradients = backward(q, k, v, arrays, out, lse, d_out)
-    times = kernel_times(forward, q, k, v, arrays)
-    times |= kernel_times(backward, q, k, v, arrays, out, lse, d_out)
+    saved = q, k, v, arrays, out, lse, d_out
+    gradients = backward(*saved)
+    _, times = timing.median_times(forward, q, k, v, arrays, runs=5, label=_label)
+    times |= timing.median_times(backward, *saved, runs=5, label=_label)[1]
     backward_time = sum(time for label, time in times.items() if label != "forward")
     pairs = visible_pairs(packed)
     flops = 2 * pairs * head_dim * heads * 1e-12
@@ -118,27 +99,19 @@ def measure(shape: tuple[int, int, int, int], layout: str, *, check: bool) -> No
         f"visible {queries:.2f} and {keys:.2f} of visited"
     )
     if check:
-        expected = jax.jit(dense_gradients)(arrays, d_out, q, k, v)
-        actual = (jnp.where(live, out, 0), *gradients)
-        expected = (jnp.where(live, expected[0], 0), *expected[1:])
+        dense_out, *expected = jax.jit(dense_gradients)(arrays, d_out, q, k, v)
+        out, dense_out = (jnp.where(live, x, 0) for x in (out, dense_out))
         errors = [
             float(jnp.linalg.norm(x.astype(jnp.float32) - y) / jnp.linalg.norm(y))
-            for x, y in zip(actual, expected, strict=True)
+            for x, y in zip((out, *gradients), (dense_out, *expected), strict=True)
         ]
         line += f"; error {max(errors):.1e}"
     print(line, flush=True)
 
 
-@functools.cache
-def _compiled():
-    return jax.jit(forward_sm90.attend), jax.jit(backward_sm90.gradients)
-
-
 def main() -> None:
     """Prints a line for each number of tokens, head shape and layout."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser(__doc__)
     parser.add_argument("--tokens", default="8192,16384", help="lengths of the buffer")
     parser.add_argument("--heads", default="12/2,28/4,40/8", help="query heads / key heads")
     parser.add_argument("--head-dim", type=int, default=128, help="64 or 128")

@@ -11,14 +11,7 @@ _MIN_ROWS = 64  # queries of a block, at least
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.Array:
-    """Does what `attend_packed` does, on any device and in any dtype.
-
-    Args:
-        q: [T, N, H] queries.
-        k: [T, K, H] keys.
-        v: [T, K, H] values.
-        segments: segments of the buffer.
-    """
+    """Does what `attend_packed` does, on any device and in any dtype."""
     length, heads, _ = q.shape
     rows = length
     while rows * length * heads > _MAX_SCORES and rows % 2 == 0 and rows > _MIN_ROWS:

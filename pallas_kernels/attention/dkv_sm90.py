@@ -30,18 +30,7 @@ def gradients(
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients by k and v, bfloat16 [T, K, H].
-
-    Args:
-        q: bfloat16 [T, N, H] queries.
-        k: bfloat16 [T, K, H] keys.
-        v: bfloat16 [T, K, H] values.
-        d_out: bfloat16 [T, N, H] gradient by the attention.
-        lse: float32 [N, T] log-sum-exp in base 2.
-        delta: float32 [N, T] sums of attention times its gradient.
-        segments: segments of the buffer.
-        interpret: simulate the kernels with these parameters.
-    """
+    """Returns the gradients by k and v, bfloat16 [T, K, H], of the arguments of `dq_sm90`."""
     length, kv_heads, head_dim = k.shape
     count = length // BLOCK
     partial = jax.ShapeDtypeStruct((count, kv_heads, BLOCK, head_dim), jnp.float32)
@@ -83,24 +72,15 @@ class _QueryBlocks:
 
     The blocks of all heads that share the keys follow one another, head by head. A part has a
     fraction of this sequence.
-
-    Attributes:
-        tile: index of the tile.
-        blocks: number of blocks of each head; the first one starts at the tile's first key.
-        part: index of the part.
-        parts: number of parts of the tile.
-        slot: where the sums of the part go, or -1 if they are the result.
-        full_to: end of the full blocks, which start at the third block.
-        group: number of heads that share the keys.
     """
 
-    tile: Any
-    blocks: Any
-    part: Any
-    parts: Any
-    slot: Any
-    full_to: Any
-    group: int
+    tile: Any  # index of the tile
+    blocks: Any  # number of blocks of each head; the first one starts at the tile's first key
+    part: Any  # index of the part
+    parts: Any  # number of parts of the tile
+    slot: Any  # where the sums of the part go, or -1 if they are the result
+    full_to: Any  # end of the full blocks, which start at the third block
+    group: int  # number of heads that share the keys
 
     @property
     def first(self) -> Any:
@@ -112,19 +92,16 @@ class _QueryBlocks:
         """The number of the part's blocks."""
         return lax.div(self.group * self.blocks * (self.part + 1), self.parts) - self.first
 
-    def place(self, i: Any) -> tuple[Any, Any]:
+    def head_and_block(self, i: Any) -> tuple[Any, Any]:
         """The head within the group, and the block's index, of the i-th block of the part."""
         i += self.first
         return lax.div(i, self.blocks), lax.rem(i, self.blocks)
 
     def masked(self, scores: jax.Array, block: Any, keys: jax.Array, ends: jax.Array) -> jax.Array:
-        """The transposed scores, and -inf where a query does not see a key.
+        """The scores [64, 64] of keys and queries, and -inf where a query does not see a key.
 
-        Args:
-            scores: float32 [64, 64] of keys and queries.
-            block: index of the block.
-            keys: int32 [64], index of each key from the tile's first.
-            ends: int32 [64], `Segments.ends` of the keys from the tile's first key.
+        `keys` and `ends` [64] are the index and the `Segments.ends` of each key, from the tile's
+        first.
         """
 
         def hide():
@@ -150,7 +127,7 @@ class _KeyTile(tiles.Cta):
         first = self.blocks.tile * BLOCK
 
         def copy(i, stage):
-            head, block = self.blocks.place(i)
+            head, block = self.blocks.head_and_block(i)
             head += self.head * self.blocks.group
             rows, full = pl.ds(first + block * STEP, STEP), self.full.at[stage]
             plgpu.copy_gmem_to_smem(self.q.at[rows, head], self.q_sm.at[stage], full)
@@ -180,7 +157,7 @@ class _KeyTile(tiles.Cta):
             q_sm, d_out_sm = self.q_sm.at[stage], self.d_out_sm.at[stage]
             plgpu.barrier_wait(self.full.at[stage])
             scores = tiles.product(k_sm, q_sm.T)
-            scores = self.blocks.masked(scores, self.blocks.place(i)[1], keys, ends)
+            scores = self.blocks.masked(scores, self.blocks.head_and_block(i)[1], keys, ends)
             lse = plgpu.load(self.lse_sm.at[stage], layout=tiles.BY_COLUMN)
             scores *= scale * tiles.LOG2_E
             weights = jnp.exp2(scores - tiles.over_rows(lse, ROWS))
@@ -229,8 +206,8 @@ def _add_parts(dk, dv, dk_parts, dv_parts, sums, interpret):
 
                 start = tiles.filled((ROWS, head_dim), 0.0, tiles.TILE)
                 total = lax.fori_loop(0, parts, add_part, start)
-                place = target.at[pl.ds(tile * BLOCK + half * ROWS, ROWS), head]
-                plgpu.store(place, total.astype(jnp.bfloat16), optimized=False)
+                target = target.at[pl.ds(tile * BLOCK + half * ROWS, ROWS), head]
+                plgpu.store(target, total.astype(jnp.bfloat16), optimized=False)
 
     dk, dv = jax.new_ref(dk), jax.new_ref(dv)
     plgpu.kernel(

@@ -30,15 +30,8 @@ def gradient(
 ) -> jax.Array:
     """Returns the gradient by q, bfloat16 [T, N, H].
 
-    Args:
-        q: bfloat16 [T, N, H] queries.
-        k: bfloat16 [T, K, H] keys.
-        v: bfloat16 [T, K, H] values.
-        d_out: bfloat16 [T, N, H] gradient by the attention.
-        lse: float32 [N, T] log-sum-exp in base 2.
-        delta: float32 [N, T] sums of attention times its gradient.
-        segments: segments of the buffer.
-        interpret: simulate the kernel with these parameters.
+    `d_out` [T, N, H] is the gradient by the attention, `lse` float32 [N, T] the log-sum-exp in base
+    2, and `delta` float32 [N, T] are the sums of attention times its gradient.
     """
     length, heads, head_dim = q.shape
     operands = {"q": q, "k": k, "v": v, "d_out": d_out, "lse": lse, "delta": delta}
@@ -66,12 +59,8 @@ def gradient(
     return dq
 
 
-class _QueryTile(tiles.Cta):
-    """A CTA of the gradient by the queries: a tile of 128 queries of one head."""
-
-    def produce(self) -> None:
-        """Copies the blocks of keys and values."""
-        tiles.produce_keys_and_values(self)
+class _QueryTile(tiles.QueryTile):
+    """A CTA of the gradient by the queries."""
 
     def consume(self, warpgroup: Any) -> None:
         """Computes the gradient by 64 queries."""

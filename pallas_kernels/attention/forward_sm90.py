@@ -31,16 +31,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Does what `attend_packed` does.
 
-    Args:
-        q: bfloat16 [T, N, H] queries.
-        k: bfloat16 [T, K, H] keys.
-        v: bfloat16 [T, K, H] values.
-        segments: segments of the buffer.
-        interpret: simulate the kernel with these parameters.
-
-    Returns:
-        bfloat16 [T, N, H], and the binary logarithm of each row's sum of the exponentials of its
-        scores, float32 [N, T].
+    Returns bfloat16 [T, N, H], and the binary logarithm of each row's sum of the exponentials of
+    its scores, float32 [N, T].
     """
     length, heads, head_dim = q.shape
     full = plgpu.Barrier(num_barriers=STAGES)
@@ -72,12 +64,8 @@ def attend(
     return out, lse
 
 
-class _QueryTile(tiles.Cta):
-    """A CTA of the forward pass: a tile of 128 queries of one head."""
-
-    def produce(self) -> None:
-        """Copies the blocks of keys and values."""
-        tiles.produce_keys_and_values(self)
+class _QueryTile(tiles.QueryTile):
+    """A CTA of the forward pass."""
 
     def consume(self, warpgroup: Any) -> None:
         """Computes the attention of 64 queries."""

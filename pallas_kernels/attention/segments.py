@@ -97,11 +97,8 @@ def _key_runs(
 ) -> np.ndarray:
     """`Segments.key_runs`.
 
-    Args:
-        own: int [T] start of each token's segment.
-        ends: int [T] end of the queries that see each key.
-        group: int [T] start of each token's group.
-        prompt_ends: int [T] end of the prompt of each token's group.
+    Of each token, int [T]: the start of its segment, the end of the queries that see it, the start
+    of its group and the end of its group's prompt.
     """
     tile = np.arange(len(own) // BLOCK)
     start = tile * BLOCK
@@ -123,13 +120,10 @@ def _key_runs(
 
 
 def _query_runs(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`Segments.query_runs` and `Segments.sums`.
+    """`Segments.query_runs` and `Segments.sums`, of `Segments.ends`.
 
     A prompt is seen by its whole group, so its tiles have far more to do than others. Tiles are
     divided into parts of about the mean length, as long as they fit the slots for their sums.
-
-    Args:
-        ends: int [T] end of the queries that see each key.
     """
     tiles = ends.reshape(-1, BLOCK)
     count = len(tiles)

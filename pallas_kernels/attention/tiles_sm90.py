@@ -45,13 +45,9 @@ def product(a: Any, b: Any) -> jax.Array:
 
 
 def add_product(acc: jax.Array, a: jax.Array, b: Any, *, simulated: bool) -> jax.Array:
-    """Adds the product of a matrix in registers, rounded to bfloat16, and one in shared memory.
+    """Adds a product to float32 [64, n]: of [64, m] in registers and bfloat16 [m, n] in memory.
 
-    Args:
-        acc: float32 [64, n].
-        a: float32 [64, m].
-        b: bfloat16 [m, n] in shared memory.
-        simulated: the interpreter runs this, whose wgmma takes no registers.
+    The former is rounded to bfloat16. The interpreter's wgmma takes no registers.
     """
     a = a.astype(jnp.bfloat16)
     if simulated:
@@ -87,29 +83,17 @@ def over_rows(numbers: jax.Array, rows: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class KeyBlocks:
-    """The blocks of 128 keys that a tile of 128 queries visits.
+    """The blocks of 128 keys that a tile of 128 queries visits."""
 
-    Attributes:
-        tile: index of the tile.
-        prompt: first key of the prompt's run.
-        prompt_blocks: number of blocks of the prompt's run.
-        prompt_from: first full block of the prompt's run.
-        prompt_to: end of the full blocks of the prompt's run.
-        own: first key of the tile's own run; the prompt's run ends before it.
-        blocks: number of blocks of the own run.
-        full_from: first full block of the own run.
-        full_to: end of the full blocks of the own run.
-    """
-
-    tile: Any
-    prompt: Any
-    prompt_blocks: Any
-    prompt_from: Any
-    prompt_to: Any
-    own: Any
-    blocks: Any
-    full_from: Any
-    full_to: Any
+    tile: Any  # index of the tile
+    prompt: Any  # first key of the prompt's run
+    prompt_blocks: Any  # number of blocks of the prompt's run
+    prompt_from: Any  # first full block of the prompt's run
+    prompt_to: Any  # end of the full blocks of the prompt's run
+    own: Any  # first key of the tile's own run; the prompt's run ends before it
+    blocks: Any  # number of blocks of the own run
+    full_from: Any  # first full block of the own run
+    full_to: Any  # end of the full blocks of the own run
 
     @classmethod
     def load(cls, key_runs: Any, rank: Any) -> "KeyBlocks":
@@ -134,13 +118,10 @@ class KeyBlocks:
         return full_of_prompt | ((in_own >= self.full_from) & (in_own < self.full_to))
 
     def masked(self, scores: jax.Array, i: Any, queries: jax.Array, ends: Any) -> jax.Array:
-        """The scores of the i-th block, and -inf where a query does not see a key.
+        """The scores [64, 128] of the i-th block, and -inf where a query does not see a key.
 
-        Args:
-            scores: float32 [64, 128].
-            i: index of the block.
-            queries: int32 [64] index of each query.
-            ends: int32 [128] in shared memory, `Segments.ends` of the keys.
+        `queries` [64] has the index of each query, `ends` [128], in shared memory, the
+        `Segments.ends` of each key.
         """
 
         def hide():
@@ -186,6 +167,26 @@ class Cta(types.SimpleNamespace):
             self.consume(warpgroup)
 
 
+class QueryTile(Cta):
+    """A CTA with a tile of 128 queries of one head."""
+
+    def produce(self) -> None:
+        """Copies the blocks of keys and values that the tile visits."""
+        kv_head = lax.div(self.head, self.q.shape[1] // self.k.shape[1])
+
+        def copy_keys(i, stage):
+            keys, full = pl.ds(self.blocks.first_key(i), BLOCK), self.k_full.at[stage]
+            plgpu.copy_gmem_to_smem(self.k.at[keys, kv_head], self.k_sm.at[stage], full)
+            plgpu.copy_gmem_to_smem(self.ends.at[keys], self.ends_sm.at[stage], full)
+
+        def copy_values(i, stage):
+            keys, full = pl.ds(self.blocks.first_key(i), BLOCK), self.v_full.at[stage]
+            plgpu.copy_gmem_to_smem(self.v.at[keys, kv_head], self.v_sm.at[stage], full)
+
+        channels = [(self.k_empty, copy_keys), (self.v_empty, copy_values)]
+        produce(channels, self.blocks.count)
+
+
 def launch(
     cta: type[Cta],
     name: str,
@@ -197,28 +198,18 @@ def launch(
     grid: tuple[int, int],
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, ...]:
-    """Runs a kernel.
+    """Runs a kernel, whose CTAs are of the class `cta`; returns its results.
 
-    Args:
-        cta: class of its CTAs.
-        name: name of the kernel.
-        blocks: function of the operand "runs" and the CTA's index along the first axis of the grid,
-            which returns the blocks to visit.
-        operands: operands by name.
-        results: shapes of the results by name.
-        shared: shared memory and barriers by name.
-        grid: number of CTAs along each axis; the second one is that of heads.
-        interpret: simulate the kernel with these parameters.
-
-    Returns:
-        The results.
+    `blocks` is a function of the operand "runs" and the CTA's index along the first axis of the
+    grid, which returns the blocks to visit. Operands, the shapes of the results, and shared memory
+    with its barriers come by name. The second axis of the grid is that of heads.
     """
 
     def body(*refs, **shared_refs):
         refs = dict(zip((*operands, *results), refs, strict=True)) | shared_refs
-        place = {"head": lax.axis_index("head")}
-        place["blocks"] = blocks(refs["runs"], lax.axis_index("index"))
-        cta(**refs, **place, simulated=interpret is not None).run()
+        head = lax.axis_index("head")
+        visited = blocks(refs["runs"], lax.axis_index("index"))
+        cta(**refs, blocks=visited, head=head, simulated=interpret is not None).run()
 
     return plgpu.kernel(
         body,
@@ -234,30 +225,11 @@ def launch(
     )(*operands.values())
 
 
-def produce_keys_and_values(cta: Cta) -> None:
-    """Copies the blocks of keys and values that a tile of queries visits."""
-    kv_head = lax.div(cta.head, cta.q.shape[1] // cta.k.shape[1])
-
-    def copy_keys(i, stage):
-        keys, full = pl.ds(cta.blocks.first_key(i), BLOCK), cta.k_full.at[stage]
-        plgpu.copy_gmem_to_smem(cta.k.at[keys, kv_head], cta.k_sm.at[stage], full)
-        plgpu.copy_gmem_to_smem(cta.ends.at[keys], cta.ends_sm.at[stage], full)
-
-    def copy_values(i, stage):
-        keys, full = pl.ds(cta.blocks.first_key(i), BLOCK), cta.v_full.at[stage]
-        plgpu.copy_gmem_to_smem(cta.v.at[keys, kv_head], cta.v_sm.at[stage], full)
-
-    channels = [(cta.k_empty, copy_keys), (cta.v_empty, copy_values)]
-    produce(channels, cta.blocks.count)
-
-
 def produce(channels: list[tuple[Any, Any]], count: Any) -> None:
     """Has the TMA fill the stages of a pipeline, and waits until all are free again.
 
-    Args:
-        channels: list with, for each part of a stage, the barriers that tell when it is free and a
-            function of a step and its stage that starts the copies.
-        count: number of steps.
+    For each part of a stage, `channels` has the barriers that tell when it is free, and a function
+    of a step and its stage that starts the copies. `count` is the number of steps.
     """
 
     @pl.loop(0, count)

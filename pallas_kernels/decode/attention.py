@@ -51,32 +51,20 @@ Array = Any  # a jax.Array, its shape and dtype, or a reference to it inside a k
 
 
 class AttentionInputs(NamedTuple):
-    """What attention of a decode step reads, in the order of the kernels' operands.
+    """What attention of a decode step reads, in the order of the kernels' operands."""
 
-    Attributes:
-        qkv: bfloat16 [M, (N + 2 K) H], the product of q, k and v without its norm's factor and
-            without its bias.
-        square_partials: float32 [P, M] partial mean squares of the norm before the product.
-        cosines: float32 [M, H/2] cosines of the rotation of queries and keys.
-        sines: float32 [M, H/2] sines of the rotation.
-        lengths: int32 [M], number of filled cache positions of each row, less than S.
-        bias: [(N + 2 K) H] bias of the product, or None.
-        q_norm: float32 [H] scale of the RMSNorm of queries, or None.
-        k_norm: float32 [H] scale of the RMSNorm of keys, or None.
-        keys: [M, K, S, H] cached keys, bfloat16 or float8_e4m3fn; donated.
-        values: [M, K, S, H] cached values, finite after a row's filled positions too; donated.
-    """
-
+    # bfloat16 [M, (N + 2 K) H], the product of q, k and v without its norm's factor and without its
+    # bias.
     qkv: Array
-    square_partials: Array
-    cosines: Array
-    sines: Array
-    lengths: Array
-    bias: Array | None
-    q_norm: Array | None
-    k_norm: Array | None
-    keys: Array
-    values: Array
+    square_partials: Array  # float32 [P, M] partial mean squares of the norm before the product
+    cosines: Array  # float32 [M, H/2] cosines of the rotation of queries and keys
+    sines: Array  # float32 [M, H/2] sines of the rotation
+    lengths: Array  # int32 [M], number of filled cache positions of each row, less than S
+    bias: Array | None  # [(N + 2 K) H] bias of the product, or None
+    q_norm: Array | None  # float32 [H] scale of the RMSNorm of queries, or None
+    k_norm: Array | None  # float32 [H] scale of the RMSNorm of keys, or None
+    keys: Array  # [M, K, S, H] cached keys, bfloat16 or float8_e4m3fn; donated
+    values: Array  # [M, K, S, H] cached values, finite after a row's filled positions too; donated
 
     @property
     def num_heads(self) -> int:
@@ -86,26 +74,15 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionParts(NamedTuple):
-    """Attention over equal parts of the filled cache positions of each row.
+    """Attention over equal parts of the filled cache positions of each row."""
 
-    Attributes:
-        sums: float32 [P, M, N, H], sums of values times weights, the largest of which is 1.
-        weights: float32 [P, M, N], sums of these weights; 0 where a part holds no key.
-        largest: float32 [P, M, N], the largest score in base 2.
-    """
-
-    sums: Array
-    weights: Array
-    largest: Array
+    sums: Array  # float32 [P, M, N, H], sums of values times weights, the largest of which is 1
+    weights: Array  # float32 [P, M, N], sums of these weights; 0 where a part holds no key
+    largest: Array  # float32 [P, M, N], the largest score in base 2
 
 
 def num_parts(keys: jax.Array | jax.ShapeDtypeStruct, num_sms: int) -> int:
-    """Number of parts that attention splits each row into, so that all SMs have work.
-
-    Args:
-        keys: [M, K, S, H] cached keys.
-        num_sms: number of SMs of the device.
-    """
+    """Number of parts of each row of cached keys [M, K, S, H], so that all SMs have work."""
     m, kv_heads, positions, _ = keys.shape
     wanted = max(1, num_sms // (m * kv_heads))
     return min(_MAX_PARTS, wanted, pl.cdiv(positions, 2 * BLOCK))
@@ -116,14 +93,7 @@ def attend(
 ) -> tuple[AttentionParts, jax.Array, jax.Array]:
     """Writes the new key and value of every row to the cache, and attends to all positions.
 
-    Args:
-        inputs: the product of q, k and v, and the cache.
-        eps: epsilon of the norms.
-        num_sms: number of SMs of the device.
-        interpret: run on a CPU.
-
-    Returns:
-        `num_parts` parts for `merge_parts`, and the updated keys and values.
+    Returns `num_parts` parts for `merge_parts`, and the updated keys and values.
     """
     m, _, _, head_dim = inputs.keys.shape
     shape = num_parts(inputs.keys, num_sms), m, inputs.num_heads
@@ -138,16 +108,9 @@ def attend(
 def attend_whole(
     inputs: AttentionInputs, *, eps: float, num_sms: int, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Does what `attend` and `merge_parts` do, for rows that are not split.
+    """Does what `attend` and `merge_parts` do, for a cache with one of `num_parts`.
 
-    Args:
-        inputs: the product of q, k and v, and a cache with one of `num_parts`.
-        eps: epsilon of the norms.
-        num_sms: number of SMs of the device.
-        interpret: run on a CPU.
-
-    Returns:
-        Attention, bfloat16 [M, N H], and the updated keys and values.
+    Returns the attention, bfloat16 [M, N H], and the updated keys and values.
     """
     m, _, _, head_dim = inputs.keys.shape
     attended = jax.ShapeDtypeStruct((m, inputs.num_heads, head_dim), inputs.qkv.dtype)
@@ -197,17 +160,11 @@ def _run(inputs, attended, parts, *, eps, num_sms, interpret):
 
 @dataclasses.dataclass(frozen=True)
 class _Cache:
-    """The cached keys and values of one head of a row, in blocks.
+    """The cached keys and values of one head of a row, in blocks."""
 
-    Attributes:
-        threads: the threads of the CTA.
-        keys: reference to the keys [S, H].
-        values: reference to the values [S, H].
-    """
-
-    threads: Warpgroup
-    keys: Any
-    values: Any
+    threads: Warpgroup  # the threads of the CTA
+    keys: Any  # reference to the keys [S, H]
+    values: Any  # reference to the values [S, H]
 
     def start(self, block: Any) -> Any:
         """First position of what is read of a block; the last one may begin earlier."""
@@ -225,27 +182,21 @@ class _Cache:
 
     def load_values(self, block: Any) -> jax.Array:
         """Requests a block of values."""
-        place = self.values.at[pl.ds(self.start(block), BLOCK)]
-        return self.threads.load(place, products.value_layout(self.values.shape[1]))
+        values = self.values.at[pl.ds(self.start(block), BLOCK)]
+        return self.threads.load(values, products.value_layout(self.values.shape[1]))
 
 
 class _Sums(NamedTuple):
-    """An online softmax over the positions of each warp.
+    """An online softmax over the positions of each warp."""
 
-    Attributes:
-        total: float32 [heads, warps, H], sums of values times weights.
-        weights: float32 [heads, warps, 16], whose sums are those of the weights.
-        largest: float32 [heads, warps], the largest score in base 2.
-    """
-
-    total: jax.Array
-    weights: jax.Array
-    largest: jax.Array
+    total: jax.Array  # float32 [heads, warps, H], sums of values times weights
+    weights: jax.Array  # float32 [heads, warps, 16], whose sums are those of the weights
+    largest: jax.Array  # float32 [heads, warps], the largest score in base 2
 
 
 def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead, **shared):
     """What one CTA does: a part of a row for one key head and the query heads that share it."""
-    row, head, part = threads.place
+    row, head, part = threads.cta
     shared = _Shared(threads, **shared)
     kv_heads, head_dim = caches[0].shape[1], caches[0].shape[3]
     one = heads_layout(head_dim).reduce(0)
@@ -295,8 +246,7 @@ def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead
 def _share_row(shared: "_Shared", read: Row, caches: tuple, eps: float, owns: jax.Array) -> tuple:
     """Writes queries, the new value, and its scores to shared memory.
 
-    Returns:
-        The halves of the new key and of the new value, in the dtype of the cache.
+    Returns the halves of the new key and of the new value, in the dtype of the cache.
     """
     factor = read.norm_factor(eps)
     key = read.key_rotation.rotated(projected(read.key, factor), eps)
@@ -356,15 +306,9 @@ def _add_scores(
 ) -> tuple[_Sums, jax.Array, jax.Array]:
     """Adds the weights of a block to a softmax, whose sums of values still lack the block.
 
-    Args:
-        threads: the threads of the CTA.
-        sums: what is added to.
-        product: float32 [heads, warps, 16], products of queries and keys.
-        positions: first position of the block, first position that was read, and the row's length.
-        head_dim: number of dimensions per head.
-
-    Returns:
-        The softmax, the factors of the sums of values [heads, warps], and the weights.
+    `product` is float32 [heads, warps, 16], of queries and keys; the positions are the first one of
+    the block, the first one that was read, and the row's length. Returns the softmax, the factors
+    of the sums of values [heads, warps], and the weights.
     """
     first, start, length = positions
     layout = products.SCORES
@@ -384,26 +328,17 @@ def _add_scores(
 
 @dataclasses.dataclass(frozen=True)
 class _Shared:
-    """What a CTA has in shared memory.
+    """What a CTA has in shared memory."""
 
-    Attributes:
-        threads: the threads of the CTA.
-        queries: reference to two halves of the query heads, bfloat16 [2, heads, H/2].
-        scores: reference to float32 [heads], the scores of the new token in base 2; -inf in a part
-            that does not have it.
-        value: reference to the new value, bfloat16 [H].
-        totals: reference to the sums of the warps, float32 [8, warps, H].
-        weights: reference to float32 [heads, warps].
-        largest: reference to float32 [heads, warps].
-    """
-
-    threads: Warpgroup
-    queries: Any
+    threads: Warpgroup  # the threads of the CTA
+    queries: Any  # reference to two halves of the query heads, bfloat16 [2, heads, H/2]
+    # Reference to float32 [heads], the scores of the new token in base 2; -inf in a part that does
+    # not have it.
     scores: Any
-    value: Any
-    totals: Any
-    weights: Any
-    largest: Any
+    value: Any  # reference to the new value, bfloat16 [H]
+    totals: Any  # reference to the sums of the warps, float32 [8, warps, H]
+    weights: Any  # reference to float32 [heads, warps]
+    largest: Any  # reference to float32 [heads, warps]
 
     @staticmethod
     def types(heads: int, head_dim: int) -> dict:
@@ -515,14 +450,8 @@ def merge_parts(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Adds up the parts of `attend`, and computes the LoRA shrink of the next product.
 
-    Args:
-        parts: parts of M rows.
-        a: bfloat16 [R, N H] A of the next product's adapter, or None.
-        dtype: dtype of the result.
-        interpret: run on a CPU.
-
-    Returns:
-        [M, N H], and the partials of its x A^T as in `norms.DeferredNorm`, or None without A.
+    Returns [M, N H] in a dtype, and partials of its x A^T with A [R, N H], as in
+    `norms.DeferredNorm`, or None without A.
     """
     count, m, heads, head_dim = parts.sums.shape
 

@@ -96,15 +96,9 @@ def total_layout(head_dim: int) -> Layout:
 def scores(
     threads: Warpgroup, queries: tuple[jax.Array, ...], keys: tuple[jax.Array, ...]
 ) -> jax.Array:
-    """The products of queries and keys.
+    """The products of queries [heads, H/2] and keys [64, H/2], two halves of each in bfloat16.
 
-    Args:
-        threads: the threads of the CTA.
-        queries: two halves, bfloat16 [heads, H/2].
-        keys: two halves, bfloat16 [64, H/2].
-
-    Returns:
-        float32 [heads, warps, 16], of the positions of each warp.
+    They are float32 [heads, warps, 16], of the positions of each warp.
     """
     heads, half = queries[0].shape
     shape = heads, WARPS, _POSITIONS
@@ -145,15 +139,8 @@ def add_values(
 ) -> jax.Array:
     """Adds the products of weights and values, those of each warp's positions to its sums.
 
-    Args:
-        threads: the threads of the CTA.
-        total: float32 [heads, warps, H].
-        keep: float32 [heads, warps], the factors of the old sums.
-        weights: float32 [heads, warps, 16], which are rounded to bfloat16.
-        values: bfloat16 [64, H].
-
-    Returns:
-        The new sums.
+    The sums `total` are float32 [heads, warps, H], and `keep` [heads, warps] the factors of the old
+    ones. The weights, float32 [heads, warps, 16], are rounded; the values are bfloat16 [64, H].
     """
     heads, _, head_dim = total.shape
     if threads.simulated:
@@ -206,11 +193,9 @@ def _numbers(x: mgpu.FragmentedArray, parts: int) -> list[list]:
 
 
 def _turned(upper: ir.Value, lower: ir.Value) -> ir.Value:
-    """Exchanges rows and columns of an 8 x 8 matrix in bfloat16.
+    """Exchanges rows and columns of an 8 x 8 matrix, from float32 to bfloat16.
 
-    Args:
-        upper: float32 numbers of the odd columns.
-        lower: those of the even columns.
+    `upper` are the numbers of the odd columns, `lower` those of the even ones.
     """
     ptx = (
         "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $1, $2;"
@@ -221,13 +206,7 @@ def _turned(upper: ir.Value, lower: ir.Value) -> ir.Value:
 
 
 def _words(x: mgpu.FragmentedArray, rows: int, *, last: bool = False) -> list[list]:
-    """The pairs of a thread, of each of its rows.
-
-    Args:
-        x: an array of bfloat16.
-        rows: number of rows of the thread.
-        last: whether the rows are the last dimension of the registers, not the first.
-    """
+    """The pairs of bfloat16 of each of a thread's rows, the registers' first dimension or last."""
     registers = x.registers.reshape(-1, rows).T if last else x.registers.reshape(rows, -1)
     return [_flat(map(warp_mma.words, row)) for row in registers]
 

@@ -42,14 +42,10 @@ _HEAD = plgpu.Layout.TILED(
 
 
 def supports_attention(keys: jax.Array | jax.ShapeDtypeStruct, num_heads: int) -> bool:
-    """Whether the kernel exists for a cache and a number of query heads.
+    """Whether the kernel exists for cached keys [M, K, S, H] and a number of query heads.
 
     Queries are read in groups of eight, which must not end after the last head of a row. The cache
     is also divided into groups of eight positions, as the rows of a wgmma operand are.
-
-    Args:
-        keys: [M, K, S, H] cached keys.
-        num_heads: number of query heads.
     """
     _, kv_heads, positions, head_dim = keys.shape
     group = num_heads // kv_heads
@@ -63,27 +59,16 @@ def supports_attention(keys: jax.Array | jax.ShapeDtypeStruct, num_heads: int) -
 
 
 class _SharedMemory(NamedTuple):
-    """What a CTA has in shared memory.
+    """What a CTA has in shared memory."""
 
-    Attributes:
-        keys: bfloat16 [stages, 64, H] tiles of keys.
-        values: bfloat16 [stages, 64, H] tiles of values.
-        queries: bfloat16 [group padded to eights, H].
-        weights: bfloat16 [group padded, 64] softmax weights of a tile.
-        attended: bfloat16 [group padded, H] result.
-        keys_full: a barrier per stage that tells when a tile of keys has arrived.
-        values_full: a barrier per stage that tells when a tile of values has arrived.
-        all_threads: a barrier for all threads of the CTA.
-    """
-
-    keys: Any
-    values: Any
-    queries: Any
-    weights: Any
-    attended: Any
-    keys_full: Any
-    values_full: Any
-    all_threads: Any
+    keys: Any  # bfloat16 [stages, 64, H] tiles of keys
+    values: Any  # bfloat16 [stages, 64, H] tiles of values
+    queries: Any  # bfloat16 [group padded to eights, H]
+    weights: Any  # bfloat16 [group padded, 64] softmax weights of a tile
+    attended: Any  # bfloat16 [group padded, H] result
+    keys_full: Any  # a barrier per stage that tells when a tile of keys has arrived
+    values_full: Any  # a barrier per stage that tells when a tile of values has arrived
+    all_threads: Any  # a barrier for all threads of the CTA
 
     @classmethod
     def types(cls, padded: int, stages: int) -> "_SharedMemory":
@@ -112,17 +97,7 @@ def attend(
     num_sms: int,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Does what `attention.attend_whole` does, where `supports_attention`.
-
-    Args:
-        inputs: the product of q, k and v, and the cache.
-        eps: epsilon of the norms.
-        num_sms: number of SMs of the device.
-        interpret: simulate the kernel with these parameters.
-
-    Returns:
-        Attention, bfloat16 [M, N H], and the updated keys and values.
-    """
+    """Does what `attention.attend_whole` does, where `supports_attention`."""
     m, kv_heads, _, head_dim = inputs.keys.shape
     heads = inputs.num_heads
     total = heads + 2 * kv_heads
@@ -160,21 +135,13 @@ def attend(
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """The tiles of keys, or of values, of one head of a row, and the stages that hold them.
+    """The tiles of keys, or of values, of one head of a row, and the stages that hold them."""
 
-    Attributes:
-        source: [S, H] in global memory.
-        stages: [stages, 64, H] in shared memory.
-        full: a barrier per stage that tells when its tile has arrived.
-        all_threads: a barrier for all threads of the CTA.
-        length: cache position of the new token.
-    """
-
-    source: Any
-    stages: Any
-    full: Any
-    all_threads: Any
-    length: Any
+    source: Any  # [S, H] in global memory
+    stages: Any  # [stages, 64, H] in shared memory
+    full: Any  # a barrier per stage that tells when its tile has arrived
+    all_threads: Any  # a barrier for all threads of the CTA
+    length: Any  # cache position of the new token
 
     @property
     def last(self) -> Any:
@@ -236,15 +203,7 @@ def _attend(
     *,
     simulated: bool,
 ) -> None:
-    """What a CTA does.
-
-    Args:
-        operands: references to the operands in global memory.
-        attended: reference to the result [M, N, H] in global memory.
-        shared: references to shared memory.
-        eps: epsilon of the norms.
-        simulated: the interpreter runs the kernel; it takes no inline PTX.
-    """
+    """What a CTA does, of operands and a result [M, N, H] in global memory, and shared memory."""
     row, head = lax.axis_index("row"), lax.axis_index("head")
     threads, kv_heads = Warpgroup((row, head), simulated), operands.keys.shape[1]
     group = attended.shape[1] // kv_heads
@@ -271,8 +230,8 @@ def _attend(
     for i, halves in enumerate(read.queries):
         queries = read.query_rotation.rotated(projected(halves, factor), eps)
         for dims, half in zip(_HALVES, queries, strict=True):
-            place = shared.queries.at[pl.ds(i * QUERIES, QUERIES), dims]
-            place[...] = half.astype(jnp.bfloat16)
+            target = shared.queries.at[pl.ds(i * QUERIES, QUERIES), dims]
+            target[...] = half.astype(jnp.bfloat16)
     plgpu.commit_smem()
     _meet(shared.all_threads)
     for tiles in (keys, values):

@@ -62,28 +62,19 @@ Adapter = tuple[jax.Array, jax.Array]
 
 
 class Activations(NamedTuple):
-    """The input of a product.
+    """The input of a product."""
 
-    Attributes:
-        x: bfloat16 [M, K].
-        xa_partials: float32 [P, M, R'] whose sum over P is x A^T of the product's adapter, or None
-            where the product has no adapter or is to compute x A^T itself.
-    """
-
-    x: jax.Array
+    x: jax.Array  # bfloat16 [M, K]
+    # float32 [P, M, R'] whose sum over P is x A^T of the product's adapter, or None where the
+    # product has no adapter or is to compute x A^T itself.
     xa_partials: jax.Array | None = None
 
 
 class Projection(NamedTuple):
-    """A linear map x W^T + (x A^T) B^T.
+    """A linear map x W^T + (x A^T) B^T."""
 
-    Attributes:
-        weight: W [N, K], dense or in 4 bits.
-        adapter: A [R, K] with the LoRA scale inside and B [N, R''], or None.
-    """
-
-    weight: jax.Array | Fp4Weight | Fp4Tiles
-    adapter: Adapter | None
+    weight: jax.Array | Fp4Weight | Fp4Tiles  # W [N, K], dense or in 4 bits
+    adapter: Adapter | None  # A [R, K] with the LoRA scale inside and B [N, R''], or None
 
     @property
     def a(self) -> jax.Array | None:
@@ -254,12 +245,7 @@ def _mlp(norm: DeferredNorm, gate_up: Projection, down: Projection, eps: float) 
 
 
 def supports_sm90_attention(keys: jax.Array | jax.ShapeDtypeStruct, num_heads: int) -> bool:
-    """Whether `attention_sm90` computes attention on the default device.
-
-    Args:
-        keys: [M, K, S, H] cached keys.
-        num_heads: number of query heads.
-    """
+    """Whether `attention_sm90` computes attention to keys [M, K, S, H] on the default device."""
     if fp4_matmul.device_kernel() != "mosaic" or not _sm90_attention_agrees():
         return False
     from pallas_kernels.decode import attention_sm90

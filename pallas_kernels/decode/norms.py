@@ -28,31 +28,20 @@ _MOST_PARTIALS = 64  # partial mean squares that are added up before their threa
 
 
 class DeferredNorm(NamedTuple):
-    """The residual and its RMSNorm without the factor 1 / sqrt(mean square + eps).
+    """The residual and its RMSNorm without the factor 1 / sqrt(mean square + eps)."""
 
-    Attributes:
-        residual: bfloat16 [M, D].
-        scaled: bfloat16 [M, D], the residual times the scale of the norm. It lacks the factor, and
-            so does a product with it.
-        xa_partials: float32 [P, M, R'] whose sum over P is `scaled` A^T, or None where no kernel
-            has computed them. Columns after R are zero.
-        square_partials: float32 [P, M] whose sum over P is the mean square of the residual.
-    """
-
-    residual: jax.Array
+    residual: jax.Array  # bfloat16 [M, D]
+    # bfloat16 [M, D], the residual times the scale of the norm. It lacks the factor, and so does a
+    # product with it.
     scaled: jax.Array
+    # float32 [P, M, R'] whose sum over P is `scaled` A^T, or None where no kernel has computed
+    # them. Columns after R are zero.
     xa_partials: jax.Array | None
-    square_partials: jax.Array
+    square_partials: jax.Array  # float32 [P, M] whose sum over P is the mean square of the residual
 
 
 def _norm_factors(tile: lora_shrink.Tile, square_partials: Any, eps: float) -> jax.Array:
-    """The factors of a norm for the rows of a tile, float32 [rows].
-
-    Args:
-        tile: the tile.
-        square_partials: reference to the float32 [P, M] partial mean squares.
-        eps: epsilon of the norm.
-    """
+    """The factors of a norm for the rows of a tile, float32 [rows], of partials [P, M]."""
     threads, rows = tile.threads, tile.rows
     layout = _partials_layout(rows.size)
     count = len(square_partials)
@@ -89,17 +78,10 @@ def add_rmsnorm(
     *,
     interpret: bool = False,
 ) -> DeferredNorm:
-    """Adds to the residual, begins an RMSNorm, and computes the LoRA shrink of the next product.
+    """Adds y to the residual x, and computes the LoRA shrink of the next product.
 
-    Args:
-        x: bfloat16 [M, D] residual.
-        y: bfloat16 [M, D] to add.
-        scale: float32 [D] scale of the norm.
-        a: bfloat16 [R, D] A of the next product's adapter, or None.
-        interpret: run on a CPU.
-
-    Returns:
-        x + y with its norm, whose factor is deferred.
+    x and y are bfloat16 [M, D], the scale of the norm is float32 [D], and A bfloat16 [R, D], or
+    None. The sum's RMSNorm lacks its factor.
     """
     columns = x.shape[1]
     x, y, scale = (lora_shrink.padded(array, lora_shrink.COLUMNS) for array in (x, y, scale))
@@ -150,15 +132,9 @@ def swiglu(
 ) -> tuple[jax.Array, jax.Array | None]:
     """SwiGLU of a product that lacks its norm's factor, and the LoRA shrink of the next product.
 
-    Args:
-        gate_up: bfloat16 [M, 2 F]; the gate is the first half.
-        square_partials: float32 [P, M] partial mean squares of the norm.
-        a: bfloat16 [R, F] A of the next product's adapter, or None.
-        eps: epsilon of the norm.
-        interpret: run on a CPU.
-
-    Returns:
-        bfloat16 [M, F], and the partials of its x A^T as in `DeferredNorm`, or None without A.
+    The product is bfloat16 [M, 2 F], first of the gate, and the norm's partial mean squares are
+    float32 [P, M]. A is bfloat16 [R, F], or None. Returns bfloat16 [M, F], and the partials of its
+    x A^T as in `DeferredNorm`, or None without A.
     """
     # With 18944 columns, tiles of 128 columns take 4.9 us at 32 rows where tiles of 256 take 6.2,
     # and both take equally long at 8 rows. Larger tiles leave fewer partials, and their reader

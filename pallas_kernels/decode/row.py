@@ -48,29 +48,18 @@ def heads_layout(head_dim: int) -> Layout:
 
 
 class Half(NamedTuple):
-    """Half of the dimensions of one or more heads of the product of q, k and v.
+    """Half of the dimensions of one or more heads of the product of q, k and v."""
 
-    Attributes:
-        product: bfloat16 [..., H/2] without the norm's factor.
-        bias: [..., H/2], or None.
-    """
-
-    product: jax.Array
-    bias: jax.Array | None
+    product: jax.Array  # bfloat16 [..., H/2] without the norm's factor
+    bias: jax.Array | None  # [..., H/2], or None
 
 
 class Rotation(NamedTuple):
-    """What turns the halves of queries or keys into what attention reads.
+    """What turns the halves of queries or keys into what attention reads."""
 
-    Attributes:
-        cosines: [..., H/2] cosines of the row's position.
-        sines: [..., H/2] sines of the row's position.
-        scales: two halves of the norm's scale, or None without a norm.
-    """
-
-    cosines: jax.Array
-    sines: jax.Array
-    scales: tuple[jax.Array, ...] | None
+    cosines: jax.Array  # [..., H/2] cosines of the row's position
+    sines: jax.Array  # [..., H/2] sines of the row's position
+    scales: tuple[jax.Array, ...] | None  # two halves of the norm's scale, or None without a norm
 
     def rotated(self, halves: list[jax.Array], eps: float) -> list[jax.Array]:
         """The halves of queries or keys, normed if they have a norm, and rotated."""
@@ -100,27 +89,17 @@ def _rounded(x: jax.Array) -> jax.Array:
 
 
 class Row(NamedTuple):
-    """What a CTA reads besides cached keys and values, as it lies in global memory.
+    """What a CTA reads besides cached keys and values, as it is in global memory."""
 
-    Attributes:
-        length: filled cache positions of the row.
-        square_partials: partial mean squares of the row in vectors of 32, one number per lane.
-        other_partials: partial mean squares that do not fill a vector, as scalars.
-        queries: two halves of the query heads, for every eight heads.
-        key: two halves of one head.
-        value: two halves of one head.
-        query_rotation: rotation of the queries.
-        key_rotation: rotation of the key.
-    """
-
-    length: jax.Array
+    length: jax.Array  # filled cache positions of the row
+    # Partial mean squares of the row in vectors of 32, one number per lane.
     square_partials: list[jax.Array]
-    other_partials: list[jax.Array]
-    queries: list[list[Half]]
-    key: list[Half]
-    value: list[Half]
-    query_rotation: Rotation
-    key_rotation: Rotation
+    other_partials: list[jax.Array]  # partial mean squares that do not fill a vector, as scalars
+    queries: list[list[Half]]  # two halves of the query heads, for every eight heads
+    key: list[Half]  # two halves of one head
+    value: list[Half]  # two halves of one head
+    query_rotation: Rotation  # rotation of the queries
+    key_rotation: Rotation  # rotation of the key
 
     def norm_factor(self, eps: float) -> jax.Array:
         """The factor of the row's norm."""
@@ -135,14 +114,9 @@ def load_row(
 ) -> Row:
     """Requests everything that a CTA reads besides cached keys and values.
 
-    Args:
-        threads: the threads of the CTA.
-        operands: references to the `AttentionInputs`, with heads as a dimension.
-        group: number of query heads for a key head.
-        kv_heads: number of key heads.
-        row: index of the row.
-        head: index of the key head.
-        one: how half of the dimensions of the key and of the value shall lie in registers.
+    The operands are references to the `AttentionInputs`, with heads as a dimension; `group` query
+    heads share a key head. The layout `one` is for half of the dimensions of the key and of the
+    value.
     """
     heads, head_dim = group * kv_heads, operands.qkv.shape[2]
     halves, eight = halves_of(head_dim), heads_layout(head_dim)

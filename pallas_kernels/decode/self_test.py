@@ -13,14 +13,9 @@ from pallas_kernels.decode.attention import AttentionInputs
 
 
 def relative_error(attend: Callable, *, head_dim: int = 128) -> float:
-    """Attends to a small cache in which a row's last tile is not full.
+    """The largest relative error of a small attention and its cache, whose last tile is not full.
 
-    Args:
-        attend: `attention_sm90.attend`, which uses an API of jax that may change.
-        head_dim: number of dimensions per head.
-
-    Returns:
-        The largest relative error of the attention, the keys and the values.
+    `attend` is `attention_sm90.attend`, which uses an API of jax that may change.
     """
     m, kv_heads, group, positions = 2, 2, 5, 200
     rng = np.random.default_rng(0)

@@ -161,20 +161,12 @@ def _kernel_matmul_bwd(_, implementation, residuals, dy):
 def kernel_transposed(
     dy: jax.Array, weight: Fp4Tiles, *, inputs: int, implementation: str = "mosaic"
 ) -> jax.Array:
-    """The gradient with respect to x without the adapter's part: dy times the weight.
+    """The gradient by x [M, K] without the adapter's part: dy [M, N] times the weight.
 
-    The kernel dequantizes, XLA multiplies. As in `reference.matmul`, no loop may carry the
-    dequantized weight. Both parts of a gradient are rounded before they are added: in float32 each
-    would be written and read at twice the size, which takes longer than the dequantization.
-
-    Args:
-        dy: bfloat16 [M, N].
-        weight: packed weight [N, K].
-        inputs: K.
-        implementation: the kernel that dequantizes, "mosaic" or "mma".
-
-    Returns:
-        bfloat16 [M, K].
+    The kernel of the implementation dequantizes, XLA multiplies. As in `reference.matmul`, no loop
+    may carry the dequantized weight. Both parts of a gradient are rounded before they are added: in
+    float32 each would be written and read at twice the size, which takes longer than the
+    dequantization.
     """
     dy, codes = jax.lax.optimization_barrier((dy, weight.codes))
     weight = dataclasses.replace(weight, codes=codes)

@@ -8,10 +8,9 @@ A candidate that does not fit into shared memory or spills registers is not meas
 candidate whose result is wrong does not count. Several commands may run at a time, for they take
 turns to measure. An entry of the table is for all M from the next smaller entry up to its own, and
 for adapters of rank 32; up to 128 rows it is the best for the product of a decode step, see
-`decode_product`.
+`decode_product`. The default of --m has batch sizes to which rollouts compact.
 """
 
-import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -24,7 +23,8 @@ import statistics
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator
+import unittest.mock
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -32,61 +32,50 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import fp4_matmul as fp4
+from pallas_kernels import timing
 from pallas_kernels.device import exit_unless_hopper
-from pallas_kernels.fp4_matmul import benchmark, cases, tiling
+from pallas_kernels.fp4_matmul import cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
 
 _EPS = 1e-6  # epsilon of the norm before SwiGLU
 _REPORT = "MOSAIC_GPU_DUMP_PTXAS"
-_report = threading.Lock()
 
 
 @contextlib.contextmanager
-def compiler_reports() -> Generator[None]:
-    """Makes the compiler report on every kernel, and hides its reports from the standard output.
+def compiler_reports() -> Iterator[Callable[[jax.stages.Lowered], int]]:
+    """Yields a function of a program: the bytes of registers that a thread of its kernels spills.
 
-    The reports go to the standard output of the process, which is discarded meanwhile, except what
-    Python prints. Enter this before threads compile: they read the environment.
+    It compiles one program at a time, and raises RuntimeError where the compiler reports nothing.
+    The compiler reports on Mosaic kernels to the standard output of the process: that is a file
+    meanwhile, except for what Python prints. Enter this before threads compile: they read the
+    environment.
     """
-    sys.stdout.flush()
-    kept, asked = os.dup(1), os.environ.get(_REPORT)
-    os.environ[_REPORT] = "1"
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        with open(kept, "w", closefd=False) as stdout, contextlib.redirect_stdout(stdout):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        if asked is None:
-            del os.environ[_REPORT]
-        else:
-            os.environ[_REPORT] = asked
-
-
-def spilled_bytes(lowered: jax.stages.Lowered) -> int:
-    """The number of bytes of registers that a thread of a program's Mosaic kernels spills.
-
-    To be called within `compiler_reports`. It compiles one program at a time.
-
-    Raises:
-        RuntimeError: the compiler reported nothing.
-    """
-    with _report, tempfile.TemporaryFile() as report:
+    one_at_a_time = threading.Lock()
+    with (
+        unittest.mock.patch.dict(os.environ, {_REPORT: "1"}),
+        tempfile.TemporaryFile() as report,
+        contextlib.ExitStack() as stack,
+    ):
+        sys.stdout.flush()
         kept = os.dup(1)
+        stack.callback(os.close, kept)
+        stack.callback(os.dup2, kept, 1)
         os.dup2(report.fileno(), 1)
-        try:
-            lowered.compile()
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
-        report.seek(0)
-        spills = re.findall(rb"(\d+) bytes spill stores", report.read())
-    if not spills:
-        raise RuntimeError("the compiler did not report how many bytes it spills")
-    return sum(map(int, spills))
+        stdout = stack.enter_context(open(kept, "w", closefd=False))
+        stack.enter_context(contextlib.redirect_stdout(stdout))
+
+        def spilled_bytes(lowered):
+            with one_at_a_time:
+                start = os.fstat(1).st_size
+                lowered.compile()
+                text = os.pread(1, os.fstat(1).st_size - start, start)
+            spills = re.findall(rb"(\d+) bytes spill stores", text)
+            if not spills:
+                raise RuntimeError("the compiler did not report how many bytes it spills")
+            return sum(map(int, spills))
+
+        yield spilled_bytes
 
 
 def shortlist(m: int, n: int, k: int, *, rank: int, num_sms: int, size: int) -> list:
@@ -119,29 +108,22 @@ def shortlist(m: int, n: int, k: int, *, rank: int, num_sms: int, size: int) -> 
 def decode_product(
     layer: str, m: int, n: int, k: int, *, rank: int, count: int
 ) -> tuple[Callable, Callable, list]:
-    """The product of a layer in a decode step of M rows.
+    """The product of a layer, as "7b.gate_up", in a decode step of M rows.
 
     Up to 128 rows the product of gate and up ends with SwiGLU, and the product of down computes
     x A^T itself. So does the output projection with more than eight rows; its epilogue of residual
     and RMSNorm is not timed, but up to 64 rows gate and up compute x A^T after it. Otherwise
-    partials of x A^T are given, up to the number of rows for which the kernel adds them up.
-
-    Args:
-        layer: name of the layer, as "7b.gate_up"; an unknown name gets partials.
-        m: number of rows.
-        n: number of outputs.
-        k: number of inputs.
-        rank: rank of the layer's stacked adapters, or 0 for the product alone.
-        count: number of weights.
+    partials of x A^T are given, up to the number of rows for which the kernel adds them up. The
+    rank is that of the layer's stacked adapters, 0 for the product alone.
 
     Returns:
         The product of tokens, a weight and other arguments, which takes a `config`; the same
-        product by XLA; lists of the other arguments, with one element for each weight.
+        product by XLA; lists of the other arguments, with an element for each of `count` weights.
     """
+    kernel, by_xla = (
+        functools.partial(fp4.fp4_matmul, implementation=name) for name in ("mosaic", "xla")
+    )
     if not rank or m > tiling.MAX_ROWS_OF_PARTIALS:
-        kernel, by_xla = (
-            functools.partial(fp4.fp4_matmul, implementation=name) for name in ("mosaic", "xla")
-        )
         return kernel, by_xla, []
     part = layer.rpartition(".")[2]
     ends = part == "gate_up" and m % 8 == 0
@@ -149,119 +131,89 @@ def decode_product(
         inside = m <= tiling.MAX_ROWS_OF_NORM
     else:
         inside = (part == "o" and m > 8) or (part == "down" and (m > 8 or m % 8 == 0))
-    xa_partials = None if inside else benchmark.random_xa_partials(m, k, rank)
+    xa_partials = None if inside else cases.random_xa_partials(m, k, rank)
     squares = jax.random.uniform(jax.random.key(4), (-(-k // 128), m), minval=0.5, maxval=1.5)
     swiglu = fp4.Swiglu(squares, _EPS) if ends else None
 
     def product(x, weight, lora, xa_partials, epilogue, config):
-        return fp4.fp4_matmul(
-            x,
-            weight,
-            lora=lora,
-            xa_partials=xa_partials,
-            epilogue=epilogue,
-            implementation="mosaic",
-            config=config,
-        )
+        adapter = {"lora": lora, "xa_partials": xa_partials}
+        return kernel(x, weight, epilogue=epilogue, config=config, **adapter)
 
     def product_by_xla(x, weight, lora, xa_partials, epilogue):
-        y = fp4.fp4_matmul(x, weight, lora=lora, xa_partials=xa_partials, implementation="xla")
+        y = by_xla(x, weight, lora=lora, xa_partials=xa_partials)
         if epilogue is None:
             return y
         factor = lax.rsqrt(epilogue.square_partials.sum(axis=0) + epilogue.eps)
         gate, up = jnp.split(y.astype(jnp.float32) * factor[:, None], 2, axis=1)
         return jax.nn.silu(gate) * up
 
-    adapters = benchmark.random_adapters(count, rank, n, k)
+    adapters = cases.random_adapters(count, rank, n, k)
     return product, product_by_xla, [adapters, [xa_partials] * count, [swiglu] * count]
 
 
 def tune(
-    layer: str,
-    m: int,
-    n: int,
-    k: int,
-    *,
-    rank: int = 0,
-    num_sms: int = tiling.NUM_SMS,
-    size: int = 10,
-    threads: int = 8,
+    layer: str, m: int, n: int, k: int, *, rank: int = 0, num_sms: int = tiling.NUM_SMS, size: int
 ) -> tuple[TileConfig, float]:
-    """Finds the fastest tiling of a layer's product.
+    """The fastest tiling of a `decode_product`, and its seconds.
 
-    Args:
-        layer: name of the layer, as in `decode_product`.
-        m: number of rows.
-        n: number of outputs.
-        k: number of inputs.
-        rank: rank of the layer's stacked adapters, or 0 for the product alone.
-        num_sms: number of SMs of the device.
-        size: number of candidates by the cost model's rank.
-        threads: number of threads that compile.
-
-    Returns:
-        The tiling and the product's seconds.
+    The cost model chooses `size` candidates.
     """
     with sole_use():
-        weights = benchmark.random_weights(
-            lambda key, n, k: fp4.to_tiles(benchmark.random_weight(key, n, k)), n, k, bits=4.5
-        )
-        product, by_xla, others = decode_product(layer, m, n, k, rank=rank, count=len(weights))
-        args = [benchmark.random_tokens(len(weights), m, k), weights, *others]
-        expected = jax.jit(by_xla)(*(arg[0] for arg in args)).astype(jnp.float32)
-        jax.block_until_ready((args, expected))
+        args = cases.random_operands(m, n, k)
+        product, by_xla, others = decode_product(layer, m, n, k, rank=rank, count=len(args[0]))
+        args += others
+        jax.block_until_ready(args)
     padded = tiling.padded_rank(rank)
     configs = shortlist(m, n, k, rank=padded, num_sms=num_sms, size=size)
-    if expected.shape[1] < n:  # SwiGLU wants all tokens in one tile.
+    if others and others[-1][0] is not None:  # SwiGLU wants all tokens in one tile.
         configs = [config for config in configs if config.tile_m >= m]
 
-    results = measured(configs, product, args, expected, threads=threads)
+    results = measured(configs, product, by_xla, args)
     if not results:
         raise ValueError(f"no tiling works for M {m}, N {n}, K {k}")
-    finalists = sorted(results, key=lambda result: result[0])[:3]
     with sole_use():
         medians = [
             (statistics.median(seconds_of(program, args) for _ in range(3)), config)
-            for _, config, program in finalists
+            for _, config, program in results[:3]
         ]
     best, config = min(medians, key=lambda result: result[0])
     return config, best
 
 
 def measured(
-    configs: list, product: Callable, args: list, expected: jax.Array, *, threads: int
+    configs: list, product: Callable, by_xla: Callable, args: list, *, threads: int = 8
 ) -> list[tuple[float, Any, Callable]]:
-    """Measures a product in every tiling that compiles, spills nothing and is right.
+    """Measures a product in every tiling or schedule that compiles, spills nothing and is right.
 
-    Args:
-        configs: tilings, or schedules.
-        product: function of tokens, a weight and other arguments, which takes a `config`.
-        args: lists of the arguments, with one element for each weight.
-        expected: float32 result for the first elements.
-        threads: number of threads that compile.
+    `product` takes tokens, a weight, further arguments and a `config`; `by_xla` takes the same
+    arguments without one, and is right. `args` has a list of each argument.
 
     Returns:
-        The seconds, the tiling and the program of each.
+        The seconds, the tiling and the program of each, the fastest first.
     """
-
-    def compiled(config):
-        operation = functools.partial(product, config=config)
-        spills = spilled_bytes(jax.jit(operation).lower(*(arg[0] for arg in args)))
-        return spills, None if spills else benchmark.repeated(operation).lower(*args).compile()
-
+    first = [arg[0] for arg in args]
+    with sole_use():
+        expected = jax.block_until_ready(jax.jit(by_xla)(*first).astype(jnp.float32))
     results: list[tuple[float, Any, Callable]] = []
-    with compiler_reports(), concurrent.futures.ThreadPoolExecutor(threads) as pool:
+    with (
+        compiler_reports() as spilled_bytes,
+        concurrent.futures.ThreadPoolExecutor(threads) as pool,
+    ):
+
+        def compiled(config):
+            operation = functools.partial(product, config=config)
+            if spills := spilled_bytes(jax.jit(operation).lower(*first)):
+                raise ValueError(f"spills {spills} bytes")
+            return timing.repeated(operation).lower(*args).compile()
+
         programs = {pool.submit(compiled, config): config for config in configs}
         for done in concurrent.futures.as_completed(programs):
             config = programs[done]
             if (problem := done.exception()) is not None:
                 print(f"    {config}: {problem}"[:200], flush=True)
                 continue
-            spills, program = done.result()
-            if program is None:
-                print(f"    {config}: spills {spills} bytes", flush=True)
-                continue
             with sole_use():
+                program = done.result()
                 actual = program(*args)[0].astype(jnp.float32)
                 error = float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
                 if not error < 1e-2:
@@ -269,12 +221,12 @@ def measured(
                     continue
                 results.append((seconds_of(program, args), config, program))
             print(f"    {1e6 * results[-1][0]:8.2f} us  {config}", flush=True)
-    return results
+    return sorted(results, key=lambda result: result[0])
 
 
 def seconds_of(program: Callable, args: list) -> float:
     """The seconds of a product on the device, of a program that computes one for each weight."""
-    return sum(time for _, time in benchmark.device_times(program, *args)) / len(args[0])
+    return sum(time for _, time in timing.device_times(program, *args)) / len(args[0])
 
 
 def merge(path: pathlib.Path, entries: list[dict]) -> None:
@@ -287,7 +239,6 @@ def merge(path: pathlib.Path, entries: list[dict]) -> None:
     table: dict = {"entries": []}
     if path.exists():
         table = json.loads(path.read_text(encoding="utf-8"))
-    merged = {(entry["n"], entry["k"], entry["m"]): entry for entry in table["entries"] + entries}
     about = {"jax": jax.__version__, "kernel": tiling.kernel_digest()}
     verified = table.get("also_verified") if about.items() <= table.items() else None
     table = {
@@ -295,23 +246,14 @@ def merge(path: pathlib.Path, entries: list[dict]) -> None:
         **({"also_verified": verified} if verified else {}),
         "multiprocessors": device.core_count,
         **about,
-        "entries": [merged[key] for key in sorted(merged)],
+        "entries": timing.merged([*table["entries"], *entries], "n", "k", "m"),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    timing.write_json(path, table)
 
 
 def main() -> None:
     """Parses the command line and tunes each shape."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", default="7b", help="models and layers, as 7b.gate_up,14b")
-    parser.add_argument(
-        "--m",
-        default="8,16,32,64,96,128,160,192,256,320,384,448,512,1024,2048",
-        help="numbers of tokens; the default has batch sizes to which rollouts compact",
-    )
+    parser = cases.parser(__doc__, m="8,16,32,64,96,128,160,192,256,320,384,448,512,1024,2048")
     parser.add_argument(
         "--size", type=int, default=10, help="number of candidates by the cost model's rank"
     )
@@ -319,7 +261,7 @@ def main() -> None:
         "--rank", type=int, default=32, help="rank of each projection's adapter, which must fit"
     )
     parser.add_argument(
-        "--out", type=benchmark.user_path, help="table; by default the device's table in tuned/"
+        "--out", type=timing.user_path, help="table; by default the device's table in tuned/"
     )
     args = parser.parse_args()
     device = jax.devices()[0]
@@ -327,20 +269,17 @@ def main() -> None:
     name = device.device_kind.lower().replace(" ", "_")
     path = args.out or tiling.TUNED / f"{name}.json"
     tuned = set()
-    for layer, (n, k) in benchmark.shapes(args.layers).items():
+    for layer, m, n, k in cases.products(args):
+        if (m, n, k) in tuned:
+            continue
+        tuned.add((m, n, k))
+        print(f"{layer} M {m}", flush=True)
         rank = cases.rank_of(layer, args.rank)
-        for m in map(int, args.m.split(",")):
-            if (m, n, k) in tuned:
-                continue
-            tuned.add((m, n, k))
-            print(f"{layer} M {m}", flush=True)
-            config, seconds = tune(
-                layer, m, n, k, rank=rank, num_sms=device.core_count, size=args.size
-            )
-            print(f"{layer} M {m}: {1e6 * seconds:.2f} us  {config}", flush=True)
-            entry = {"n": n, "k": k, "m": m, "config": config.to_json()}
-            with sole_use():
-                merge(path, [entry | {"us": round(1e6 * seconds, 2)}])
+        config, seconds = tune(layer, m, n, k, rank=rank, num_sms=device.core_count, size=args.size)
+        print(f"{layer} M {m}: {1e6 * seconds:.2f} us  {config}", flush=True)
+        entry = {"n": n, "k": k, "m": m, "config": config.to_json()}
+        with sole_use():
+            merge(path, [entry | {"us": round(1e6 * seconds, 2)}])
 
 
 if __name__ == "__main__":

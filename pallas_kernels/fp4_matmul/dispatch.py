@@ -167,14 +167,9 @@ def schedule_of(
     *,
     paired: bool = False,
 ) -> Any:
-    """The kernel's `TileSchedule`.
+    """The kernel's `TileSchedule` for tokens [M, K]; `rank` is the number of columns of B, or 0.
 
-    Args:
-        x: tokens [M, K].
-        weight: packed weight [N, K].
-        rank: number of columns of the adapter's B; 0 without an adapter.
-        config: tiling of the kernel; None looks it up.
-        paired: whether the product ends with SwiGLU.
+    None looks the tiling up. `paired` says whether the product ends with SwiGLU.
     """
     (m, k), n, num_sms = x.shape, weight.divisor.shape[0], device.num_sms()
     if config is None:
@@ -272,23 +267,10 @@ def run(
     epilogue: Epilogue | None = None,
     **options: Any,
 ) -> Any:
-    """The kernel's product.
+    """The kernel's product, of operands as in `sm90.kernel.Product`.
 
     The kernel computes x A^T of `a`, or adds up `xa_partials`, if there are few rows and its tiling
-    supports that; otherwise another kernel does so before.
-
-    Args:
-        x: bfloat16 [M, K].
-        weight: packed weight [N, K].
-        config: tiling; None looks it up.
-        a: A [R, K] of an adapter; None without one, or with `xa`.
-        b: B [N, R''] of an adapter, or None.
-        xa_partials: float32 [S, M, R'], whose sum over S is x A^T, in place of `a`.
-        epilogue: epilogue, or None.
-        **options: further arguments of `sm90.matmul`.
-
-    Returns:
-        What `sm90.matmul` returns.
+    supports that; otherwise another kernel does so before. A config of None is looked up.
     """
     rank = 0 if b is None else b.shape[1]
     schedule = schedule_of(x, weight, rank, config, paired=isinstance(epilogue, Swiglu))
@@ -330,21 +312,10 @@ def run_mma(
     bias: jax.Array | None = None,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> jax.Array:
-    """The product by the kernel of `mma`, or for many rows by XLA on a dequantized copy.
+    """The product [M, N] by the kernel of `mma`, or for many rows by XLA on a dequantized copy.
 
-    Args:
-        x: bfloat16 [M, K].
-        weight: packed weight [N, K].
-        config: schedule; None looks it up.
-        a: A [R, K] of an adapter, or None.
-        b: B [N, R''] of an adapter, or None.
-        xa: x A^T [M, R] in place of `a`, or None.
-        xa_partials: float32 [S, M, R'], whose sum over S is x A^T, in place of `a`, or None.
-        bias: bias [N], or None.
-        dtype: dtype of the result, bfloat16 or float32.
-
-    Returns:
-        [M, N].
+    x is bfloat16 [M, K], the bias [N], and an adapter's B [N, R'']; with it come A [R, K], x A^T
+    [M, R] or float32 [S, M, R'], whose sum over S is x A^T. A config of None is looked up.
     """
     (m, k), n = x.shape, weight.shape[0]
     if xa_partials is not None:

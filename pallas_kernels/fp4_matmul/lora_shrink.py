@@ -31,16 +31,10 @@ _VECTOR = 8  # columns that a thread reads at a time
 
 
 def shrink(x: jax.Array, a: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Returns partials of x A^T.
+    """Returns partials of x A^T, for x [M, K] and A [R, K] in bfloat16.
 
-    Args:
-        x: bfloat16 [M, K].
-        a: bfloat16 [R, K].
-        interpret: whether to simulate the kernel on a CPU.
-
-    Returns:
-        float32 [S, M, R'], whose sum over S is x A^T; R' is the next multiple of PARTIAL_COLUMNS
-        from R on, and the columns from R on are 0.
+    They are float32 [S, M, R'], whose sum over S is x A^T; R' is the next multiple of
+    PARTIAL_COLUMNS from R on, and the columns from R on are 0.
     """
 
     def load(refs, tile):
@@ -59,24 +53,16 @@ class Tile:
 
     Tiles lie inside x. Where its rows or columns are no multiple of a tile's, the last tile begins
     earlier and repeats what another CTA computes, and stores the same.
-
-    Attributes:
-        threads: the threads of the CTA.
-        rows: slice of the rows, their number a power of two.
-        column: first column.
-        width: number of columns.
-        index: index of the tile along the columns.
-        repeated: number of columns that the tile before has too, or None if there never are any.
-        first: whether the CTA is the first with these rows and columns, which stores the tile;
-            there is one CTA for every `_RANK` rows of A.
     """
 
-    threads: warpgroup.Warpgroup
-    rows: Any
-    column: Any
-    width: int
-    index: Any
-    repeated: Any
+    threads: warpgroup.Warpgroup  # the threads of the CTA
+    rows: Any  # slice of the rows, their number a power of two
+    column: Any  # first column
+    width: int  # number of columns
+    index: Any  # index of the tile along the columns
+    repeated: Any  # number of columns that the tile before has too, or None if there never are any
+    # Whether the CTA is the first with these rows and columns, which stores the tile; there is one
+    # CTA for every `_RANK` rows of A.
     first: Any = True
 
     @property
@@ -151,13 +137,9 @@ def tile_rows(m: int) -> int:
 
 
 def padded(x: jax.Array, width: int) -> jax.Array:
-    """An array with zeros after its columns, so that tiles have the width that they must have.
+    """An array [..., K] with zeros after its columns: a tile must not be wider than the array.
 
     The columns of a model are multiples of eight, more than a tile's: they stay as they are.
-
-    Args:
-        x: [..., K].
-        width: number of columns of a tile.
     """
     columns = max(width, -(-x.shape[-1] // _VECTOR) * _VECTOR)
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, columns - x.shape[-1]),))
@@ -206,7 +188,7 @@ def shrink_tiles(
         scratch["sums"] = (warps, max(rows, warp_mma.ROWS), _RANK), jnp.float32
 
     def body(threads, operands, _, results, sums=None):
-        i, index, *parts = threads.place
+        i, index, *parts = threads.cta
         refs = operands | results
         start = jnp.minimum(index * block, width - block)
         tile = Tile(
@@ -222,7 +204,7 @@ def shrink_tiles(
             return
         part = parts[0]
         tile = dataclasses.replace(tile, first=part == 0)
-        # Rows by eights, the last ones in place of those that do not exist.
+        # Rows by eights, the last ones instead of those that do not exist.
         starts = [
             jnp.minimum(part * _RANK + i, ranks - warp_mma.ROWS)
             for i in range(0, _RANK, warp_mma.ROWS)
@@ -247,8 +229,7 @@ def shrink_tiles(
 def _multiply(tile: Tile, tokens: jax.Array, factors: list[jax.Array]) -> jax.Array:
     """The product of a tile [rows, width] with rows of A, by eights [8, width], of each warp.
 
-    Returns:
-        float32 [warps, rows, 32], the sums of each warp. Fewer than eight rows are repeated.
+    It is float32 [warps, rows, 32], the sums of each warp. Fewer than eight rows are repeated.
     """
     rows, width = tokens.shape
     warps = min(WARPS, width // _WARP_COLUMNS)
@@ -303,17 +284,7 @@ def _sums_layout(warps: int) -> Layout:
 def _sum_of_warps(
     threads: warpgroup.Warpgroup, sums: jax.Array, space: Any, rows: int
 ) -> jax.Array:
-    """Adds up the sums of the warps.
-
-    Args:
-        threads: the threads of the CTA.
-        sums: float32 [warps, 8 rows or more, 32].
-        space: reference to shared memory for them.
-        rows: number of rows.
-
-    Returns:
-        float32 [rows, 32].
-    """
+    """Adds up the warps' sums [warps, 8 rows or more, 32] in shared memory: float32 [rows, 32]."""
     threads.store(space, sums)
     threads.meet()
     layout = _dense_layout(rows)

@@ -12,19 +12,12 @@ _PITCH = 16  # bytes between rows of x in shared memory, so that reads of eight 
 
 @dataclasses.dataclass(frozen=True)
 class MmaConfig:
-    """A schedule.
+    """A schedule."""
 
-    Attributes:
-        rows: rows of W of a CTA, 64 or a multiple.
-        columns: columns of a step, 128, 256 or 512.
-        stages: number of steps that shared memory holds.
-        split: number of CTAs that divide the columns of the same rows.
-    """
-
-    rows: int = 64
-    columns: int = 256
-    stages: int = 3
-    split: int = 1
+    rows: int = 64  # rows of W of a CTA, 64 or a multiple
+    columns: int = 256  # columns of a step, 128, 256 or 512
+    stages: int = 3  # number of steps that shared memory holds
+    split: int = 1  # number of CTAs that divide the columns of the same rows
 
     @property
     def row_tiles(self) -> int:
@@ -64,14 +57,7 @@ def padded_tokens(m: int) -> int:
 
 
 def choose(m: int, n: int, k: int, num_sms: int) -> MmaConfig:
-    """The schedule of a product of x [M, K] and W [N, K].
-
-    Args:
-        m: M, at most MAX_ROWS.
-        n: N.
-        k: K.
-        num_sms: number of SMs.
-    """
+    """The schedule of a product of x [M, K] and W [N, K], M at most MAX_ROWS."""
     # From 8 tokens on the fastest for 7B on an H200, within 2 % (mma_autotune); for one token a
     # decode step is 7 % faster with more columns of a step, and a sum over fewer CTAs.
     columns, stages, ctas = 256, 2, 4.5  # CTAs for each SM

@@ -24,48 +24,30 @@ _M, _N, _K, _RANK = 8, 1470, 1024, 32  # N ends within a tile of 64 rows
 
 
 class _Case(NamedTuple):
-    """A product of `_Inputs.x`.
+    """A product of `_Inputs.x`."""
 
-    Attributes:
-        weight: packed weight.
-        config: tiling.
-        num_sms: number of SMs, for which the tiling covers what the case is for.
-        operands: further operands of the kernel.
-        expected: float64 results.
-    """
-
-    weight: Fp4Tiles
-    config: TileConfig
-    num_sms: int
-    operands: dict[str, Any]
-    expected: tuple[np.ndarray, ...]
+    weight: Fp4Tiles  # packed weight
+    config: TileConfig  # tiling
+    num_sms: int  # number of SMs, for which the tiling covers what the case is for
+    operands: dict[str, Any]  # further operands of the kernel
+    expected: tuple[np.ndarray, ...]  # float64 results
 
 
 class _Inputs(NamedTuple):
-    """Random arguments of the products.
+    """Random arguments of the products."""
 
-    Attributes:
-        x: bfloat16 [M, K].
-        weight: packed weight [N, K].
-        even: the rows of `weight` in an even number of whole tiles.
-        a: bfloat16 [R, K].
-        b: bfloat16 [N, 64], whose columns from R on are multiplied by zeros.
-        bias: bfloat16 [N].
-    """
-
-    x: np.ndarray
-    weight: Fp4Tiles
-    even: Fp4Tiles
-    a: np.ndarray
-    b: np.ndarray
-    bias: np.ndarray
+    x: np.ndarray  # bfloat16 [M, K]
+    weight: Fp4Tiles  # packed weight [N, K]
+    even: Fp4Tiles  # the rows of `weight` in an even number of whole tiles
+    a: np.ndarray  # bfloat16 [R, K]
+    b: np.ndarray  # bfloat16 [N, 64], whose columns from R on are multiplied by zeros
+    bias: np.ndarray  # bfloat16 [N]
 
 
 def relative_error(matmul: Callable) -> float:
     """The largest relative error of small products with an adapter, see `_cases`.
 
-    Args:
-        matmul: `sm90.matmul`, which uses an API of jax that may change.
+    `matmul` is `sm90.matmul`, which uses an API of jax that may change.
     """
     rng = np.random.default_rng(0)
     inputs = _inputs(rng)
@@ -96,11 +78,7 @@ def relative_error(matmul: Callable) -> float:
 
 
 def relative_error_of_mma(matmul: Callable) -> float:
-    """The largest relative error of small products with an adapter, by the kernel of `mma`.
-
-    Args:
-        matmul: `mma.matmul`, which uses an API of jax that may change.
-    """
+    """The largest relative error of small products with an adapter, by `mma.matmul`."""
     inputs = _inputs(np.random.default_rng(0))
     xa = inputs.x.astype(np.float32) @ inputs.a.astype(np.float32).T
     xa = np.pad(xa.astype(jnp.bfloat16), ((0, 0), (0, inputs.b.shape[1] - _RANK)))

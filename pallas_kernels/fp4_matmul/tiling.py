@@ -146,12 +146,7 @@ def helper_warpgroups(xa_partials: bool) -> int:
 
 
 def compute_registers(warpgroups: int, helpers: int = 1) -> int:
-    """Number of registers of a consumer thread.
-
-    Args:
-        warpgroups: number of consumer warpgroups.
-        helpers: number of other warpgroups, see `helper_warpgroups`.
-    """
+    """Number of registers of a consumer thread in a CTA that also has helper warpgroups."""
     left = _started_registers(warpgroups + helpers) - helpers * _HELPER_REGISTERS
     return min(232, left // warpgroups // 8 * 8)
 

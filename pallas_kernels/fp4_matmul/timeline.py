@@ -13,9 +13,9 @@ events of one CTA, a line for each warpgroup, with producer and reducer last: th
 which it begins + the number of cycles.
 """
 
-import argparse
 import collections
 import dataclasses
+import functools
 import json
 import pathlib
 import tempfile
@@ -24,9 +24,8 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.device import exit_unless_hopper, num_sms
-from pallas_kernels.fp4_matmul import benchmark, cases, sm90, tiling
+from pallas_kernels.fp4_matmul import cases, sm90, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
 
@@ -42,8 +41,7 @@ def traceable(config: TileConfig) -> TileConfig:
 def summary(trace: dict) -> dict[str, float]:
     """The cycles by name, the mean over the consumer warpgroups.
 
-    Args:
-        trace: events in Chrome's format, in which "tid" is a warpgroup and "ts" counts 1000 cycles.
+    The trace has events in Chrome's format: "tid" is a warpgroup, and "ts" counts 1000 cycles.
     """
     spent: dict[str, float] = collections.defaultdict(float)
     count = 0
@@ -64,34 +62,21 @@ def summary(trace: dict) -> dict[str, float]:
 
 
 def events_of_block(trace: dict, block: int, warpgroups: int) -> list[str]:
-    """A line with the events of each warpgroup of a CTA.
-
-    Args:
-        trace: events, as in `summary`.
-        block: index of the CTA.
-        warpgroups: number of warpgroups of a CTA.
-    """
+    """A line for each warpgroup of the CTA `block`: its events in a trace, as in `summary`."""
     first = 1 + block * warpgroups
     found = _by_warpgroup(trace)
     mine = [found.get(tid, []) for tid in range(first, first + warpgroups)]
     start = min((event["ts"] for events in mine for event in events), default=0.0)
     lines = []
     for index, events in enumerate(mine):
-        spans = sorted(
-            (1000 * (begin - start), cycles, name) for name, begin, cycles, _ in _spans(events)
-        )
-        texts = [f"{name} {at:.0f}+{cycles:.0f}" for at, cycles, name in spans]
+        spans = sorted((begin, cycles, name) for name, begin, cycles, _ in _spans(events))
+        texts = [f"{name} {1000 * (at - start):.0f}+{cycles:.0f}" for at, cycles, name in spans]
         lines.append(f"warpgroup {index}: " + "; ".join(texts))
     return lines
 
 
 def _spans(events: list[dict]) -> Iterator[tuple[str, float, float, str | None]]:
-    """The events of a warpgroup, sorted by their ends.
-
-    Yields:
-        The name, the beginning in 1000 cycles, the number of cycles, and the name of the event
-        around it, or None.
-    """
+    """Yields name, beginning, cycles and the name of the event around it of each, by their ends."""
     begun = []
     for event in events:
         if event["ph"] == "B":
@@ -112,48 +97,34 @@ def _by_warpgroup(trace: dict) -> dict[int, list[dict]]:
 def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
     """Traces a product of random numbers, with data that no cache holds.
 
-    Args:
-        m: number of tokens.
-        n: number of outputs.
-        k: number of inputs.
-        rank: rank of the adapter, 0 for none. The kernel computes x A^T itself where its tiling
-            supports that; elsewhere it gets partials.
+    With an adapter the kernel computes x A^T itself where its tiling supports that; elsewhere it
+    gets partials.
 
     Returns:
         The trace, as in `summary`, and the number of warpgroups of a CTA.
     """
     keys = jax.random.split(jax.random.key(0))
-    weight = fp4.to_tiles(benchmark.random_weight(keys[0], n, k))
+    weight = cases.random_tiles(keys[0], n, k)
     x = jax.random.normal(keys[1], (m, k), jnp.bfloat16)
     config = traceable(tiling.choose(m, n, k, rank=tiling.padded_rank(rank), num_sms=num_sms()))
     adapter: dict[str, jax.Array] = {}
     schedule = sm90.make_schedule(config, m, len(weight.codes), k, num_sms())
     if rank:
-        ((a, adapter["b"]),) = benchmark.random_adapters(1, rank, n, k)
+        ((a, adapter["b"]),) = cases.random_adapters(1, rank, n, k)
         if schedule.supports_lora_shrink(rank, k):
             adapter["a"] = a
         else:
-            adapter["xa_partials"] = benchmark.random_xa_partials(m, k, rank)
+            adapter["xa_partials"] = cases.random_xa_partials(m, k, rank)
     flush = jax.jit(lambda z: z + 1)
     with tempfile.TemporaryDirectory() as folder:
-
-        @jax.jit
-        def product(x, weight, adapter):
-            return sm90.matmul(
-                x,
-                weight,
-                config=config,
-                num_sms=num_sms(),
-                trace=folder,
-                **adapter,
-            )
-
+        options = {"config": config, "num_sms": num_sms(), "trace": folder}
+        product = jax.jit(functools.partial(sm90.matmul, **options))
         for _ in range(2):  # The first run loads the program, and both write the same file.
             for trace in pathlib.Path(folder).glob("*-trace.json"):
                 trace.unlink()
             with sole_use():
                 flush(jnp.zeros(2**27)).block_until_ready()
-                product(x, weight, adapter).block_until_ready()
+                product(x, weight, **adapter).block_until_ready()
                 jax.effects_barrier()
         (trace,) = pathlib.Path(folder).glob("*-trace.json")
         warpgroups = config.warpgroups + tiling.helper_warpgroups(rank > 0)
@@ -162,22 +133,17 @@ def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
 
 def main() -> None:
     """Parses the command line and prints a line for each product."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", default="7b", help="models and layers, as 7b.gate_up,14b")
-    parser.add_argument("--m", default="1,64", help="numbers of tokens")
+    parser = cases.parser(__doc__, m="1,64")
     parser.add_argument("--rank", type=int, default=0, help="rank of each projection's adapter")
     parser.add_argument("--block", type=int, help="index of a CTA whose events are printed, too")
     args = parser.parse_args()
     exit_unless_hopper()
-    for layer, (n, k) in benchmark.shapes(args.layers).items():
-        for m in map(int, args.m.split(",")):
-            trace, warpgroups = record(m, n, k, rank=cases.rank_of(layer, args.rank))
-            parts = "  ".join(f"{name} {number:.0f}" for name, number in summary(trace).items())
-            print(f"{layer:12} {m:5}  {parts}", flush=True)
-            if args.block is not None:
-                print("\n".join(events_of_block(trace, args.block, warpgroups)), flush=True)
+    for layer, m, n, k in cases.products(args):
+        trace, warpgroups = record(m, n, k, rank=cases.rank_of(layer, args.rank))
+        parts = "  ".join(f"{name} {number:.0f}" for name, number in summary(trace).items())
+        print(f"{layer:12} {m:5}  {parts}", flush=True)
+        if args.block is not None:
+            print("\n".join(events_of_block(trace, args.block, warpgroups)), flush=True)
 
 
 if __name__ == "__main__":

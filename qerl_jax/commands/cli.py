@@ -45,7 +45,7 @@ from qerl_jax.config.recipes import RECIPES
 from qerl_jax.data.mixture import name_sources
 from qerl_jax.errors import UserError, check_unicode, first_line, visible
 from qerl_jax.rewards.from_config import name_rewards
-from qerl_jax.system.command import name_commands
+from qerl_jax.system.command import command_name, name_commands
 from qerl_jax.system.device_memory import take_memory
 from qerl_jax.system.import_path import allow_working_directory
 from qerl_jax.system.live_line import waiting
@@ -144,8 +144,7 @@ def _tell(config: ConfigDict, workdir: str | None) -> None:
 def config_errors(argv: Sequence[str] = ()) -> Generator[None]:
     """Turns the exceptions of a bad config file or flag into a UserError.
 
-    Args:
-        argv: the command line, whose flags of fields the message of an absent field names in full.
+    `argv` is the command line, whose flags of fields the message of an absent field names in full.
     """
     try:
         yield
@@ -213,6 +212,15 @@ def _flag_hint(error: flags.UnrecognizedFlagError) -> str:
     _, equals, value = str(error.flagvalue or "").partition("=")
     options = " or ".join(f"--config.{name}={value if equals else 'VALUE'}" for name in names)
     return f"; a field of the config is set like {options}"
+
+
+def new_parser(command: str, text: str | None) -> argparse.ArgumentParser:
+    """Makes the parser of a command, whose --help begins with a text."""
+    return argparse.ArgumentParser(
+        prog=command_name(command),
+        description=name_commands(text or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def run_command(
@@ -375,9 +383,7 @@ def _read_saved(argument: str) -> ConfigDict:
 def take_names(config_flag: flags.Flag, argv: Sequence[str]) -> None:
     """Lets the flag of a config file take rewards and sources that the file does not name.
 
-    Args:
-        config_flag: the flag, before it is parsed.
-        argv: the command line, with flags such as --config.rewards.short.function=a:b.
+    Flags of the command line such as --config.rewards.short.function=a:b name them.
     """
     matches = (re.match(r"--?config\.([^=]+)", argument) for argument in argv)
     config_flag.parser = _ConfigParser(config_flag.parser, [match[1] for match in matches if match])
@@ -394,7 +400,7 @@ class _ConfigParser(flags.ArgumentParser):
         if argument.startswith(_SAVED):
             return _read_saved(argument)
         if not is_installed(argument):
-            allow_working_directory()  # The file may import what lies there.
+            allow_working_directory()  # The file may import what is there.
         try:
             config = self._parser.parse(argument)
         except (TypeError, ValueError) as error:
@@ -413,11 +419,7 @@ class _ConfigParser(flags.ArgumentParser):
 
 
 def with_files(argv: Sequence[str]) -> list[str]:
-    """The arguments, where the value of --config is the path of a file instead of a name.
-
-    Raises:
-        UserError: --config names neither a file nor an installed config.
-    """
+    """The arguments, where the value of --config is the path of a file instead of a name."""
     arguments = []
     for argument in argv:
         if arguments and arguments[-1] in ("--config", "-config"):

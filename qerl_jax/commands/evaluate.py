@@ -27,7 +27,6 @@ import argparse
 import dataclasses
 
 from qerl_jax.commands import cli
-from qerl_jax.system.command import command_name, name_commands
 from qerl_jax.system.paths import user_path
 
 _FORMAT = "weight format: nvfp4, mxfp4, nf4, bf16 or stored (default: the run's, or stored)"
@@ -36,11 +35,7 @@ _DTYPE = "dtype of the activations: bfloat16 or float32 (default: the run's, or 
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(
-        prog=command_name("evaluate"),
-        description=name_commands(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.new_parser("evaluate", __doc__)
     add = parser.add_argument
     add("source", metavar="MODEL_OR_RUN", help="run folder, adapter or model to evaluate")
     add("--tasks", default="", help="comma-separated tasks: a benchmark's name, FILE, run")

@@ -31,16 +31,11 @@ import signal
 import sys
 
 from qerl_jax.commands import cli
-from qerl_jax.system.command import command_name, name_commands
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(
-        prog=command_name("export"),
-        description=name_commands(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.new_parser("export", __doc__)
     add = parser.add_argument
     add("source", metavar="RUN", help="run folder or PEFT adapter folder")
     add("--format", required=True, choices=("peft", "merged", "nvfp4"), help="what to write")

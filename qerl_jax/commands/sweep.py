@@ -129,10 +129,7 @@ def _make_folder(folder: Path) -> None:
 def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
     """The runs of a sweep, each with the config that its command line gives.
 
-    Args:
-        file: config file, FILE.py or FILE.py:PRESET.
-        common: fields that the command line sets for all runs.
-        folder: folder of the sweep, in which each run has a folder.
+    `common` has the fields that the command line sets for all runs.
 
     Raises:
         UserError: the file has no sweep; a run sets a field that does not exist, that the run

@@ -23,13 +23,7 @@ _LARGER = {
 
 
 def run(config: ConfigDict, workdir: str | None, *, trust: bool = False) -> None:
-    """Trains with a config.
-
-    Args:
-        config: the resolved config.
-        workdir: the run folder; None names it after the config.
-        trust: as in `loop.train`.
-    """
+    """Trains with a config."""
     if config.preset.startswith(STAND_IN):
         larger = _LARGER.get(config.experiment, _LARGER["grpo_gsm8k"])
         print(
@@ -51,9 +45,7 @@ def run(config: ConfigDict, workdir: str | None, *, trust: bool = False) -> None
 def main(experiment: str = "grpo_gsm8k", *, description: str | None = None) -> None:
     """Parses the flags and trains.
 
-    Args:
-        experiment: name of the installed config that is used without --config.
-        description: what --help says first; None takes the docstring of this module.
+    `experiment` is the installed config that is used without --config.
     """
     cli.main(run, installed_file(experiment), description=description or __doc__)
 

@@ -68,11 +68,7 @@ def build(
 
 
 def defaults(model: str = STAND_IN) -> ConfigDict:
-    """Returns a config of every field with its default.
-
-    Args:
-        model: the model, which some defaults follow.
-    """
+    """Returns a config of every field with its default."""
     config = ConfigDict()
     for row in FIELDS:
         *sections, name = row.name.split(".")

@@ -15,10 +15,10 @@ from qerl_jax.system.command import name_commands
 _TABLES = ("data.options", "data.chat_template_args")
 _COLUMNS = 100
 SECTIONS = frozenset(row.name for row in FIELDS if isinstance(row, Section))
-# What happens to a field when a run goes on, see `fields.Field`.
+# What happens to a field when a run is resumed, see `fields.Field`.
 _RESUME = {
     "memory": "A run that goes on may have another value: it moves only memory or time.",
-    "place": "A run that goes on may have another value, for the same weights and problems.",
+    "source": "A run that goes on may have another value, for the same weights and problems.",
     "free": "A run that goes on may have another value.",
 }
 # What TRL and transformers call a field, where the name is not like that of the field.
@@ -57,9 +57,7 @@ def describe_config(config: ConfigDict) -> str:
 def describe_changes(config: ConfigDict, preset: ConfigDict) -> str:
     """The fields in which a config differs from its preset, as lines `name = value`.
 
-    Args:
-        config: the resolved config.
-        preset: the config without what the command line sets.
+    `preset` is the config without what the command line sets.
     """
     before = dict(_fields(preset.to_dict(), ""))
     fields = sorted(_fields(config.to_dict(), ""))
@@ -97,9 +95,7 @@ def as_flag(field: str, value: Any) -> str:
 def explain(name: str, config: ConfigDict) -> str:
     """What a field means and may be, with its value in a config.
 
-    Args:
-        name: name of a field or of a section, or 'all'.
-        config: the resolved config.
+    `name` is that of a field or of a section, or 'all'.
 
     Raises:
         UserError: there is no such field.
@@ -157,7 +153,7 @@ def _explain_row(row: Section | Field, config: ConfigDict) -> str:
 
 
 def describe_row(row: Field) -> list[str]:
-    """What a field may be, when it is read and whether a run that goes on may change it."""
+    """What a field may be, when it is read and whether a resumed run may change it."""
     lines = [f"Default: {describe_default(row)}."]
     if row.choices:
         choices = ", ".join(map(repr, row.choices))

@@ -2,7 +2,7 @@
 
 `build` makes a config from the rows; `training.validate` compares values with the limits and the
 choices; `overrides` refuses a field that is set and not read; `resume` says what may change while a
-run lasts; `--explain` and docs/config.md print the rows. A new field is one row here and the place
+run lasts; `--explain` and docs/config.md print the rows. A new field is one row here and the code
 that reads it.
 
 Any field can be set on the command line, for example --config.aqn.schedule=cosine or
@@ -35,12 +35,7 @@ class Condition:
 
 @dataclasses.dataclass(frozen=True)
 class ModelDefault:
-    """A default that depends on the model.
-
-    Attributes:
-        text: the default in words.
-        value: function from the name of the model, one of `models.MODELS`, to the default.
-    """
+    """A default that depends on the model, in words and as a function of one of `models.MODELS`."""
 
     text: str
     value: Callable[[str], Any]
@@ -48,23 +43,14 @@ class ModelDefault:
 
 @dataclasses.dataclass(frozen=True)
 class LinkedDefault:
-    """A default that is the value of another field, also after that one is set.
-
-    Attributes:
-        field: name of the other field.
-    """
+    """A default that is the value of another field, also after that one is set."""
 
     field: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the config, to which the rows after it belong.
-
-    Attributes:
-        name: name of the section, such as 'rl', with which the names of its fields begin.
-        help: meaning of the section, '' where its fields say it.
-    """
+    """A part of the config, to which the rows after it belong; '' where its fields say it all."""
 
     name: str
     help: str = ""
@@ -85,11 +71,11 @@ class Field:
             written here where another module implements them, and a test compares the two.
         function: whether the field also takes the import path 'package.module:function'.
         read_if: when the field is read; None for always.
-        resume: what happens to the field when a run goes on. 'fixed': it may not change. 'memory':
+        resume: what a resumed run may do with the field. 'fixed': it may not change. 'memory':
             it may change, as it moves only memory or time: the distribution of the samples and the
             loss stay the same, and only the rounding of sums changes. So a run that does not fit
-            into the memory can be saved. 'place': it may change, as it says where the weights or
-            the problems lie, and the checkpoints hold fingerprints of both. 'free': it may change,
+            into the memory can be saved. 'source': it may change, as it says where the weights or
+            the problems are, and the checkpoints hold fingerprints of both. 'free': it may change,
             as it does not change how a run trains.
         fixed_if: when the field may not change after all; None for never.
     """
@@ -101,7 +87,7 @@ class Field:
     choices: tuple[str, ...] = ()
     function: bool = False
     read_if: Condition | None = None
-    resume: Literal["fixed", "memory", "place", "free"] = "fixed"
+    resume: Literal["fixed", "memory", "source", "free"] = "fixed"
     fixed_if: Condition | None = None
 
 
@@ -111,22 +97,16 @@ def evaluates_separately(eval_source: str, eval_path: str) -> bool:
 
 
 def has_own_evaluation(data: Mapping[str, Any]) -> bool:
-    """Whether the evaluation problems of a config have a source of their own.
-
-    Args:
-        data: the section `data` of a config.
-    """
+    """Whether the evaluation problems of a config have a source of their own."""
     return evaluates_separately(data["eval_source"], data["eval_path"])
 
 
 _NVFP4 = Condition("model.format='nvfp4'", lambda c: c.model.format == "nvfp4")
 _ADAPTER = Condition(
-    "an adapter: train.parameters other than 'full'",
-    lambda c: c.train.parameters != "full",
+    "an adapter: train.parameters other than 'full'", lambda c: c.train.parameters != "full"
 )
 _ONE_SOURCE = Condition(
-    "a run without data.mixture, whose sources have their own",
-    lambda c: not c.data.mixture,
+    "a run without data.mixture, whose sources have their own", lambda c: not c.data.mixture
 )
 _FILE = Condition(
     "a file or a hub dataset: generated problems have fixed fields; with data.mixture those of "
@@ -161,8 +141,7 @@ _SAPO = Condition(
 _DYNAMIC_SAMPLING = Condition("rl.dynamic_sampling=true", lambda c: c.rl.dynamic_sampling)
 _EVALUATION = Condition("evaluations: eval.every above 0", lambda c: c.eval.every > 0)
 _CONVERSATION = Condition(
-    "an environment: environment.function",
-    lambda c: bool(c.environment.function),
+    "an environment: environment.function", lambda c: bool(c.environment.function)
 )
 _TRACKER = Condition("log.wandb or log.trackio", lambda c: c.log.wandb or c.log.trackio)
 _ADAMW = Condition("optimizer.name='adamw'", lambda c: c.optimizer.name == "adamw")
@@ -199,7 +178,7 @@ FIELDS: tuple[Section | Field, ...] = (
         "model.source",
         ModelDefault("the hub id of the preset's model", lambda model: SOURCES[model]),
         "'package:NAME', a GGUF file, a Hugging Face folder, or a hub id.",
-        resume="place",
+        resume="source",
     ),
     Field(
         "model.format",
@@ -267,7 +246,7 @@ FIELDS: tuple[Section | Field, ...] = (
             "an empty data.path and no data.mixture",
             lambda c: not c.data.path and not c.data.mixture,
         ),
-        resume="place",
+        resume="source",
     ),
     Field(
         "data.eval_source",
@@ -279,7 +258,7 @@ FIELDS: tuple[Section | Field, ...] = (
             "evaluations: eval.every above 0; and an empty data.eval_path",
             lambda c: c.eval.every > 0 and not c.data.eval_path,
         ),
-        resume="place",
+        resume="source",
     ),
     Field(
         "data.path",
@@ -288,14 +267,10 @@ FIELDS: tuple[Section | Field, ...] = (
         ".json (an array) or .parquet. Rewards get the columns of a row that they have arguments "
         "for.",
         read_if=_ONE_SOURCE,
-        resume="place",
+        resume="source",
     ),
     Field(
-        "data.eval_path",
-        "",
-        "As data.path, for evaluation.",
-        read_if=_EVALUATION,
-        resume="place",
+        "data.eval_path", "", "As data.path, for evaluation.", read_if=_EVALUATION, resume="source"
     ),
     Field(
         "data.mixture",
@@ -307,12 +282,9 @@ FIELDS: tuple[Section | Field, ...] = (
         "'' take them from every source by its weight, as for one source.",
     ),
     Field(
-        "data.mixture.NAME.path",
-        "",
-        "File or folder of problems, as data.path.",
-        resume="place",
+        "data.mixture.NAME.path", "", "File or folder of problems, as data.path.", resume="source"
     ),
-    Field("data.mixture.NAME.source", "", "As data.source, in place of a path.", resume="place"),
+    Field("data.mixture.NAME.source", "", "As data.source, in place of a path.", resume="source"),
     Field(
         "data.mixture.NAME.weight",
         1.0,
@@ -580,8 +552,7 @@ FIELDS: tuple[Section | Field, ...] = (
     ),
     #
     Section(
-        "aqn",
-        "Adaptive quantization noise: Gaussian noise on the norm scales while sampling.",
+        "aqn", "Adaptive quantization noise: Gaussian noise on the norm scales while sampling."
     ),
     Field(
         "aqn.schedule",
@@ -680,8 +651,7 @@ FIELDS: tuple[Section | Field, ...] = (
         "completions on which the KL is measured",
         limits=(1,),
         read_if=Condition(
-            "noise, and aqn.kl_every above 0",
-            lambda c: c.aqn.kl_every > 0 and _NOISE.holds(c),
+            "noise, and aqn.kl_every above 0", lambda c: c.aqn.kl_every > 0 and _NOISE.holds(c)
         ),
     ),
     #
@@ -752,8 +722,7 @@ FIELDS: tuple[Section | Field, ...] = (
         0.0,
         "bound of the ratio, above 1, where the advantage is negative; 0: off",
         read_if=Condition(
-            _SEVERAL_UPDATES.text,
-            lambda c: c.rl.dual_clip == 0 or _SEVERAL_UPDATES.holds(c),
+            _SEVERAL_UPDATES.text, lambda c: c.rl.dual_clip == 0 or _SEVERAL_UPDATES.holds(c)
         ),
     ),
     Field(
@@ -770,10 +739,7 @@ FIELDS: tuple[Section | Field, ...] = (
         read_if=Condition("rl.kl_coef above 0", lambda c: c.rl.kl_coef > 0),
     ),
     Field(
-        "rl.entropy_coef",
-        0.0,
-        "factor of the entropy bonus, averaged as the loss is",
-        limits=(0,),
+        "rl.entropy_coef", 0.0, "factor of the entropy bonus, averaged as the loss is", limits=(0,)
     ),
     Field(
         "rl.advantage",
@@ -812,9 +778,7 @@ FIELDS: tuple[Section | Field, ...] = (
         limits=(1,),
     ),
     Field(
-        "rl.dynamic_sampling",
-        False,
-        "replace groups in which the metric is the same everywhere",
+        "rl.dynamic_sampling", False, "replace groups in which the metric is the same everywhere"
     ),
     Field(
         "rl.dynamic_sampling_metric",
@@ -880,17 +844,12 @@ FIELDS: tuple[Section | Field, ...] = (
         "one.",
         limits=(0, 1),
         read_if=Condition(
-            "optimizer.schedule other than 'constant'",
-            lambda c: c.optimizer.schedule != "constant",
+            "optimizer.schedule other than 'constant'", lambda c: c.optimizer.schedule != "constant"
         ),
     ),
     Field("optimizer.warmup_steps", 0, "steps of a linear warm-up", limits=(0,)),
     Field(
-        "optimizer.b1",
-        0.9,
-        "Decay rate of the first moment.",
-        limits=(0, 0.999999),
-        read_if=_ADAMW,
+        "optimizer.b1", 0.9, "Decay rate of the first moment.", limits=(0, 0.999999), read_if=_ADAMW
     ),
     Field(
         "optimizer.b2",
@@ -1054,9 +1013,8 @@ _ENTRY = re.compile(rf"({'|'.join(map(re.escape, _TABLES))})\.[^.]+")
 def row_of(field: str) -> Field | None:
     """The row of a field; None for a section, and where there is no such field.
 
-    Args:
-        field: name of a field of a config, such as 'rl.clip_high', 'rewards.short.weight', or
-            'data.options.max_terms', which has the row of its table.
+    A key of an entry, such as 'rewards.short.weight', has a row; 'data.options.max_terms' has that
+    of its table.
     """
     parts = _ENTRY.sub(r"\1.NAME", field, count=1).split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))

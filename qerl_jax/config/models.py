@@ -52,7 +52,7 @@ def calibration_of(model: str) -> str:
     return "none" if model == STAND_IN else "gptq"
 
 
-# Settings of the stand-in, in place of an experiment's task: sums of two numbers up to 20, few and
+# Settings of the stand-in, instead of an experiment's task: sums of two numbers up to 20, few and
 # small steps. The solved example shows the form of the answer, and is not one of the sums.
 SUMS: dict[str, Any] = {
     "experiment": "sums",

@@ -5,7 +5,7 @@
 
 from typing import Any
 
-# Recipe -> the values that it sets in place of the experiment's.
+# Recipe -> the values that it sets instead of the experiment's.
 RECIPES: dict[str, dict[str, Any]] = {
     # QeRL, arXiv 2510.11696, Table 4 and appendix E: the experiment as it is. Its noise has gained
     # nothing in the runs of docs/evidence.md, on GSM8K with a calibrated policy of 1.5B.

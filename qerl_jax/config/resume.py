@@ -1,4 +1,4 @@
-"""Which fields of a config may change when a run goes on; the rows of `fields` say it."""
+"""Which fields of a config may change when a run is resumed; the rows of `fields` say it."""
 
 import json
 from typing import Any
@@ -8,10 +8,10 @@ from ml_collections import ConfigDict
 from qerl_jax.config.fields import row_of
 
 
-def is_place(field: str) -> bool:
-    """Whether a field, such as 'data.path', says where the weights or the problems lie."""
+def is_source(field: str) -> bool:
+    """Whether a field, such as 'data.path', says where the weights or the problems are."""
     row = row_of(field)
-    return row is not None and row.resume == "place"
+    return row is not None and row.resume == "source"
 
 
 def is_free(field: str) -> bool:
@@ -32,11 +32,6 @@ def differences(
     saved: dict[str, Any], current: dict[str, Any], config: ConfigDict
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Compares two configs by flattened name.
-
-    Args:
-        saved: fields of the saved config.
-        current: fields of the new config.
-        config: the new config.
 
     Returns:
         The fields that move only memory or time, and all other fields that may not change, each

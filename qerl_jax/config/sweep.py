@@ -1,6 +1,6 @@
 """Sweeps: many runs as lists of overrides.
 
-A config file that describes a sweep has a `get_sweep()` beside its `get_config()`:
+A config file that describes a sweep has a `get_sweep()` and a `get_config()`:
 
     from qerl_jax.config.sweep import chain, product
 

@@ -72,11 +72,7 @@ def contracts_of(config: ConfigDict) -> dict[str, Contract]:
 
 
 def check_problems(problems: Sequence[Problem], names: Sequence[str]) -> None:
-    """Refuses problems whose column `environment` names no environment.
-
-    Raises:
-        UserError: one does.
-    """
+    """Refuses problems whose column `environment` names no environment."""
     for problem in problems:
         if len(names) > 1 and environment_of(problem.columns, names) not in names:
             raise UserError(

@@ -20,14 +20,7 @@ from qerl_jax.rollout.progress import Statistics
 
 @dataclasses.dataclass(frozen=True)
 class RunEnvironments:
-    """The environments of a run, and how their prompts are written.
-
-    Attributes:
-        environments: the environments.
-        tokenizer: tokenizer of the policy.
-        prompts: how prompts are written.
-        max_prompt_tokens: largest number of tokens of a prompt.
-    """
+    """The environments of a run, and how their prompts are written."""
 
     environments: Environments
     tokenizer: ChatTokenizer
@@ -45,12 +38,8 @@ class RunEnvironments:
     ) -> tuple[list[Prompt], Episodes]:
         """Begins the episodes of a rollout.
 
-        Args:
-            key: PRNG key; the environments of a group have one seed, which follows from it.
-            prompts: P prompts.
-            group_size: G, number of rows of each prompt.
-            on_wait: as in `Environments.resets`.
-            numbers: number of each prompt, which its seed depends on; by default its index.
+        The environments of a group have one seed, which follows from the key and from the number of
+        the prompt, by default its index.
 
         Returns:
             The prompts with what the environments say at their reset, and the episodes of all rows.
@@ -82,9 +71,7 @@ class RunEnvironments:
     def with_reset(self, key: jax.Array, prompt: Prompt) -> Prompt:
         """Returns a prompt with what its environment says at its reset.
 
-        Args:
-            key: PRNG key, which the seed of the environment follows from.
-            prompt: the prompt.
+        The seed of the environment follows from the key.
 
         Raises:
             UserError: the reset fails, or the prompt is too long.
@@ -113,12 +100,7 @@ class RunEnvironments:
 
 
 def environment_seed(key: jax.Array, number: int) -> int:
-    """Returns the seed of the environment of a prompt, from 0 to 2^31 - 1.
-
-    Args:
-        key: PRNG key of the rollout.
-        number: number of the prompt.
-    """
+    """Returns the seed of the environment of a prompt, from 0 to 2^31 - 1."""
     data = jax.device_get(jax.random.key_data(key)).tobytes() + number.to_bytes(8, "little")
     return int.from_bytes(hashlib.sha256(data).digest()[:4], "little") >> 1
 
@@ -141,12 +123,7 @@ def conversation_columns(episode: Episode) -> dict[str, Any]:
 def conversation_metrics(
     episodes: Sequence[Episode], work: Sequence[Statistics]
 ) -> dict[str, float]:
-    """Returns values to log of the conversations of a step.
-
-    Args:
-        episodes: the conversations.
-        work: work of the device, by rollout.
-    """
+    """Returns values to log of the conversations of a step."""
     calls = sum(episode.calls for episode in episodes)
     endings = collections.Counter(episode.ending for episode in episodes)
     decoded = sum(one.decoded for one in work)

@@ -93,12 +93,7 @@ def training_prompts(prompts: Mapping[str, list[Prompt]]) -> list[Prompt]:
 
 
 def order_of(config: ConfigDict, prompts: Mapping[str, list[Prompt]]) -> Order:
-    """The rule by which the prompts of `training_prompts` are drawn.
-
-    Args:
-        config: the resolved config.
-        prompts: prompts by split, as `load_problems` names them.
-    """
+    """The rule by which the prompts of `training_prompts` are drawn."""
     mixture = mixture_of(config)
     sources = []
     for split, split_prompts in prompts.items():
@@ -111,12 +106,7 @@ def order_of(config: ConfigDict, prompts: Mapping[str, list[Prompt]]) -> Order:
 
 
 def by_source(order: Order, prompts: Sequence[Prompt]) -> dict[str, Sequence[Prompt]]:
-    """The training prompts by split, as `load_problems` names them.
-
-    Args:
-        order: the rule, with the sources.
-        prompts: the prompts of all sources, as `training_prompts` returns them.
-    """
+    """The training prompts by split, as `load_problems` names them."""
     return {
         f"{TRAIN}/{source.name}" if source.name else TRAIN: prompts[start : start + source.size]
         for source, start in zip(order.sources, order.starts, strict=True)
@@ -156,10 +146,7 @@ def problem_digests(
 ) -> dict[str, str]:
     """Digests of the problems by split, with the columns that the rewards read.
 
-    Args:
-        prompts: prompts by split.
-        rewards: function and weight by name.
-        whole_rows: whether all columns are read, as environments do.
+    With `whole_rows` all columns are read, as environments do.
     """
     problems = {
         split: [prompt.problem for prompt in split_prompts]

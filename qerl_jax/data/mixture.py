@@ -39,8 +39,8 @@ class MixtureSource:
 
     path: str = ""
     source: str = ""
-    weight: float = 1.0
-    split: str = "train"
+    weight: float = _KEYS["weight"]
+    split: str = _KEYS["split"]
     levels: tuple[int, ...] = ()
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -54,9 +54,7 @@ class MixtureSource:
 def name_sources(config: ConfigDict, fields: Iterable[str]) -> None:
     """Adds the sources and their keys that a command line is about to set.
 
-    Args:
-        config: the config, which is changed; it stays as it was where it has no mixture.
-        fields: names of the fields on the command line, such as 'data.mixture.math.path'.
+    A config without a mixture stays as it is.
 
     Raises:
         UserError: a source has no such key.
@@ -83,17 +81,14 @@ def name_sources(config: ConfigDict, fields: Iterable[str]) -> None:
 
 
 def read_mixture(data: Mapping[str, Any]) -> dict[str, MixtureSource]:
-    """Reads the mixture of a config.
+    """Reads the mixture of a config: sources by name, in the order of their names; {} without one.
 
     Args:
         data: the section `data` of a config, with the table `mixture` as a plain dict.
 
-    Returns:
-        The sources by name, in the order of their names; {} where the run has one source.
-
     Raises:
         UserError: a source lacks what it needs, has a key that it does not read or a value that is
-            not valid, or there is a `data.path` beside the mixture.
+            not valid, or there is a `data.path` and a mixture.
     """
     table = data["mixture"]
     if table and data["path"]:

@@ -20,12 +20,9 @@ _KEY_CURRICULUM = 1  # tells the draws of the curriculum from the permutations o
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Training problems of one origin.
+    """Training problems of one origin, whose name is '' where a run has one.
 
-    Attributes:
-        name: name of the source in a mixture; '' where a run has one source.
-        size: number of problems.
-        weight: its part of the draws, relative to the weights of the other sources.
+    The part of the draws is relative to the weights of the other sources.
     """
 
     name: str
@@ -150,22 +147,12 @@ def _read_position(saved: Mapping[str, Any]) -> SourcePosition:
     return dataclasses.replace(position, results=results)
 
 
-def draw(
-    order: Order, cursor: Cursor, n: int, *, exclude: Collection[int] = ()
-) -> tuple[list[int], Cursor]:
-    """Draws the next n problems: `draw_turns` for the sources of `take_turns`."""
-    turns, cursor = take_turns(order, cursor, n)
-    return draw_turns(order, cursor, turns, exclude=exclude)
-
-
 def take_turns(order: Order, cursor: Cursor, n: int) -> tuple[list[int], Cursor]:
     """Divides the next n draws among the sources.
 
-    Each draw goes to the source that lags behind its share of the draws the most, so that no
-    source is ever a whole problem ahead of its share.
-
-    Returns:
-        The number of the source of each draw, and the cursor with the new credits.
+    Each draw goes to the source that lags behind its share of the draws the most, so that no source
+    is ever a whole problem ahead of its share. Returns the number of the source of each draw, and
+    the cursor with the new credits.
     """
     credits = [cursor.position(source).credit for source in order.sources]
     turns, credits = _divide(order.shares, credits, n)
@@ -177,12 +164,7 @@ def take_turns(order: Order, cursor: Cursor, n: int) -> tuple[list[int], Cursor]
 def refill_turns(lack: Sequence[int] | np.ndarray, n: int) -> list[int]:
     """Divides n draws that replace others among the sources, in proportion to what they lack.
 
-    Args:
-        lack: how many problems each source lacks; one lacks some.
-        n: number of draws.
-
-    Returns:
-        The number of the source of each draw.
+    Returns the number of the source of each draw.
     """
     shares = np.asarray(lack, float) / np.sum(lack)
     return _divide(shares.tolist(), [0.0] * len(shares), n)[0]
@@ -210,7 +192,7 @@ def draw_turns(
         Places of the problems in the list of all problems, and the cursor for the next call.
 
     Raises:
-        UserError: the cursor lies past the end of a source, or a source has no problems.
+        UserError: the cursor is past the end of a source, or a source has no problems.
     """
     places = []  # by source
     for number, (source, start) in enumerate(zip(order.sources, order.starts, strict=True)):
@@ -271,11 +253,7 @@ def order_metrics(
 ) -> dict[str, float]:
     """What the curriculum did in a step; {} without one.
 
-    Args:
-        order: the rule.
-        before: the cursor before the step.
-        after: the cursor after it.
-        problems: places of all problems that the step has drawn.
+    `problems` are the places of all that the step has drawn.
 
     Returns:
         `curriculum/success_rate`, the mean p of the drawn problems that had been measured before
@@ -345,11 +323,7 @@ def _draw_epoch(
 ) -> tuple[list[int], SourcePosition]:
     """The next n problems of a source in its epochs.
 
-    Args:
-        source: the source.
-        position: where the last call ended.
-        n: number of problems.
-        seed: seed of the run, and number of the source.
+    The seed is that of the run, and the number of the source.
     """
     epoch, index = position.epoch, position.index
     if index >= source.size:

@@ -4,21 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from qerl_jax.environments.replies import TemplateTokenizer
 from qerl_jax.errors import UserError, check_unicode
 
 
-class ChatTokenizer(Protocol):
+class ChatTokenizer(TemplateTokenizer, Protocol):
     """The part of a tokenizer that writes prompts."""
-
-    def encode(self, text: str, /) -> Sequence[int]:
-        """Returns the token ids of a text."""
-        ...
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], /, **arguments: Any
-    ) -> str:
-        """Returns a conversation as text."""
-        ...
 
     def check_kept(self, messages: Sequence[Mapping[str, str]], text: str, /) -> None:
         """Raises a UserError where the text leaves out a message."""
@@ -79,9 +70,7 @@ DEFAULT_PROMPT = PromptConfig()
 def prompt_config(data: Mapping[str, Any], **changes: Any) -> PromptConfig:
     """Returns how a run writes prompts.
 
-    Args:
-        data: the section `data` of its config.
-        changes: fields of `PromptConfig` with other values.
+    `changes` are fields of `PromptConfig` with other values.
     """
     names = "system_prompt", "question_suffix", "examples", "chat_template_args"
     return PromptConfig(**{name: data[name] for name in names} | changes)
@@ -96,11 +85,7 @@ def render_prompt(
 ) -> str:
     """Writes a problem as a chat that waits for the assistant.
 
-    Args:
-        problem: the problem.
-        tokenizer: tokenizer with the chat template.
-        config: how it is written.
-        observation: what an environment says, after the last message and its suffix.
+    `observation` is what an environment says, after the last message and its suffix.
 
     Raises:
         UserError: the tokenizer has no chat template, the template rejects the messages or does not
@@ -126,8 +111,8 @@ def render_prompt(
     chat.append((role, content + question_suffix + observation))
     if system_prompt:
         chat.insert(0, ("system", system_prompt))
-    place = int(chat[0][0] == "system")
-    chat[place:place] = _turns(config.examples, question_suffix)
+    start = int(chat[0][0] == "system")
+    chat[start:start] = _turns(config.examples, question_suffix)
     messages = [{"role": role, "content": content} for role, content in chat]
     arguments = dict(config.chat_template_args)
     if "tools" in arguments:

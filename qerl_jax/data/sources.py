@@ -139,12 +139,7 @@ def _short_answer(text: str, solution: bool, needed: bool) -> str:
 
     An answer whose last line is `#### NUMBER`, the form of GSM8K, is that number. A solution is
     otherwise the content of the last box that follows its reasoning. Any other text is the answer
-    as it stands.
-
-    Args:
-        text: text of the field `answer` or `solution`.
-        solution: whether the text is a solution, which leads to an answer.
-        needed: whether the answer is needed; if not, a solution may lack it.
+    as it stands. If the answer is not needed, a solution may lack it.
     """
     text = text.strip()
     last_line = text.rpartition("\n")[2].strip()
@@ -207,16 +202,16 @@ def _as_text(messages: Sequence[tuple[str, str]]) -> str:
 
 
 def _select(rows: Iterable[tuple[str, Mapping[str, Any]]], selection: Selection) -> list[Problem]:
-    """Reads pairs of a place and a row; prints how many are left out, and why."""
+    """Reads pairs of an origin, for messages, and a row; prints how many are left out, and why."""
     problems: list[Problem] = []
-    left_out: dict[str, list[str]] = {}  # reason -> places
+    left_out: dict[str, list[str]] = {}  # reason -> origins
     for where, row in rows:
         try:
             problems.append(selection.read(row, where))
         except _LeftOutError as reason:
             left_out.setdefault(str(reason), []).append(where)
-    for reason, places in left_out.items():
-        print_left_out(len(places), f"with {reason}; the first: {places[0]}")
+    for reason, origins in left_out.items():
+        print_left_out(len(origins), f"with {reason}; the first: {origins[0]}")
     return problems
 
 
@@ -234,14 +229,11 @@ _PART = re.compile(r"-[0-9]+(-of-[0-9]+)?(-[0-9a-f]{16})?$")  # with a digest in
 def read_problems(path: str, selection: Selection, *, split: str = "train") -> list[Problem]:
     """Reads the problems of a local file or folder.
 
-    Args:
-        path: a file of JSON lines, a file `.json` with one array or with lines, a file `.parquet`,
-            or a folder with such files, which are read in the order of their names. Where a name
-            begins with `train` or `test`, or is that of the split, as in the folders of datasets
-            on the hub, only the files of the split are read: `train.jsonl`, or its parts
-            `train-00000-of-00002.jsonl` or `train-0.jsonl`. `train_1M.jsonl` is another split.
-        selection: which problems are kept.
-        split: the split to read from a folder.
+    A file has JSON lines, or is `.json` with one array or with lines, or `.parquet`; the files of a
+    folder are read in the order of their names. Where a name begins with `train` or `test`, or is
+    that of the split, as in the folders of datasets on the hub, only the files of the split are
+    read: `train.jsonl`, or its parts `train-00000-of-00002.jsonl` or `train-0.jsonl`.
+    `train_1M.jsonl` is another split.
 
     Raises:
         UserError: a file cannot be read, there are no problems, or a row is malformed.
@@ -334,12 +326,7 @@ def _tasks() -> dict[str, Any]:
 
 
 def generate_problems(
-    source: str,
-    options: Mapping[str, Any],
-    *,
-    seed: int,
-    size: int,
-    rewards: Sequence[Reward] = (),
+    source: str, options: Mapping[str, Any], *, seed: int, size: int, rewards: Sequence[Reward] = ()
 ) -> list[Problem]:
     """Returns up to `size` problems with different questions, in the order of their generation.
 
@@ -401,7 +388,7 @@ def check_generated(
     Where a task has several right answers its own scorer knows all of them, and a reward that
     compares with one does not. Most tasks have a scorer of their own, also where only its partial
     credit or its tolerance to spelling is its own; these are in `_ONE_ANSWER`. The letters of a
-    text may not change places, as the factors of a formula may.
+    text may not be exchanged, as the factors of a formula may.
 
     Args:
         source: source of generated problems, or any other one.
@@ -433,22 +420,14 @@ def check_generated(
         )
 
 
-def select_generated(source: str, problems: Iterable[Problem], selection: Selection) -> list:
-    """Returns the generated problems that are kept; prints how many are left out, and why."""
-    rows = ((f"{source}:{n}", p.columns) for n, p in enumerate(problems, 1))
-    return _select(rows, selection)
-
-
 # --- The hub --------------------------------------------------------------------------------------
 
 
 def load_hub_splits(source: str, local_field: str, *needed: str) -> Any:
     """Loads the splits of a dataset on the hub, by name.
 
-    Args:
-        source: `owner/name` or `owner/name:configuration`.
-        local_field: config field that takes a local file instead, for the error message.
-        needed: names of the splits that the dataset must have.
+    The source is `owner/name` or `owner/name:configuration`. The error names `local_field`, which
+    takes a local file instead, and `needed` are the splits that the dataset must have.
 
     Raises:
         UserError: the dataset cannot be loaded, or lacks a split.
@@ -483,11 +462,7 @@ def load_hub_splits(source: str, local_field: str, *needed: str) -> Any:
 
 
 def read_rows(rows: Iterable[Any], where: str, selection: Selection) -> list[Problem]:
-    """Reads the rows of a split of a dataset.
-
-    Raises:
-        UserError: a row is malformed.
-    """
+    """Reads the rows of a split of a dataset, or those of generated problems."""
     return _select(((f"{where}:{number}", row) for number, row in enumerate(rows, 1)), selection)
 
 

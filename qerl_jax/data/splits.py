@@ -21,7 +21,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.rewards.functions import Reward
 
 MOST_HELD_OUT = 256  # largest number of evaluation problems where no number is given
-_HELD_OUT_PLACE = "held out for evaluation"
+_IS_HELD_OUT = "held out for evaluation"
 _LARGEST_PART = 10  # At most a tenth of the training problems is held out where no number is given.
 
 
@@ -30,7 +30,7 @@ class ProblemConfig:
     r"""Where training and evaluation problems come from, and which of them are kept.
 
     A question that several rows have is one evaluation problem. The evaluation problems come from
-    the first of these places that is given or exists:
+    the first of these sources that is given or exists:
 
     * `eval_path`: its first problems;
     * `eval_source`, if it is a hub id: the first problems of its test split;
@@ -119,10 +119,6 @@ def load_split(
 ) -> list[Problem]:
     """Loads the training or the evaluation problems.
 
-    Args:
-        config: where they come from.
-        split: problems to return.
-
     Raises:
         UserError: as in `load_splits`.
     """
@@ -137,10 +133,6 @@ def load_splits(
 
     The same arguments give the same problems in the same order. Rows that are left out are counted
     on the screen.
-
-    Args:
-        config: where they come from.
-        train: whether training problems are wanted.
 
     Raises:
         UserError: the source is unknown, unreachable, malformed, or holds no problem for a split
@@ -170,8 +162,8 @@ def load_splits(
 
 def _take_turns(parts: Sequence[Sequence[Problem]]) -> list[Problem]:
     """Returns all problems so that each beginning has about the same fraction of every part."""
-    places = [((i + 0.5) / len(part), part[i]) for part in parts for i in range(len(part))]
-    return [problem for _, problem in sorted(places, key=lambda place: place[0])]
+    shares = [((i + 0.5) / len(part), part[i]) for part in parts for i in range(len(part))]
+    return [problem for _, problem in sorted(shares, key=lambda share: share[0])]
 
 
 def load_mixture(
@@ -179,7 +171,7 @@ def load_mixture(
 ) -> tuple[dict[str, list[Problem]], list[Problem]]:
     """Loads the problems of several sources; no question is trained on and evaluated.
 
-    Without a place of their own, the evaluation problems come from every source in the way of
+    Without a source of their own, the evaluation problems come from every source in the way of
     `load_splits`, in numbers that follow from the weights: a source that is rarely drawn may have
     none. They take turns, so that the first of them, which a limit takes, are of all sources.
 
@@ -187,7 +179,7 @@ def load_mixture(
         sources: the sources by name, at least one.
         config: what is common to the sources: rewards, lengths and evaluation problems.
             `eval_size` is that of all sources together, `fields` are those of evaluation problems
-            with a place of their own. Each source has its own place, split, levels, fields and
+            with a source of their own. Each source has its own path, split, levels, fields and
             options.
 
     Returns:
@@ -233,16 +225,12 @@ def load_mixture(
 def _too_few(config: ProblemConfig, split: str, others: int, *, separate: bool) -> str:
     """Returns why a split has no problems: how many there are, and which field takes them.
 
-    Args:
-        config: where the problems come from.
-        split: the empty split, 'train' or 'eval'.
-        others: number of problems of the other split.
-        separate: whether the evaluation problems have a source of their own.
+    `others` is the number of problems of the other split.
     """
-    place = config.path or config.source
+    source = config.path or config.source
     if split == "train" and others and separate:
         return (
-            f"{place}: no problems for train, as {config.eval_path or config.eval_source} "
+            f"{source}: no problems for train, as {config.eval_path or config.eval_source} "
             "(data.eval_path, data.eval_source) has all of its questions: add others"
         )
     if split == "train" and others:
@@ -254,12 +242,12 @@ def _too_few(config: ProblemConfig, split: str, others: int, *, separate: bool) 
             fewer = f"pass --config.eval.problems={others - 1} or lower"
             lower = fewer if others > 1 else "add some"
         return (
-            f"{place}: no problems for train: it has {others} different questions, and {asked} "
+            f"{source}: no problems for train: it has {others} different questions, and {asked} "
             f"holds out all of them: {lower}, an own --config.data.eval_path, or "
             "--config.eval.every=0"
         )
     return (
-        f"{place}: no problems for {split}: data.levels={tuple(config.levels)} and "
+        f"{source}: no problems for {split}: data.levels={tuple(config.levels)} and "
         f"data.max_question_chars={config.max_question_chars} leave none: filter less"
     )
 
@@ -276,11 +264,12 @@ def not_held_out(problems: list[Problem], held_out: Iterable[Problem]) -> list[P
 
 
 def _remove_questions(
-    problems: list[Problem], questions: set[str], place: str = _HELD_OUT_PLACE
+    problems: list[Problem], questions: set[str], reason: str = _IS_HELD_OUT
 ) -> list[Problem]:
     remaining = [problem for problem in problems if problem.question not in questions]
     if len(remaining) < len(problems):
-        problem_sources.print_left_out(len(problems) - len(remaining), f"whose question is {place}")
+        count = len(problems) - len(remaining)
+        problem_sources.print_left_out(count, f"whose question is {reason}")
     return remaining
 
 
@@ -299,7 +288,7 @@ def _hold_out_last(
     train, evaluation = _by_question(distinct[:cut]), distinct[cut:]
     copies = sum(problem.question not in train for problem in problems) - len(evaluation)
     if copies:
-        problem_sources.print_left_out(copies, f"whose question is {_HELD_OUT_PLACE}")
+        problem_sources.print_left_out(copies, f"whose question is {_IS_HELD_OUT}")
     return [problem for problem in problems if problem.question in train], evaluation
 
 
@@ -329,16 +318,13 @@ def _generate(
         )
     size = config.size + (config.eval_most if held_out_size is None else held_out_size)
     problems = problem_sources.generate_problems(
-        config.source,
-        config.options,
-        seed=config.seed,
-        size=size,
-        rewards=config.training.scorers,
+        config.source, config.options, seed=config.seed, size=size, rewards=config.training.scorers
     )
     cut = _held_out_size(held_out_size, len(problems), config.eval_most)
+    rows = [problem.columns for problem in problems]
     return (
-        problem_sources.select_generated(config.source, problems[cut:], config.training),
-        problem_sources.select_generated(config.source, problems[:cut], config.evaluation),
+        problem_sources.read_rows(rows[cut:], config.source, config.training),
+        problem_sources.read_rows(rows[:cut], config.source, config.evaluation),
     )
 
 

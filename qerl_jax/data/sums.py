@@ -10,10 +10,6 @@ _LARGEST = 99
 def sums(*, seed: int, largest: int = 20) -> list[dict[str, str]]:
     """Returns every sum of two numbers once, in an order that follows from the seed.
 
-    Args:
-        seed: seed of the order.
-        largest: largest number that is added; the smallest is 0.
-
     Returns:
         (largest + 1)^2 rows with the question `What is 3 + 4?` and the answer `3 + 4 = 7`.
 

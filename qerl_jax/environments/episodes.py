@@ -2,7 +2,7 @@
 
 Nothing here waits for an environment unless it is asked to: requests are sent to processes, and
 their answers are taken as they arrive. An environment that raises, hangs or ends its process costs
-its row the reward, or the policy one message; it is counted, and other rows go on.
+its row the reward, or the policy one message; it is counted, and other rows continue.
 """
 
 import collections
@@ -81,10 +81,7 @@ class Environments:
     ) -> list[str | None]:
         """Returns what environments say at their reset; None where one says nothing, or fails.
 
-        Args:
-            columns: columns of each problem.
-            seeds: seed of each environment.
-            on_wait: called every tenth of a second; an exception that it raises ends the wait.
+        `on_wait` is called every tenth of a second; an exception that it raises ends the wait.
         """
         texts: list[str | None] = [None] * len(columns)
         waiting = collections.deque(range(len(columns)))
@@ -135,7 +132,7 @@ class Episode:
         failed_calls: number of those that failed or could not be read.
         reward: sum of the environment's rewards; None without any.
         facts: the environment's attributes at the end, those that are data.
-        ending: what ended the row, see `environments.roles`; OPEN while it goes on.
+        ending: what ended the row, see `environments.roles`; OPEN until it ends.
         error: why the environment failed; '' where it did not.
     """
 
@@ -155,12 +152,7 @@ class Episode:
 
 
 class Episodes:
-    """The episodes of a rollout of B rows; the `Dialog` of the sampler.
-
-    Attributes:
-        episodes: what has happened to each row.
-        errors: failures of environments, with their counts.
-    """
+    """The episodes of a rollout of B rows, the `Dialog` of the sampler, and counted failures."""
 
     def __init__(
         self,

@@ -26,13 +26,7 @@ class CallError(Exception):
 
 
 class Process:
-    """A process with one environment.
-
-    Attributes:
-        pid: number of the process.
-        connection: socket to it.
-        deadline: time at which the call under way must have ended, as `time.monotonic` counts.
-    """
+    """A process with one environment, whose call must end by `deadline`, of `time.monotonic`."""
 
     def __init__(self, pid: int, connection: socket.socket):
         self.pid, self.connection = pid, connection
@@ -42,9 +36,7 @@ class Process:
     def send(self, request: Mapping[str, Any], *, limit: float) -> bool:
         """Sends a request, and returns whether the process took it.
 
-        Args:
-            request: the request.
-            limit: seconds within which the answer must arrive; 0 sets no limit.
+        The answer must arrive within `limit` seconds; 0 sets no limit.
         """
         self.deadline = time.monotonic() + limit if limit else float("inf")
         self.connection.settimeout(limit or None)
@@ -94,8 +86,7 @@ class Pool:
     def __init__(self, functions: Mapping[str, str]):
         """Starts the parent of the processes, which imports the user's modules.
 
-        Args:
-            functions: import paths of classes, `package.module:Class`, by name.
+        `functions` are import paths of classes, `package.module:Class`, by name.
 
         Raises:
             UserError: a module cannot be imported, or has no such class.

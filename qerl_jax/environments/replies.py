@@ -89,9 +89,7 @@ class ReplyWriter:
     def write(self, texts: Sequence[str], calls: Sequence[tuple[str, str]] = ()) -> list[int]:
         """Returns the ids of a reply, from the end of the policy's turn to the next turn.
 
-        Args:
-            texts: what the environment writes: a message of the user, or the result of each call.
-            calls: name and id of each call.
+        A text is a message of the user, or the result of a call; each call has a name and an id.
         """
         messages = self._messages(texts, calls)
         opening = [{"role": "user", "content": "dummy"}, self._turn(messages[0])]
@@ -111,10 +109,7 @@ class ReplyWriter:
     ) -> tuple[list[int], bool]:
         """Returns the ids of a reply of at most `limit` tokens, and whether a text was cut.
 
-        Args:
-            texts: what the environment writes.
-            calls: name and id of each call.
-            limit: largest number of tokens; [] is returned where not even empty texts fit.
+        [] is returned where not even empty texts fit.
         """
         short = [text[: limit * _CHARACTERS] for text in texts]
         ids = self.write(short, calls)
@@ -161,5 +156,5 @@ class ReplyWriter:
 
     def _end(self, ids: Sequence[int]) -> int:
         """The number of ids up to the last one that ends a turn; 0 without one."""
-        places = [i for i, token in enumerate(ids) if token in self.tokenizer.eos_ids]
-        return places[-1] + 1 if places else 0
+        ends = [i for i, token in enumerate(ids) if token in self.tokenizer.eos_ids]
+        return ends[-1] + 1 if ends else 0

@@ -21,9 +21,9 @@ class Turn(NamedTuple):
         row: number of the row.
         ids: its sampled tokens.
         complete: whether the policy or a stop string ended it, and not a limit.
-        space: largest number of tokens that an environment may add; 0 where the row cannot go on,
+        space: largest number of tokens that an environment may add; 0 where the row must end,
             because a limit is reached.
-        limit: what ends the row where it cannot go on, TOKENS or CONTEXT.
+        limit: what ends the row where it must, TOKENS or CONTEXT.
     """
 
     row: int
@@ -34,12 +34,12 @@ class Turn(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What comes back for a turn: tokens after which the policy goes on, or the end of the row.
+    """What comes back for a turn: tokens after which the policy continues, or the end of the row.
 
     Attributes:
         row: number of the row.
         ids: the environment's tokens; () where the row ends.
-        ending: what ends the row, one of the above; OPEN where it goes on.
+        ending: what ends the row, one of the above; OPEN where it continues.
     """
 
     row: int

@@ -36,14 +36,9 @@ class Call(NamedTuple):
 
 
 def tool_format(template: str, source: str = "") -> str:
-    """Returns how a chat template writes calls.
+    """Returns how a chat template writes calls: as 'hermes', 'xml', 'llama' or 'mistral'.
 
-    Args:
-        template: the chat template.
-        source: place of the template for the message, '' if unknown.
-
-    Returns:
-        'hermes' (Qwen 2.5 and 3), 'xml' (Qwen 3.5 and 3.6), 'llama' or 'mistral'.
+    'hermes' is that of Qwen 2.5 and 3, 'xml' that of Qwen 3.5 and 3.6.
 
     Raises:
         UserError: the template has no tools, or writes their calls in another way.
@@ -57,33 +52,21 @@ def tool_format(template: str, source: str = "") -> str:
             return "xml"
         if "<|start_header_id|>" in template and '"parameters": ' in template.replace("\\", ""):
             return "llama"
-    place = f"{source}: " if source else ""
+    where = f"{source}: " if source else ""
     raise UserError(
-        f"{place}the chat template does not write tools as those of Qwen2.5, Qwen3, Qwen3.5, "
+        f"{where}the chat template does not write tools as those of Qwen2.5, Qwen3, Qwen3.5, "
         "Llama 3.1 and Mistral do: take one of these models, or an environment of texts with a "
         "method step"
     )
 
 
 def read_calls(
-    text: str,
-    form: str,
-    *,
-    in_reasoning: bool = False,
-    tools: Sequence[Mapping[str, Any]] = (),
+    text: str, form: str, *, in_reasoning: bool = False, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[Call]:
-    """Reads the calls in a turn of the policy, in their order.
+    """Reads the calls in a turn of the policy, in their order; an unreadable one has an error.
 
-    What the policy writes while it reasons is no call.
-
-    Args:
-        text: the turn with its special tokens, without the token that ends it.
-        form: how the template writes calls, as `tool_format` returns it.
-        in_reasoning: whether the prompt has opened the reasoning.
-        tools: JSON schemas of the tools, by which 'xml' tells a number from a text.
-
-    Returns:
-        The calls; one that cannot be read has an error. [] where the turn has none.
+    What the policy writes while it reasons is no call. The text has its special tokens, but not the
+    token that ends the turn. By the JSON schemas of the tools 'xml' tells a number from a text.
     """
     if "</think>" in text:
         text = text.rpartition("</think>")[2]

@@ -316,16 +316,16 @@ def _awaited(value: Any) -> Any:
 
 
 def _line(error: BaseException) -> str:
-    """An exception in one line, with the last place in the user's code."""
+    """An exception in one line, with the last line in the user's code."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [frame.f_code.co_filename for frame in frames]
-    places = [i for i, file in enumerate(files) if file != __file__]
-    place = ""
-    if places and not isinstance(error, ImportError):
-        frame = frames[places[-1]]
-        place = f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+    own = [i for i, file in enumerate(files) if file != __file__]
+    where = ""
+    if own and not isinstance(error, ImportError):
+        frame = frames[own[-1]]
+        where = f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
     text = " ".join(str(error).split())[:200]
-    return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
+    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
 
 
 if __name__ == "__main__":

@@ -19,11 +19,6 @@ _LESS = 0.9  # part of the bytes of an update that the next smaller one may take
 def check_fits(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> None:
     """Refuses a run that does not fit into the memory of its device.
 
-    Args:
-        plan: the plan of the run.
-        config: the resolved config.
-        model: architecture of the policy.
-
     Raises:
         UserError: the run does not fit; the message says what would.
     """
@@ -51,13 +46,7 @@ def check_fits(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> None:
 
 
 def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
-    """Returns what to lower where a run that fits by its plan is out of memory all the same.
-
-    Args:
-        plan: the plan of the run.
-        config: the resolved config.
-        model: architecture of the policy.
-    """
+    """Returns what to lower where a run that fits by its plan is out of memory all the same."""
     tokens, again = plan.update.buffer_tokens, plan.update.recompute
     smaller = None
     if plan.device.pool is not None:
@@ -118,12 +107,7 @@ def largest_rows(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> int |
 
 
 def format_plan(plan: RunPlan, config: ConfigDict) -> str:
-    """Returns a plan as lines of text.
-
-    Args:
-        plan: the plan of the run.
-        config: the resolved config.
-    """
+    """Returns a plan as lines of text."""
     rollout, update = plan.rollout, plan.update
     states = f" and a state of {rollout.state / 1e6:.1f} MB" if rollout.state else ""
     again = ", ".join(update.recompute) or "none"

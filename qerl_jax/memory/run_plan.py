@@ -151,11 +151,7 @@ def this_device() -> Device:
 
 
 def kernel_of(*, hopper: bool) -> str:
-    """What multiplies packed weights on a card that is not there, as in `fp4_matmul`.
-
-    Args:
-        hopper: whether it is a Hopper card.
-    """
+    """What multiplies packed weights on a card that is not there, as in `fp4_matmul`."""
     chosen = fp4_matmul.chosen_kernel()
     if chosen in ("mma", "xla"):
         return chosen
@@ -163,12 +159,7 @@ def kernel_of(*, hopper: bool) -> str:
 
 
 def plan_run(
-    config: ConfigDict,
-    model: ModelConfig,
-    device: Device,
-    *,
-    prompt: int = 0,
-    weights: int = 0,
+    config: ConfigDict, model: ModelConfig, device: Device, *, prompt: int = 0, weights: int = 0
 ) -> RunPlan:
     """Plans the memory of a run.
 

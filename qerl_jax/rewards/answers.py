@@ -54,7 +54,7 @@ _WRAPPER = re.compile(
 _UNIT_POWER = re.compile(r"(?:(?<=[a-zA-Z]{2})|(?<=[ /][ms]))\s*\^\s*[0-9]")
 _EQUALS = re.compile(r"=|\\(?:approx|equiv|simeq)(?![a-zA-Z])|\u2248")
 _LIST = re.compile(r"(?:[\s,;%()\[\]$\\]|and|or|\b[a-zA-Z](?:_\w)?\s*=)*")
-# Commands beside a number that do not change its value.
+# Commands next to a number that do not change its value.
 _UNIT = r"(?:q?quad|space|circ|degree|pounds|euro|cents|Omega|mu|therefore)(?![a-zA-Z])"
 _OPERAND = r"(?:[0-9)\]!]|(?<![a-zA-Z])[a-zA-Z])"
 _SUPERSCRIPT = "\u00b2\u00b3\u00b9\u2070\u2074-\u2079"
@@ -66,7 +66,7 @@ _OPERATOR_AFTER = re.compile(
     rf"\s*(?:\^(?!\s*\\circ)|[\u00d7\u00f7\u00b7\u221a!{_SUPERSCRIPT}]|\\\\|\\(?!{_UNIT})[a-zA-Z]"
     r"|[-+*/:]\s*(?:[0-9(\\]|[a-zA-Z](?![a-zA-Z])))|\(|[einkxyz\u03c0](?![a-zA-Z])"
 )
-_NEAR = 40  # number of characters beside a number that are searched for an operator
+_NEAR = 40  # number of characters next to a number that are searched for an operator
 
 
 # --- Reasoning ------------------------------------------------------------------------------------

@@ -216,11 +216,6 @@ def columns_read(rewards: Iterable[Reward], rows: Sequence[Mapping[str, Any]]) -
 def check_columns(name: str, reward: Reward, rows: Sequence[Mapping[str, Any]]) -> None:
     """Refuses rows that lack a column that a reward needs, or have one that it cannot send.
 
-    Args:
-        name: name of the reward.
-        reward: the reward.
-        rows: the rows of the problems.
-
     Raises:
         UserError: a row lacks a column, or has one without a form in JSON where a server needs it.
     """

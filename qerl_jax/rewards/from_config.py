@@ -17,7 +17,7 @@ from qerl_jax.rewards.functions import Reward
 # The optional keys of a reward, as in `calls.resolve`, with their defaults.
 OPTIONS: dict[str, Any] = {"time_limit": 0.0, "retries": 2, "token_env": ""}
 
-# Where config.json has the rewards that the last start was given in Python, beside the config.
+# Where config.json has the rewards that the last start was given in Python.
 PYTHON_REWARDS = "python_rewards"
 
 # Names that metrics and `rl.dynamic_sampling_metric` have for other things.
@@ -27,9 +27,7 @@ _TAKEN = {"overlong": "the length penalty", "total": "the weighted sum of all re
 def name_rewards(config: ConfigDict, fields: Iterable[str]) -> None:
     """Adds the rewards and their optional keys that a command line is about to set.
 
-    Args:
-        config: the config, which is changed; it stays as it was where it has no rewards.
-        fields: names of the fields on the command line, such as 'rewards.short.function'.
+    A config without rewards stays as it is.
 
     Raises:
         UserError: a reward has no such key.
@@ -99,10 +97,6 @@ def rewards_of(
 ) -> Mapping[str, tuple[Reward, float]]:
     """Returns the rewards of a run: those given in Python, or those that the config names.
 
-    Args:
-        config: the resolved config.
-        python_rewards: function and weight by name, or None.
-
     Raises:
         UserError: as in `check_rewards` and `configured_rewards`.
     """
@@ -118,11 +112,7 @@ def rewards_of(
 def reward_entries(
     python_rewards: Mapping[str, tuple[Reward, float]] | None,
 ) -> dict[str, dict[str, Any]]:
-    """Returns rewards that were given in Python as the table of a config; {} where none were.
-
-    Args:
-        python_rewards: function and weight by name, or None.
-    """
+    """Returns rewards that were given in Python as the table of a config; {} where none were."""
     return {
         name: reward_entry(reward) | {"weight": float(weight)}
         for name, (reward, weight) in (python_rewards or {}).items()
@@ -130,17 +120,7 @@ def reward_entries(
 
 
 def configured_rewards(config: ConfigDict) -> dict[str, tuple[Reward, float]]:
-    """Makes the rewards that a config names.
-
-    Args:
-        config: the resolved config.
-
-    Returns:
-        Function and weight by name.
-
-    Raises:
-        UserError: a reward cannot be imported or called, see `calls.resolve`.
-    """
+    """Makes the rewards that a config names: function and weight by name."""
     rewards = {}
     for name, reward in config.rewards.items():
         options = {key: reward[key] for key in OPTIONS if key in reward}

@@ -26,14 +26,8 @@ def verify(answer: str, text: str) -> bool:
     """Returns whether the answer that math-verify finds in a text equals the reference.
 
     The comparison is mathematical: 1/2 equals 0.5. An exception that interrupts the wait, such as
-    the time limit of a caller that works by a signal, kills the worker and propagates.
-
-    Args:
-        answer: reference answer, in LaTeX or as plain text.
-        text: completion, or a part of it.
-
-    Returns:
-        True if the answers are equal; False if they differ or the text holds no answer.
+    the time limit of a caller that works by a signal, kills the worker and propagates. Answer and
+    text are in LaTeX or plain.
 
     Raises:
         TimeoutError: the comparison took more than `SECONDS`, or more memory than 4 GiB.

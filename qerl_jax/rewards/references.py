@@ -15,12 +15,7 @@ from qerl_jax.rewards.url import UrlReward
 
 _NUMBERS = (functions.numeric_answer, functions.boxed_answer, functions.tagged_answer)
 # The rewards that compare the answer of a completion with the reference answer.
-COMPARING = (
-    *_NUMBERS,
-    functions.exact_answer,
-    functions.whole_answer,
-    functions.math_answer,
-)
+COMPARING = (*_NUMBERS, functions.exact_answer, functions.whole_answer, functions.math_answer)
 _ANSWER_POSITION = 2  # of the arguments (prompt, completion, answer, num_tokens, finished)
 _LATEX_COMMAND = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")

@@ -26,7 +26,7 @@ import numpy as np
 from qerl_jax.errors import UserError, first_line, visible
 from qerl_jax.rewards.calls import LISTS, Call, call_of
 from qerl_jax.rewards.functions import LARGEST, Reward
-from qerl_jax.rewards.scores import Completion, Scores
+from qerl_jax.rewards.scored import Completion, Scores
 from qerl_jax.rewards.table import Rewards, table_of
 from qerl_jax.rewards.url import RewardError
 
@@ -66,8 +66,8 @@ def score(
         num_tokens: B completion lengths in tokens.
         finished: B flags, True where the completion ended by itself.
         columns: B rows of the problems, whose columns reach the rewards; None for no columns.
-        unscored: places of completions that no reward gets, such as conversations whose environment
-            failed; their scores are NaN.
+        unscored: indices of completions that no reward gets, such as conversations whose
+            environment failed; their scores are NaN.
         time_limit: as in `Scoring`.
         on_wait: as in `Scoring`.
 
@@ -151,11 +151,7 @@ class Scoring:
             future.cancel()
 
     def add(self, completions: Mapping[int, Completion]) -> None:
-        """Scores completions that have ended, or begins to.
-
-        Args:
-            completions: completions by their place, from 0 to B - 1.
-        """
+        """Scores completions that have ended, or begins to."""
         began = time.perf_counter()
         self._completions |= completions
         for name, call in self._calls.items():
@@ -175,8 +171,8 @@ class Scoring:
                 indices = sorted(self._completions)
                 completions = [self._completions[index] for index in indices]
                 keywords: dict[str, list[Any]] = {
-                    plural: [completion[place] for completion in completions]
-                    for place, plural in enumerate(LISTS)
+                    plural: [completion[index] for completion in completions]
+                    for index, plural in enumerate(LISTS)
                     if plural in call.lists
                 }
                 keywords |= call.columns_of_all([completion.columns for completion in completions])
@@ -284,8 +280,8 @@ def _cause(error: BaseException, limit: float) -> tuple[Any, str]:
         return "time", f"exceeded the time limit of {limit:g} s"
     if isinstance(error, RewardError):
         return str(error), str(error)
-    kind, place = type(error).__name__, _place(error)
-    return (kind, place), f"{kind}: {first_line(error)[:200]} ({place})"
+    kind, line = type(error).__name__, _line_of(error)
+    return (kind, line), f"{kind}: {first_line(error)[:200]} ({line})"
 
 
 def _finite(value: Any) -> float:
@@ -301,7 +297,7 @@ def _finite(value: Any) -> float:
     return number
 
 
-def _place(error: BaseException) -> str:
+def _line_of(error: BaseException) -> str:
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
 
@@ -370,8 +366,8 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     """The event loop of all rewards that wait, in a thread that ends with the process.
 
     It stays the same from step to step, so that a reward may keep connections open. Where a task or
-    a callback of a reward exits or stops the loop, all others go on, and a reward that awaits the
-    task gets its exception.
+    a callback of a reward exits or stops the loop, all others continue, and a reward that
+    awaits the task gets its exception.
     """
     loop = asyncio.new_event_loop()
 

@@ -119,15 +119,7 @@ def json_value(value: Any) -> Any:
 
 
 def check_json(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses rows with a value that a reward by URL cannot send.
-
-    Args:
-        name: name of the reward.
-        rows: the columns that it gets, by row.
-
-    Raises:
-        UserError: `json_value` has no form of a value.
-    """
+    """Refuses rows with a value that a reward by URL cannot send."""
     for number, row in enumerate(rows, 1):
         for column, value in row.items():
             try:

@@ -125,7 +125,7 @@ class OpenRun(RunFolder):
     # first start. A later start with more steps extends the run and leaves the schedules alone.
     schedule_steps: int
     resumed: bool  # whether a step of this run was logged or saved before
-    # Fields that are `resume.is_place` and not as before. The caller compares fingerprints and then
+    # Fields that are `resume.is_source` and not as before. The caller compares fingerprints, then
     # calls `record_sources`.
     moved: tuple[str, ...] = ()
 
@@ -411,7 +411,7 @@ def _take_changes(
 ) -> tuple[str, ...]:
     """Compares the saved config with the new one; prints and saves the changes that are allowed.
 
-    Returns the fields that are `resume.is_place` and changed, which are not saved yet.
+    Returns the fields that are `resume.is_source` and changed, which are not saved yet.
 
     Raises:
         UserError: a field changed that changes how the run trains.
@@ -439,14 +439,15 @@ def _take_changes(
 def _compare(
     folder: RunFolder, saved_run: dict[str, Any], config: ConfigDict
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Returns the changes that move only memory or time, and the changed `resume.is_place` fields.
+    """Returns the changes that move only memory or time, and the changed `resume.is_source` fields.
 
     Raises:
         UserError: a field changed that changes how the run trains.
     """
     old_fields, new_fields = flatten(saved_run["config"]), flatten(config_dict(config))
     allowed_changes, refused_changes = resume.differences(old_fields, new_fields, config)
-    moved = tuple(f for f in list(refused_changes) if resume.is_place(f) and refused_changes.pop(f))
+    moved = tuple(filter(resume.is_source, refused_changes))
+    refused_changes = {f: text for f, text in refused_changes.items() if f not in moved}
     if refused_changes:
         changes = ", ".join(f"{field}: {change}" for field, change in refused_changes.items())
         begin = f"--config.init_from={folder.path}"

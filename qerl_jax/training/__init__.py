@@ -1,1 +1,1 @@
-"""How a run trains: `step.py` is the method, `loop.py` is the life of a run."""
+"""How a run begins (`begin.py`), takes steps (`step.py`) and lives (`loop.py`)."""

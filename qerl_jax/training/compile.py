@@ -76,23 +76,17 @@ def _rollout_operations(
 ) -> list[Operation]:
     """The operations of rollouts on one group of devices.
 
-    Args:
-        setup: the parts of the run.
-        local: key, parameters, adapter and head for rollouts as the group holds them.
-        trains: whether there are rollouts of steps, with the head for rollouts.
-        evaluates: whether there are rollouts of evaluations.
+    `local` has the key, parameters, adapter and head for rollouts as the group holds them; the head
+    is for the rollouts of steps (`trains`), not of evaluations (`evaluates`).
     """
     key, params, lora, head = local
-    operations: list[Operation] = []
-    if trains:
-        sampler, policy = setup.collect.sampler, Policy(params | head, lora)
-        size = sampler.engine.num_prompts
-        operations += sampler.operations(key, policy, num_prompts=size)
-    if evaluates:
-        sampler, policy = setup.eval_sampler, Policy(params, lora)
-        size = sampler.engine.num_prompts
-        operations += sampler.operations(key, policy, num_prompts=size)
-    return operations
+    parts = [(setup.collect.sampler, Policy(params | head, lora))] if trains else []
+    parts += [(setup.eval_sampler, Policy(params, lora))] if evaluates else []
+    return [
+        operation
+        for sampler, policy in parts
+        for operation in sampler.operations(key, policy, num_prompts=sampler.engine.num_prompts)
+    ]
 
 
 def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:

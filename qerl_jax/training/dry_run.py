@@ -36,7 +36,7 @@ from qerl_jax.rewards.functions import Reward
 from qerl_jax.run.folder import RunFolder, check_run_folder, default_folder
 from qerl_jax.run.metrics import check_trackers, read_steps
 from qerl_jax.system.paths import user_path
-from qerl_jax.training.init_from import check_origin
+from qerl_jax.training.begin import check_origin
 from qerl_jax.training.saving import policy_folder
 from qerl_jax.training.setup import check_method, longest_prompt
 from qerl_jax.training.validate import check_extension, validate
@@ -56,12 +56,8 @@ def dry_run(
 ) -> None:
     """Writes the resolved config, counts of the data, a rendered prompt and the plan of the memory.
 
-    Args:
-        config: the resolved config.
-        workdir: the run folder, as in `loop.train`. It is not made.
-        write: receives each part as text.
-        rewards: function and weight by name, as in `loop.train`.
-        preset: the config without what the command line sets; then only what differs is written.
+    With `preset`, the config without what the command line sets, only what differs is written. The
+    run folder is not made.
 
     Raises:
         UserError: the run could not start.
@@ -96,16 +92,12 @@ def dry_run(
 def check_start(config: ConfigDict, *, workdir: str | Path | None = None) -> int:
     """Refuses what a start refuses before it calls a function or reads a model.
 
-    Args:
-        config: the resolved config.
-        workdir: the run folder, as in `loop.train`.
-
     Returns:
         The number of steps that the schedules span.
 
     Raises:
         UserError: a value is out of range, a tracker is not installed, the mesh has devices that
-            are absent, or the folder holds no run, or one that this config cannot go on.
+            are absent, or the folder holds no run, or one that this config cannot resume.
     """
     validate(config)
     check_trackers(config)
@@ -126,8 +118,7 @@ def _folder_path(config: ConfigDict, workdir: str | Path | None) -> Path:
 def read_description(source: str) -> tuple[ModelConfig, Tokenizer]:
     """Reads the architecture and the tokenizer of a model, and no weights.
 
-    Args:
-        source: a model, as `load.load` takes it. A hub is asked for the small files alone.
+    A hub is asked for the small files alone.
 
     Raises:
         UserError: they cannot be found or read, or are not supported.

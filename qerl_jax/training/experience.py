@@ -15,7 +15,7 @@ import numpy as np
 
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.environments.episodes import Episode
-from qerl_jax.rewards.scores import Scores
+from qerl_jax.rewards.scored import Scores
 from qerl_jax.rollout.completions import Rollout, detokenize
 from qerl_jax.rollout.config import Tokenizer
 from qerl_jax.rollout.progress import Statistics
@@ -23,12 +23,7 @@ from qerl_jax.rollout.replicas import rows_of
 
 
 class Peers(Protocol):
-    """The part of `processes.group.Processes` that a step uses.
-
-    Attributes:
-        index: number of this process.
-        count: number of all processes.
-    """
+    """The part of `processes.group.Processes` that a step uses; one of `count` processes."""
 
     index: int
     count: int
@@ -100,9 +95,7 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
 def choose(experience: Experience, groups: np.ndarray) -> Experience:
     """Returns some of the groups; errors, work and times stay those of all.
 
-    Args:
-        experience: the completions of P prompts.
-        groups: indices of the prompts to keep, ascending.
+    `groups` are the indices of the prompts to keep, ascending.
     """
     rows = rows_of(groups, experience.group_size)
     scores = experience.scores
@@ -132,13 +125,8 @@ def gather(
 ) -> Experience:
     """Returns the completions of all processes, in the order in which the prompts were drawn.
 
-    Args:
-        local: the completions of this process.
-        prompts: P prompts of all processes.
-        places: P places of the prompts among the training prompts.
-        shares: indices among the P prompts of those that each process sampled.
-        tokenizer: tokenizer of the policy.
-        processes: the processes of the run.
+    `prompts` and `places` are those of all processes, and `shares` the indices among the P prompts
+    of those that each process sampled.
     """
     if processes.count == 1:
         return local

@@ -46,12 +46,11 @@ from qerl_jax.system.import_path import names_function
 from qerl_jax.system.live_line import waiting
 from qerl_jax.system.safe_files import read_bytes
 from qerl_jax.system.signals import StoppedError, stop_signals
-from qerl_jax.training.begin import begin, check_starts
+from qerl_jax.training.begin import begin, check_origin, check_same_start
 from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
-from qerl_jax.training.init_from import check_origin
-from qerl_jax.training.run import Run
 from qerl_jax.training.saving import (
+    Run,
     announce_finished,
     best_so_far,
     finish,
@@ -115,7 +114,7 @@ def train(
         connect(devices=config.mesh.data * config.mesh.tensor) as processes,
         memory_errors("the weights do not fit beside what else it holds: free it"),
     ):
-        check_starts(config, rewards, processes)
+        check_same_start(config, rewards, processes)
         if processes.writes:
             announce_hosts(reward for reward, _ in rewards.values())
         with open_run_together(workdir, config, processes) as folder:
@@ -337,12 +336,9 @@ def _save_or_stop(run: Run) -> None:
 
 
 def _compile(run: Run) -> Programs:
-    """Compiles the programs of the run: no step and no evaluation waits for the compiler.
+    """Compiles the programs of the run, so that no step and no evaluation waits for the compiler.
 
-    The programs of rollouts become part of the run's samplers.
-
-    Returns:
-        The programs of updates.
+    The programs of rollouts become part of the run's samplers; those of updates are returned.
     """
     began, trains = time.perf_counter(), run.progress.step < run.setup.config.steps
 

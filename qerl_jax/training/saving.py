@@ -1,4 +1,4 @@
-"""What a run saves on its way and at its end.
+"""A run while it trains, and what it saves on its way and at its end.
 
 With each checkpoint it writes what other commands read: the adapter, and the picture of the curves.
 So a run can be sampled, evaluated and exported while it trains, and after a signal has stopped it.
@@ -14,20 +14,22 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from qerl_jax.compile.count import Compilations
 from qerl_jax.data.order import Order
 from qerl_jax.environments.episodes import Episode
 from qerl_jax.environments.roles import ENDINGS
 from qerl_jax.policy.trainable import Trainable, checksum, current_policy
 from qerl_jax.rewards.from_config import PYTHON_REWARDS
+from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, RunFolder, read_run
 from qerl_jax.run.lines import format_answers, line_columns
-from qerl_jax.run.metrics import read_answers
+from qerl_jax.run.metrics import MetricsLog, read_answers
 from qerl_jax.run.plots import plot_run
 from qerl_jax.system.atomic import write_atomic, write_json
 from qerl_jax.system.jsonl import read_number
-from qerl_jax.training.run import Run
+from qerl_jax.system.live_line import LiveLine
 from qerl_jax.training.setup import Setup
-from qerl_jax.training.step import StepResult
+from qerl_jax.training.step import Progress, StepResult
 from qerl_jax.training.validate import how_to_train_on
 from qerl_jax.weights.peft import save_peft_adapter
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
@@ -37,18 +39,50 @@ from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_che
 PICTURE_SECONDS = 10.0
 
 
+@dataclasses.dataclass
+class Run:
+    """A run while it trains.
+
+    Attributes:
+        setup: the parts that do not change.
+        folder: the open run folder.
+        checkpoints: saves `progress`.
+        log: writes the rows of metrics; None in a process that writes nothing.
+        progress: the part that the steps change.
+        evaluations: greedy accuracy by step, as logged, None where scores are missing; step 0 is
+            before training.
+        problem_digests: digests of the training and the held-out problems.
+        prompts_digest: digest of their prompts as token ids.
+        compilations: what was compiled since the last row of metrics.
+        live: the line of progress on the terminal.
+        adapter_step: step of the adapter that this process wrote last, -1 before the first one.
+        picture_time: when the curves were drawn last, or the run began, by `time.monotonic`.
+    """
+
+    setup: Setup
+    folder: OpenRun
+    checkpoints: Checkpoints
+    log: MetricsLog | None
+    progress: Progress
+    evaluations: dict[int, float | None]
+    problem_digests: dict[str, str]
+    prompts_digest: str
+    compilations: Compilations
+    live: LiveLine = dataclasses.field(default_factory=LiveLine)
+    adapter_step: int = -1
+    picture_time: float = dataclasses.field(default_factory=time.monotonic)
+
+    def stop_if_asked(self) -> None:
+        """Raises a StoppedError once a signal has arrived, in any process of the run."""
+        self.setup.processes.stop_if_asked()
+
+
 def save(run: Run, *, stops: bool = False) -> None:
-    """Saves a checkpoint in the background, and writes the adapter and the curves beside it.
+    """Saves a checkpoint in the background, and writes the adapter and the curves.
 
-    All processes of a run save the checkpoint together, and one of them writes the rest.
-
-    Args:
-        run: the run; nothing is written twice for a step.
-        stops: whether the run ends here. Then everything is on disk when the function returns, the
-            checkpoint first, because a scheduler may not wait for the rest.
-
-    Raises:
-        UserError: a file could not be written.
+    All processes of a run save the checkpoint together, and one of them writes the rest. Nothing is
+    written twice for a step. Where the run ends here (`stops`), everything is on disk when the
+    function returns, the checkpoint first, because a scheduler may not wait for the rest.
     """
     step = run.progress.step
     save_checkpoint(run)
@@ -64,11 +98,7 @@ def save(run: Run, *, stops: bool = False) -> None:
 
 
 def save_checkpoint(run: Run) -> None:
-    """Saves a checkpoint of a run in the background.
-
-    Raises:
-        UserError: no disk space, or the previous save failed.
-    """
+    """Saves a checkpoint of a run in the background."""
     if run.log is not None:
         run.log.sync()
     run.checkpoints.save(
@@ -89,7 +119,7 @@ def save_checkpoint(run: Run) -> None:
 
 def finish(run: Run) -> None:
     """Writes what a finished run leaves, summary.json last, and says so."""
-    run.checkpoints.wait()  # The adapter of a finished run never lies there without its checkpoint.
+    run.checkpoints.wait()  # A finished run never has an adapter without its checkpoint.
     if run.log is None:
         return
     if run.adapter_step != run.progress.step:
@@ -116,7 +146,7 @@ def best_so_far(run: Run) -> float:
 
 
 def announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
-    """Prints answers before and after a run, where its results lie, and how it could go on."""
+    """Prints answers before and after a run, where its results are, and how to train on."""
     answers = read_answers(folder.metrics) if folder.metrics.exists() else {}
     for line in format_answers(answers.get(0, []), answers.get(steps, []), line_columns()):
         print(line, flush=True)
@@ -145,12 +175,6 @@ def sample_rows(
 
     They are the first of each group, then the second, and so on. In a mixture the sources take
     turns, in an order that changes with the step, so that fewer completions than sources show all.
-
-    Args:
-        result: the step.
-        group_size: G.
-        count: number of completions.
-        order: the rule with the sources of the problems; None for one source.
     """
     experience, prompts = result.experience, result.experience.row_prompts
     rows = np.arange(len(experience.texts)).reshape(-1, group_size).T.reshape(-1)
@@ -178,7 +202,7 @@ def sample_rows(
 
 
 def _conversation(episode: Episode) -> dict[str, Any]:
-    """What completions.jsonl has of a conversation, beside its last turn."""
+    """What completions.jsonl has of a conversation, besides its last turn."""
     turns = [{"role": role, "text": text} for role, text in episode.parts]
     values = {"conversation": turns, "ending": ENDINGS[episode.ending], "calls": episode.calls}
     return values | ({"error": episode.error} if episode.error else {})
@@ -191,12 +215,6 @@ def save_policy(
 
     What is read back is the policy itself: the norms of a model stay in float32, as small updates
     of numbers around 1 vanish in bfloat16.
-
-    Args:
-        folder: the run folder.
-        setup: model and options of the run.
-        trainable: the trained parameters.
-        best: write the best policy instead of the last one.
     """
     path, model = policy_folder(folder, setup.config, best=best), setup.model
     if trainable.lora is not None:

@@ -15,17 +15,14 @@ import jax
 from ml_collections import ConfigDict
 
 from qerl_jax.compile.operation import Programs
-from qerl_jax.data.order import Cursor
 from qerl_jax.data.problem_list import with_problems
 from qerl_jax.errors import UserError
-from qerl_jax.policy.sharding import shard
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rewards.calls import announce_hosts
 from qerl_jax.rewards.from_config import rewards_of
 from qerl_jax.rewards.table import Rewards, table_of
-from qerl_jax.rl.train_step import init_state
+from qerl_jax.training.begin import first_progress
 from qerl_jax.training.compile import compile_programs
-from qerl_jax.training.initial_policy import first_trainable
 from qerl_jax.training.setup import Setup, prepare
 from qerl_jax.training.step import Progress, StepResult, take_step
 from qerl_jax.training.validate import validate
@@ -84,10 +81,9 @@ def open_session(
     table = rewards_of(config, None if rewards is None else table_of(rewards))
     announce_hosts(reward for reward, _ in table.values())
     setup = prepare(config, table, schedule_steps=config.steps)
-    trainable = first_trainable(config, setup.model, setup.method.lora_config, setup.key)
-    state = shard(init_state(trainable, setup.method.optimizer), setup.mesh)
-    setup, programs = compile_programs(setup, state, trains=True, evaluates=False)
-    return Session(setup, Progress(step=0, state=state, cursor=Cursor()), programs)
+    progress = first_progress(setup)
+    setup, programs = compile_programs(setup, progress.state, trains=True, evaluates=False)
+    return Session(setup, progress, programs)
 
 
 def train_step(session: Session) -> tuple[Session, StepResult]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,12 +12,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.data.environment_config import contracts_of, make_environments
 from qerl_jax.data.environments import RunEnvironments
-from qerl_jax.data.from_config import (
-    EVAL,
-    load_problems,
-    order_of,
-    training_prompts,
-)
+from qerl_jax.data.from_config import EVAL, load_problems, order_of, training_prompts
 from qerl_jax.data.order import Order
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
@@ -46,10 +42,10 @@ from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.system.import_path import names_function
-from qerl_jax.training.base import load_base
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
-from qerl_jax.training.initial_policy import (
+from qerl_jax.training.first_policy import (
     first_trainable,
+    load_base,
     reference_digest,
     reference_policy,
 )
@@ -57,6 +53,13 @@ from qerl_jax.training.step import Method, StepSetup
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.peft import read_peft_config
+
+# From the start of a temperature, 0, to its end, 1.
+CURVES: dict[str, Callable[[float], float]] = {
+    "constant": lambda u: 0.0,
+    "linear": lambda u: u,
+    "cosine": lambda u: (1.0 - float(np.cos(np.pi * u))) / 2.0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,15 +97,7 @@ def prepare(
 ) -> Setup:
     """Loads the model and the problems, and makes the other parts from the config.
 
-    Args:
-        config: the resolved config.
-        rewards: function and weight by name.
-        schedule_steps: number of steps that the schedules of noise and learning rate span.
-        processes: processes of the run.
-        folder: the run folder, as `base.load_base` takes it.
-
-    Raises:
-        UserError: the config asks for something that cannot be done.
+    `schedule_steps` is the number of steps that the schedules of noise and learning rate span.
     """
     method = check_method(config, rewards, schedule_steps=schedule_steps)
     mesh = make_mesh(config.mesh.data, config.mesh.tensor)
@@ -126,14 +121,6 @@ def check_method(
 
     A custom schedule is called for every step now, because it could fail at one that is hours away,
     such as a step of an extended run.
-
-    Args:
-        config: the resolved config.
-        rewards: function and weight by name.
-        schedule_steps: number of steps that the schedules of noise and learning rate span.
-
-    Raises:
-        UserError: an option is out of range.
     """
     _metric(config, rewards)
     _check_environment_rewards(config, rewards)
@@ -190,20 +177,15 @@ def assemble(
 ) -> Setup:
     """Makes the parts of a run around a loaded model and encoded prompts.
 
-    Args:
-        config: the resolved config.
-        rewards: function and weight by name.
-        model: the model before training. If the mesh cuts weights, they lie on it already.
-        prompts: prompts by split, as `data.from_config.load_problems` names them.
-        method: the parts that need no model, from `make_method`.
-        mesh: devices of the run, as `config.mesh` describes them; None for one device.
+    `prompts` are by split, as `data.from_config.load_problems` names them. If the mesh cuts
+    weights, those of the model are on it already.
 
     Raises:
         UserError: the config asks for something that cannot be done.
     """
     lora_config, optimizer = method.lora_config, method.optimizer
-    place = functools.partial(shard_params, config=model.config, mesh=mesh)
-    head = rollout_head(model.params, config.rollout.head_format, place)
+    put = functools.partial(shard_params, config=model.config, mesh=mesh)
+    head = rollout_head(model.params, config.rollout.head_format, put)
     key = jax.random.key(config.seed, impl="threefry2x32")
     state_shapes = jax.eval_shape(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
@@ -234,11 +216,7 @@ def assemble(
             order_of(config, prompts),
             make_environments(config, model.tokenizer),
         ),
-        update=UpdateConfig(
-            model=model.config,
-            loss=method.loss,
-            recompute=plan.update.recompute,
-        ),
+        update=UpdateConfig(model=model.config, loss=method.loss, recompute=plan.update.recompute),
         buffer_tokens=plan.buffer_tokens,
         mesh=mesh,
         processes=ALONE,
@@ -301,27 +279,18 @@ def _samplers(
 
     The rows are decided once, by the plan: a resumed run decides the same.
     """
-    sampling = SamplingConfig(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_k=config.rollout.top_k,
-        top_p=config.rollout.top_p,
-        stop=tuple(config.rollout.stop),
-    )
-    engine = EngineConfig(
-        chunk_steps=config.rollout.chunk_steps,
+    sampling = _from_section(SamplingConfig, config.rollout)
+    engine = _from_section(
+        EngineConfig,
+        config.rollout,
         max_rows=plan.rollout.rows,
         prefill_prompts=plan.rollout.prefill_prompts,
-        kv_cache_bytes=config.rollout.kv_cache_bytes,
-        kv_cache_dtype=config.rollout.kv_cache_dtype,
         dequantize=plan.rollout.dequantize,
         prompt_width=longest_prompt(config, prompts),
         num_prompts=largest_share(rollout_prompts(config), config.mesh.data),
     )
-    steps = Sampler(
-        *(model.config, model.tokenizer, sampling, engine, config.rollout.group_size),
-        turns=turn_config(config),
-    )
+    size, turns = config.rollout.group_size, turn_config(config)
+    steps = Sampler(model.config, model.tokenizer, sampling, engine, size, turns=turns)
     if plan.evaluation:
         engine = dataclasses.replace(
             engine,
@@ -355,21 +324,20 @@ def longest_prompt(config: ConfigDict, prompts: Mapping[str, Sequence[Prompt]]) 
 def make_method(config: ConfigDict, schedule_steps: int) -> Method:
     """Makes the parts of a run that need no model.
 
-    Args:
-        config: the resolved config.
-        schedule_steps: number of steps that the schedules of noise and learning rate span.
+    `schedule_steps` is the number of steps that the schedules of noise and learning rate span.
 
     Raises:
         UserError: an option is out of range.
     """
-    optimizer_config = _optimizer_config(config, schedule_steps)
+    updates = config.rl.updates_per_rollout
+    optimizer_config = _from_section(
+        OptimizerConfig,
+        config.optimizer,
+        warmup_updates=config.optimizer.warmup_steps * updates,
+        total_updates=schedule_steps * updates,
+    )
     return Method(
-        lora_config=LoraConfig(
-            rank=config.lora.rank,
-            alpha=config.lora.alpha,
-            rslora=config.lora.rslora,
-            targets=tuple(config.lora.targets),
-        ),
+        lora_config=_from_section(LoraConfig, config.lora),
         sigma=noise_level(
             config.aqn.schedule,
             sigma_start=config.aqn.sigma_start,
@@ -380,12 +348,7 @@ def make_method(config: ConfigDict, schedule_steps: int) -> Method:
             stages=config.aqn.stages,
             total_steps=schedule_steps,
         ),
-        temperature=temperature_schedule(
-            config.rollout.temperature_schedule,
-            start=config.rollout.temperature,
-            end=config.rollout.temperature_end,
-            total_steps=schedule_steps,
-        ),
+        temperature=functools.partial(_temperature, config.rollout, schedule_steps),
         loss=loss_from(config),
         optimizer=make_optimizer(optimizer_config),
         optimizer_config=optimizer_config,
@@ -393,73 +356,36 @@ def make_method(config: ConfigDict, schedule_steps: int) -> Method:
 
 
 def loss_from(config: ConfigDict) -> LossConfig:
-    """The loss that a config names.
-
-    Raises:
-        UserError: the loss is unknown, or a value is out of range.
-    """
-    return loss_config(
-        config.rl.loss,
-        aggregation=config.rl.aggregation,
-        clip_low=config.rl.clip_low,
-        clip_high=config.rl.clip_high,
-        dual_clip=config.rl.dual_clip or None,
-        sapo_temperature_pos=config.rl.sapo_temperature_pos,
-        sapo_temperature_neg=config.rl.sapo_temperature_neg,
-        off_policy_delta=config.rl.off_policy_delta or None,
-        kl_coef=config.rl.kl_coef,
-        kl_grad=config.rl.kl_grad,
-        entropy_coef=config.rl.entropy_coef,
-        tis_cap=config.aqn.tis_cap if config.aqn.correction == "tis" else None,
-    )
+    """The loss that a config names."""
+    options = _values_of(LossConfig, config.rl) | {
+        "dual_clip": config.rl.dual_clip or None,
+        "off_policy_delta": config.rl.off_policy_delta or None,
+        "tis_cap": config.aqn.tis_cap if config.aqn.correction == "tis" else None,
+    }
+    return loss_config(config.rl.loss, **options)
 
 
-def temperature_schedule(
-    name: str, *, start: float, end: float, total_steps: int
-) -> Callable[[int], float]:
-    """Returns the sampling temperature by step, from 0 on.
+def _from_section[T](kind: type[T], section: ConfigDict, **others: Any) -> T:
+    """Makes a dataclass of the values of a section of the config, and of others."""
+    return kind(**_values_of(kind, section) | others)
 
-    With u from 0 in the first step to 1 in the last one, and 1 in steps after that, T0 = `start`
-    and T1 = `end`:
+
+def _values_of(kind: Any, section: ConfigDict) -> dict[str, Any]:
+    """The values of a section whose names are those of a dataclass's fields."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name in section]
+    values = {name: section[name] for name in names}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+def _temperature(rollout: ConfigDict, total_steps: int, step: int) -> float:
+    """The sampling temperature of a step, from 0 on.
+
+    With u from 0 in the first step to 1 in the last one, and 1 in steps after that, T0 =
+    `temperature` and T1 = `temperature_end`:
 
     * constant: T0
     * linear: T0 + (T1 - T0) u
     * cosine: T1 + (T0 - T1) (1 + cos(pi u)) / 2
-
-    Args:
-        name: a name from the list above.
-        start: temperature of the first step.
-        end: temperature of the last step.
-        total_steps: number of training steps.
-
-    Raises:
-        UserError: the name is unknown.
     """
-    curves: dict[str, Callable[[float], float]] = {
-        "constant": lambda u: 0.0,
-        "linear": lambda u: u,
-        "cosine": lambda u: (1.0 - float(np.cos(np.pi * u))) / 2.0,
-    }
-    if name not in curves:
-        raise UserError(
-            f"unknown rollout.temperature_schedule {name!r}: choose from {', '.join(curves)}"
-        )
-    curve = curves[name]
-    return lambda step: start + (end - start) * curve(min(step / max(total_steps - 1, 1), 1.0))
-
-
-def _optimizer_config(config: ConfigDict, schedule_steps: int) -> OptimizerConfig:
-    updates = config.rl.updates_per_rollout
-    return OptimizerConfig(
-        name=config.optimizer.name,
-        learning_rate=config.optimizer.learning_rate,
-        schedule=config.optimizer.schedule,
-        final_fraction=config.optimizer.final_fraction,
-        warmup_updates=config.optimizer.warmup_steps * updates,
-        total_updates=schedule_steps * updates,
-        b1=config.optimizer.b1,
-        b2=config.optimizer.b2,
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-        max_grad_norm=config.optimizer.max_grad_norm,
-    )
+    u = CURVES[rollout.temperature_schedule](min(step / max(total_steps - 1, 1), 1.0))
+    return rollout.temperature + (rollout.temperature_end - rollout.temperature) * u

@@ -35,7 +35,7 @@ from qerl_jax.policy.kl_control import KlTarget, SigmaState
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable, current_policy
-from qerl_jax.rewards.scores import Scores
+from qerl_jax.rewards.scored import Scores
 from qerl_jax.rl.advantages import custom_advantages, gdpo_advantages, group_advantages
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.data_parallel import deal_buffers
@@ -52,13 +52,7 @@ KEY_NOISE, KEY_ROLLOUT = 0, 1  # folded into the key of a step
 class Method(NamedTuple):
     """The parts of a run that need no model.
 
-    Attributes:
-        lora_config: rank, scale and targets of the adapter.
-        sigma: sigma of the noise by step, or the KL that it should cause.
-        temperature: sampling temperature by step.
-        loss: definition of the loss.
-        optimizer: the optimizer with its schedule.
-        optimizer_config: options of the optimizer.
+    `sigma` is that of the noise by step, or the KL that it should cause.
     """
 
     lora_config: LoraConfig
@@ -300,11 +294,7 @@ def _update(
     programs: Programs,
     number: int,
 ) -> tuple[TrainState, dict[str, float], int]:
-    """The optimizer steps on one rollout.
-
-    Returns:
-        The state, metrics as Python numbers, and the number of optimizer steps.
-    """
+    """The optimizer steps on one rollout: the state, metrics, and how many there were."""
     history = []
     for update in range(number):
         totals, first = programs["zero_totals"](state.trainable), np.bool_(update == 0)
@@ -330,14 +320,8 @@ def _measure_noise(
 ) -> tuple[SigmaState, dict[str, Any]]:
     """Measures the KL that the noise of a step causes, every `aqn.kl_every` steps.
 
-    Args:
-        setup: the parts of the run that do not change.
-        progress: the run before the step.
-        noise_kl: measures the KL in nats per token, as `_noise_kl`.
-        sigma: sigma of the step.
-
-    Returns:
-        What the control of the noise remembers from now on, and metrics.
+    `noise_kl` measures it in nats per token. Returns what the control of the noise remembers from
+    now on, and metrics.
     """
     every, state = setup.config.aqn.kl_every, progress.noise
     metrics: dict[str, Any] = {"sigma": sigma}

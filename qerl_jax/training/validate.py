@@ -158,13 +158,7 @@ def _check_environment(config: ConfigDict) -> None:
 def check_extension(config: ConfigDict, *, schedule_steps: int, target: Path) -> None:
     """Refuses steps after the end of a schedule that brings the learning rate to 0.
 
-    Args:
-        config: the resolved config.
-        schedule_steps: number of steps that the schedule of the learning rate spans.
-        target: folder of the adapter or model that the run writes when it is finished.
-
-    Raises:
-        UserError: the run has steps that would train nothing.
+    `target` is the folder of the adapter or model that the run writes when it is finished.
     """
     if config.steps <= schedule_steps or not _decays_to_zero(config):
         return
@@ -188,13 +182,7 @@ def how_to_train_on(
 ) -> str:
     """Returns the advice that a finished run prints, as part of a sentence.
 
-    Args:
-        config: the resolved config.
-        steps: number of steps that the run has taken.
-        schedule_steps: number of steps that the schedule of the learning rate spans.
-        workdir: the run folder.
-        target: folder of the adapter or model that the run has written.
-        python_rewards: whether its rewards were given in Python, so that no command has them.
+    `python_rewards` says that its rewards were given in Python, so that no command has them.
     """
     more_steps = 2 * steps
     if _decays_to_zero(config):
@@ -209,12 +197,7 @@ def how_to_train_on(
 
 
 def command_to_go_on(workdir: Path, *, steps: int) -> str:
-    """Returns the whole command with which a run goes on with the config that it saved.
-
-    Args:
-        workdir: the run folder.
-        steps: number of steps of the whole run.
-    """
+    """Returns the whole command that resumes a run with the config that it saved."""
     folder = shlex.quote(str(workdir))
     return f"{command_name('train')} --workdir={folder} --config.steps={steps}"
 

@@ -7,7 +7,8 @@ def save_random_adapter(folder, rng, config, *, size, base_model):
     """Writes an adapter of random numbers of all projections, in the project's environment."""
     import numpy as np
 
-    from qerl_jax.policy.lora import Lora, LoraConfig, projection_shapes
+    from qerl_jax.policy.layers.kinds import projection_shapes
+    from qerl_jax.policy.lora import Lora, LoraConfig
     from qerl_jax.policy.trainable import Trainable
     from qerl_jax.weights.peft import save_peft_adapter
 

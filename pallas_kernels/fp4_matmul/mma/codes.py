@@ -45,12 +45,8 @@ def dequantize_tile(threads: Warpgroup, codes: jax.Array, scales: jax.Array) -> 
 def operands(codes: Sequence[Any], scales: Sequence[Any]) -> list[list[Any]]:
     """The first operands of the products of a tile, for `warp_mma.add_product`.
 
-    Args:
-        codes: vectors of four words, one of row r and one of row r + 8.
-        scales: vectors of two words, one of row r and one of row r + 8.
-
-    Returns:
-        For each step of 16 columns four pairs of bfloat16, over UNIT.
+    Codes are vectors of four words, scales of two, one of row r and one of row r + 8 each. For each
+    step of 16 columns there are four pairs of bfloat16, over UNIT.
     """
     steps: list[list[Any]] = [[None] * 4 for _ in range(STEPS)]
     scale_bits = f"mov.b32 $0, {layout.SCALE_BITS};"

@@ -24,18 +24,13 @@ _ROW = 16  # bytes of a row's codes that a thread has
 
 
 class Stages(NamedTuple):
-    """Arrays in shared memory, each with an element for every stage of the pipeline.
+    """Arrays in shared memory, each with an element for every stage of the pipeline."""
 
-    Attributes:
-        x: bfloat16 [stages, M', P]; M' is the next multiple of 8 from M on, P the number of columns
-            and what lies between two rows.
-        codes: uint32 [stages, row tiles, column tiles, 4, 256].
-        scales: uint32 [stages, row tiles, column tiles, 128].
-    """
-
+    # bfloat16 [stages, M', P]; M' is the next multiple of 8 from M on, P the number of columns and
+    # what lies between two rows.
     x: Any
-    codes: Any
-    scales: Any
+    codes: Any  # uint32 [stages, row tiles, column tiles, 4, 256]
+    scales: Any  # uint32 [stages, row tiles, column tiles, 128]
 
     @classmethod
     def types(cls, config: MmaConfig, m: int) -> "Stages":
@@ -54,14 +49,9 @@ class Stages(NamedTuple):
 
 
 def start_x(threads: Warpgroup, x: Any, stage: Any, column: Any, end: Any) -> None:
-    """Starts to copy columns of x to a stage.
+    """Starts to copy columns of x [M, K], from one on, to `Stages.x` of a stage.
 
-    Args:
-        threads: the threads of the CTA.
-        x: bfloat16 [M, K] in global memory.
-        stage: `Stages.x` of a stage.
-        column: the first column.
-        end: columns from here on, and rows from M on, become zero.
+    The columns from `end` on, and rows from M on, become zero.
     """
     (m, k), (tokens, pitch) = x.shape, stage.shape
     width = pitch - pitch % TILE_COLUMNS
@@ -102,12 +92,8 @@ def start_tiles(
 ) -> None:
     """Starts to copy tiles of the weight, neighbors in a row of them, to a stage.
 
-    Args:
-        threads: the threads of the CTA.
-        tiles: codes [C, 4, 256] and scales [C, 128] of the row, in global memory.
-        stage: `Stages.codes` and `Stages.scales` of a stage and of the row.
-        column: index of the first tile.
-        end: tiles from here on become zero.
+    Codes [C, 4, 256] and scales [C, 128] of the row go to those of the stage and of the row, from
+    the tile `column` on; the tiles from `end` on become zero.
     """
     count = stage[0].shape[0]
     if threads.simulated:
@@ -131,16 +117,16 @@ def start_tiles(
         source = _offset(_pointer(tiles[0]), arith.muli(column, _i32(sizes[0])))
         source, target = _offset(source, own), arith.addi(_address(stage[0]), own)
         for i in range(count):
-            place = arith.addi(column, _i32(i))
-            inside = arith.cmpi(arith.CmpIPredicate.slt, place, end)
+            tile = arith.addi(column, _i32(i))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, tile, end)
             for half in range(2):  # the rows r and r + 8
                 offset = i * sizes[0] + half * sizes[0] // WARPS // 2
                 _copy(target, source, offset, offset, _ROW, inside)
         own = arith.muli(thread, _i32(part))
         source = _offset(_pointer(tiles[1]), arith.muli(column, _i32(sizes[1])))
         source, target = _offset(source, own), arith.addi(_address(stage[1]), own)
-        place = arith.addi(column, arith.divui(own, _i32(sizes[1])))
-        inside = arith.cmpi(arith.CmpIPredicate.slt, place, end)
+        tile = arith.addi(column, arith.divui(own, _i32(sizes[1])))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, tile, end)
         _copy(target, source, 0, 0, part, inside)
 
     copy(list(tiles), list(stage), column, end)
@@ -149,15 +135,9 @@ def start_tiles(
 def _copy(
     target: ir.Value, source: ir.Value, to: int, start: int, size: int, inside: ir.Value
 ) -> None:
-    """Starts a copy of some bytes, or fills their place with zeros if they are not inside.
+    """Starts a copy of 4, 8 or 16 bytes to shared memory, or of zeros if they are not inside.
 
-    Args:
-        target: an address in shared memory.
-        source: an address in global memory.
-        to: what is added to the target.
-        start: what is added to the source.
-        size: number of bytes: 4, 8 or 16.
-        inside: whether to copy.
+    What is added to the addresses, `to` and `start`, is known when the kernel is compiled.
     """
     count = arith.select(inside, _i32(size), _i32(0))
     cached = "cg" if size == 16 else "ca"
@@ -212,21 +192,16 @@ def _address(shared: Any) -> ir.Value:
 
 
 def read(stage: Any, group: int, column_tile: int) -> list[tuple[ir.Value, ir.Value]]:
-    """The second operands of the products of a tile's columns and eight tokens.
+    """The second operands of the products of eight tokens and of the columns of a tile.
 
-    Args:
-        stage: `Stages.x` of a stage.
-        group: index of the eight tokens.
-        column_tile: index of the tile's columns in the stage.
-
-    Returns:
-        For each step of 16 columns two pairs of bfloat16.
+    `stage` is `Stages.x` of a stage, in which the tile's columns have an index. For each step of 16
+    columns there are two pairs of bfloat16.
     """
     pitch = ir.MemRefType(stage.type).shape[1]
     lane = arith.remui(mgpu.utils.thread_idx(), _i32(32))
     row, eight = arith.remui(lane, _i32(8)), arith.divui(lane, _i32(8))  # of four matrices
-    place = arith.addi(arith.muli(row, _i32(2 * pitch)), arith.muli(eight, _i32(_CHUNK)))
-    base = arith.addi(_address(stage), place)
+    own = arith.addi(arith.muli(row, _i32(2 * pitch)), arith.muli(eight, _i32(_CHUNK)))
+    base = arith.addi(_address(stage), own)
     words = []
     for i in range(STEPS // 2):
         offset = 2 * (8 * group * pitch + TILE_COLUMNS * column_tile + 32 * i)

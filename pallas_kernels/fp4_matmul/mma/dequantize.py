@@ -16,13 +16,7 @@ from pallas_kernels.warpgroup import Warpgroup
 
 
 def dequantize(weight: Fp4Tiles, *, inputs: int, interpret: bool = False) -> jax.Array:
-    """Returns the weight in bfloat16, [N, K].
-
-    Args:
-        weight: packed weight [N, K].
-        inputs: K.
-        interpret: whether to simulate the kernel on a CPU.
-    """
+    """Returns the weight [N, K] in bfloat16; `inputs` is K."""
     n = weight.shape[0]
     row_tiles, column_tiles, _ = weight.codes.shape
     shape = row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS
@@ -44,7 +38,7 @@ def dequantize(weight: Fp4Tiles, *, inputs: int, interpret: bool = False) -> jax
 
 def _body(threads: Warpgroup, operands: dict[str, Any], _, dense: Any) -> None:
     """A CTA has a tile."""
-    row, column = threads.place
+    row, column = threads.cta
     words = [
         threads.load(operands[name].at[row, column], kind)
         for name, kind in (("codes", codes.CODES), ("scales", codes.SCALES))
@@ -53,5 +47,5 @@ def _body(threads: Warpgroup, operands: dict[str, Any], _, dense: Any) -> None:
     value = codes.dequantize_tile(threads, *words).astype(jnp.float32)
     value *= lax.broadcast_in_dim(layout.UNIT / divisor, value.shape, (0,))
     rows = pl.ds(row * TILE_ROWS, TILE_ROWS)
-    place = dense.at[rows, pl.ds(column * TILE_COLUMNS, TILE_COLUMNS)]
-    threads.store(place, value.astype(jnp.bfloat16))
+    target = dense.at[rows, pl.ds(column * TILE_COLUMNS, TILE_COLUMNS)]
+    threads.store(target, value.astype(jnp.bfloat16))

@@ -33,12 +33,8 @@ def load_rows(threads: Warpgroup, vector: Any, tile: Any) -> jax.Array:
 def is_last(threads: Warpgroup, counters: Any, block: Any, part: Any, parts: int) -> Any:
     """Whether this warp is the last one with its rows, and sees what the others stored.
 
-    Args:
-        threads: the threads of the CTA.
-        counters: int32 [blocks, WARPS], zero before and after the kernel.
-        block: index of the CTA along the rows.
-        part: index of the CTA along the columns.
-        parts: number of parts.
+    The counters, int32 [blocks, WARPS], are zero before and after the kernel. `block` and `part`
+    are the CTA's indices along rows and columns.
     """
     if threads.simulated:  # CTAs run in order.
         return part == parts - 1
@@ -49,8 +45,8 @@ def is_last(threads: Warpgroup, counters: Any, block: Any, part: Any, parts: int
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         thread = mgpu.utils.thread_idx()
         warp = arith.shrui(thread, mgpu.utils.c(5, i32))
-        place = arith.extui(i64, arith.muli(warp, mgpu.utils.c(4, i32)))
-        place = arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(counters)), place)
+        own = arith.extui(i64, arith.muli(warp, mgpu.utils.c(4, i32)))
+        own = arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(counters)), own)
         lane = arith.andi(thread, mgpu.utils.c(31, i32))
         # The counter becomes zero again with the last warp.
         before = mgpu.utils.inline_ptx(
@@ -59,7 +55,7 @@ def is_last(threads: Warpgroup, counters: Any, block: Any, part: Any, parts: int
             f"@first atom.acq_rel.gpu.global.inc.u32 before, [$1], {parts - 1}; "
             "bar.warp.sync 0xffffffff; fence.acq_rel.gpu; "
             "shfl.sync.idx.b32 $0, before, 0, 31, 0xffffffff; }",
-            place,
+            own,
             lane,
             result_types=i32,
             has_side_effects=True,
@@ -100,15 +96,9 @@ def store(
     bias: jax.Array | None,
     tile: Any,
 ) -> None:
-    """Stores the results of a tile of rows, those that exist.
+    """Stores the results of a tile of rows, those that exist, to y [M, N] in global memory.
 
-    Args:
-        threads: the threads of the CTA.
-        y: [M, N] in global memory, bfloat16 or float32.
-        sums: float32 [64, tokens].
-        divisor: float32 [64], of the rows.
-        bias: float32 [64], or None.
-        tile: index of the tile.
+    The sums are float32 [64, tokens]; divisors and bias of the rows are float32 [64].
     """
     value = sums * lax.broadcast_in_dim(layout.UNIT / divisor, sums.shape, (0,))
     if bias is not None:
@@ -132,8 +122,8 @@ def store(
         row = arith.addi(row, arith.muli(warp, mgpu.utils.c(TILE_ROWS // WARPS, i32)))
         row = arith.addi(row, arith.shrui(lane, mgpu.utils.c(2, i32)))
         token = arith.muli(arith.andi(lane, mgpu.utils.c(3, i32)), mgpu.utils.c(2, i32))
-        place = arith.addi(arith.muli(token, mgpu.utils.c(n, i32)), row)
-        start = arith.extui(i64, arith.muli(place, mgpu.utils.c(size, i32)))
+        index = arith.addi(arith.muli(token, mgpu.utils.c(n, i32)), row)
+        start = arith.extui(i64, arith.muli(index, mgpu.utils.c(size, i32)))
         start = arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(y)), start)
         kept = []
         for half in range(2):  # the rows r and r + 8

@@ -66,20 +66,10 @@ def matmul(
     dtype: Any = jnp.bfloat16,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns x W^T + xa B^T + bias.
+    """Returns x W^T + xa B^T + bias, [M, N] in bfloat16 or float32, for M <= 64.
 
-    Args:
-        x: bfloat16 [M, K], M <= 64.
-        weight: packed weight [N, K].
-        config: schedule.
-        xa: bfloat16 [M, R], x A^T.
-        b: bfloat16 [N, R'']; what only one of b and xa has of columns counts as zero.
-        bias: bias [N].
-        dtype: dtype of the result, bfloat16 or float32.
-        interpret: whether to simulate the kernel on a CPU.
-
-    Returns:
-        [M, N].
+    x is bfloat16 [M, K], x A^T bfloat16 [M, R] and B bfloat16 [N, R'']; what only one of the two
+    has of columns counts as zero. The bias is [N].
     """
     (m, k), (n, _) = x.shape, weight.shape
     row_tiles, column_tiles, _ = weight.codes.shape
@@ -127,13 +117,13 @@ def matmul(
 def _body(config: MmaConfig, threads: Warpgroup, operands, _, results, **shared) -> None:
     """What a CTA does."""
     stages = copies.Stages(**shared)
-    block, part = threads.place
+    block, part = threads.cta
     row_tiles, column_tiles = operands["codes"].shape[:2]
     per_part = -(-column_tiles // config.split)
     steps = -(-per_part // config.column_tiles)
     first = part * per_part
     end = jnp.minimum(first + per_part, column_tiles)
-    # The last CTA repeats the last tile of rows in place of those that do not exist.
+    # The last CTA repeats the last tile of rows instead of those that do not exist.
     own = [block * config.row_tiles + i for i in range(config.row_tiles)]
     tiles = [jnp.minimum(row, row_tiles - 1) for row in own]
 
@@ -142,8 +132,8 @@ def _body(config: MmaConfig, threads: Warpgroup, operands, _, results, **shared)
         copies.start_x(threads, operands["x"], stage.x, column * TILE_COLUMNS, end * TILE_COLUMNS)
         for i, tile in enumerate(tiles):
             rows = operands["codes"].at[tile], operands["scales"].at[tile]
-            places = stage.codes.at[i], stage.scales.at[i]
-            copies.start_tiles(threads, rows, places, column, end)
+            targets = stage.codes.at[i], stage.scales.at[i]
+            copies.start_tiles(threads, rows, targets, column, end)
         copies.close_group(threads)
 
     for step in range(config.stages - 1):
@@ -248,14 +238,10 @@ def _multiply_adapter(threads: Warpgroup, b: jax.Array, xa: jax.Array) -> jax.Ar
 def _multiply(
     threads: Warpgroup, sums: list[jax.Array], pairs: list, stage: Any, column_tile: int
 ) -> list[jax.Array]:
-    """Adds the products of tiles in one column to their sums.
+    """Adds the products of tiles in a column, with codes [4, 256] and scales [128], to their sums.
 
-    Args:
-        threads: the threads of the CTA.
-        sums: float32 [64, tokens] of each tile.
-        pairs: codes [4, 256] and scales [128] of each tile.
-        stage: columns of x in shared memory.
-        column_tile: index of the tiles' columns in the stage.
+    The sums are float32 [64, tokens] of each tile. `stage` holds columns of x in shared memory, and
+    `column_tile` is the index of the tiles' columns in it.
     """
     if threads.simulated:
         start = column_tile * TILE_COLUMNS

@@ -60,14 +60,9 @@ def add(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The sum of a product and the residual, the sum scaled, and sums of the sum's squares.
 
-    Args:
-        value: float32 [64, T], a product with 64 outputs.
-        residual: bfloat16 [64, T], result of `load`.
-        scale: float32 [64], scale of the norm.
-
-    Returns:
-        float32 [64, T] with values of bfloat16, float32 [64, T], and float32 [4, T], one sum for
-        the outputs of each warp.
+    The product is float32 [64, T], with 64 outputs, the residual a result of `load`, and the scale
+    of the norm float32 [64]. The results are float32: two [64, T], of which the first has values of
+    bfloat16, and [4, T], one sum for the outputs of each warp.
     """
     # Rounded where a stored product would be.
     total = value.astype(jnp.bfloat16).astype(jnp.float32) + residual.astype(jnp.float32)

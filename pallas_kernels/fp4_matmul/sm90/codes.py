@@ -66,12 +66,8 @@ def dequantize_reference(codes: jax.Array, scales: jax.Array) -> jax.Array:
 def dequantize_tile(codes: jax.Array, scales: jax.Array) -> Any:
     """Dequantizes a tile in registers: each thread ends with the operands of its wgmma.
 
-    Args:
-        codes: uint32 [4, 256] in the layout `CODES`.
-        scales: uint32 [128] in the layout `SCALES`.
-
-    Returns:
-        bfloat16 [64, 64] of the columns 0..63, and of the columns 64..127, over UNIT.
+    The codes [4, 256] are in the layout `CODES`, the scales [128] in the layout `SCALES`. The
+    results are bfloat16 [64, 64] of the columns 0..63, and of the columns 64..127, over UNIT.
     """
 
     @plgpu.inline_mgpu(arg_types=(CODES, SCALES), return_type=(_HALF, _HALF))
@@ -84,12 +80,8 @@ def dequantize_tile(codes: jax.Array, scales: jax.Array) -> Any:
 def dequantize_paired_tile(codes: Any, scales: Any) -> Any:
     """Dequantizes a paired tile, whose rows are by eights those of two half tiles in turn.
 
-    Args:
-        codes: uint32 [2, 4, 128] in shared memory, 32 rows of each half.
-        scales: uint32 [2, 4, 16] in shared memory.
-
-    Returns:
-        The two halves of columns, as in `dequantize_tile`.
+    Codes [2, 4, 128] and scales [2, 4, 16], 32 rows of each half, are in shared memory. Returns the
+    two halves of columns, as `dequantize_tile` does.
     """
 
     @plgpu.inline_mgpu(
@@ -125,11 +117,9 @@ def scaled_pairs(
 ) -> Iterator[tuple[int, int, int, Any]]:
     """Dequantizes the codes of a thread, two at a time.
 
-    Args:
-        codes: vectors of four words, one of row r and one of row r + 8.
-        scales: vectors of two words, one of row r and one of row r + 8.
-        scale_bits: PTX that sets $0 to `layout.SCALE_BITS`.
-        multiply: PTX that sets $0 to the pair of codes $1 times the pair of scales `scale`.
+    Codes are vectors of four words, scales of two, one of row r and one of row r + 8 each.
+    `scale_bits` is PTX that sets $0 to `layout.SCALE_BITS`, and `multiply` PTX that sets $0 to the
+    pair of codes $1 times the pair of scales `scale`.
 
     Yields:
         The half (rows r or r + 8), the part (columns 0 to 63 or 64 to 127), the number of the pair

@@ -11,17 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fp4_matmul import layout
 from pallas_kernels.fp4_matmul.sm90 import epilogue, fixup, mainloop
 from pallas_kernels.fp4_matmul.sm90.context import Consumer, Kernel, over_tokens
-from pallas_kernels.fp4_matmul.sm90.lora_shrink import compute_partials
+from pallas_kernels.fp4_matmul.sm90.make_partials import compute_partials
 from pallas_kernels.fp4_matmul.sm90.schedule import adds_adapter
 
 
 def consume(kernel: Kernel, *, warpgroup: Any, registers: int) -> None:
     """Runs a consumer warpgroup: it dequantizes, multiplies, and stores the result.
 
-    Args:
-        kernel: schedule and memory.
-        warpgroup: index of the warpgroup among the consumers.
-        registers: number of registers of each of its threads.
+    `warpgroup` is its index among the consumers, `registers` the number of those of a thread.
     """
     schedule = kernel.schedule
     rows = schedule.config.warpgroups_n
@@ -98,22 +95,17 @@ def _finish_work_tile(
     consumer: Consumer,
     index: Any,
     value: jax.Array,
-    place: tuple[Any, Any, Any, Any],
+    work: tuple[Any, Any, Any, Any],
     bias: jax.Array | None,
     residual: jax.Array | None,
 ) -> None:
-    """Stores a whole tile, or passes on the sums of a split one.
+    """Stores a whole tile, or passes on the sums [64, tile_m] of a split one.
 
-    Args:
-        consumer: the warpgroup.
-        index: index of the work tile.
-        value: float32 [64, tile_m], sums of the work tile.
-        place: the tile, the number of steps of the work tile, the first token, the row tile.
-        bias: bias of the outputs [64], or None.
-        residual: residual [64, tile_m] to add to the product, or None.
+    `work` has the tile, the number of steps of the work tile, the first token, and the row tile.
+    The bias [64] and the residual [64, tile_m] to add may be None.
     """
     schedule, block, k_slice = consumer.schedule, consumer.block, consumer.k_slice
-    tile, count, token, row_tile = place
+    tile, count, token, row_tile = work
     if schedule.paired and not schedule.simulated:
         # Not before a tile is stored: x A^T is added up before the factor.
         @pl.when((k_slice == 0) & (index == schedule.first_stored(block)))

@@ -15,119 +15,68 @@ from pallas_kernels.fp4_matmul.sm90.xa_partials import XaPartials
 
 @dataclasses.dataclass(frozen=True)
 class GlobalMemory:
-    """References to operands and results; None where the product has no such array.
+    """References to operands and results; None where the product has no such array."""
 
-    Attributes:
-        x: bfloat16 [M, K], tokens.
-        codes: uint32 codes of the weight in tile order.
-        scales: uint32 scales of the weight in tile order.
-        divisor: float32 [N], divisors of the weight's rows.
-        y: result [M, N]; [N, M] in float32, [M, N / 2] after SwiGLU.
-        factor: float32 [tile_m], factor of the norm before SwiGLU, in a simulation.
-        square_partials: float32 [S, M], partial mean squares: read before SwiGLU, written with a
-            residual.
-        residual: bfloat16 [M, N], residual to add the product to.
-        scale: float32 [N], scale of the norm after the residual.
-        b: bfloat16 [N, R], B of the adapter.
-        a: bfloat16 [R', K], A of the adapter, if the kernel computes x A^T.
-        xa_partials: float32 [S, M', R'], partials of x A^T.
-        xa: bfloat16 [M', R], x A^T.
-        bias: [N], bias.
-        locks: int32 locks of split tiles and of x A^T.
-        scaled: bfloat16 [M, N], sum of product and residual times the norm's scale.
-        partial: float32 [slots, warpgroups_n, 64, tile_m], partial sums of split tiles.
-    """
-
-    x: Any
-    codes: Any
-    scales: Any
-    divisor: Any
-    y: Any
-    factor: Any = None
+    x: Any  # bfloat16 [M, K], tokens
+    codes: Any  # uint32 codes of the weight in tile order
+    scales: Any  # uint32 scales of the weight in tile order
+    divisor: Any  # float32 [N], divisors of the weight's rows
+    y: Any  # result [M, N]; [N, M] in float32, [M, N / 2] after SwiGLU
+    factor: Any = None  # float32 [tile_m], factor of the norm before SwiGLU, in a simulation
+    # float32 [S, M], partial mean squares: read before SwiGLU, written with a residual.
     square_partials: Any = None
-    residual: Any = None
-    scale: Any = None
-    b: Any = None
-    a: Any = None
-    xa_partials: Any = None
-    xa: Any = None
-    bias: Any = None
-    locks: Any = None
-    scaled: Any = None
-    partial: Any = None
+    residual: Any = None  # bfloat16 [M, N], residual to add the product to
+    scale: Any = None  # float32 [N], scale of the norm after the residual
+    b: Any = None  # bfloat16 [N, R], B of the adapter
+    a: Any = None  # bfloat16 [R', K], A of the adapter, if the kernel computes x A^T
+    xa_partials: Any = None  # float32 [S, M', R'], partials of x A^T
+    xa: Any = None  # bfloat16 [M', R], x A^T
+    bias: Any = None  # [N], bias
+    locks: Any = None  # int32 locks of split tiles and of x A^T
+    scaled: Any = None  # bfloat16 [M, N], sum of product and residual times the norm's scale
+    partial: Any = None  # float32 [slots, warpgroups_n, 64, tile_m], partial sums of split tiles
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedMemory:
-    """References to shared memory and barriers; None where the kernel has no such array.
+    """References to shared memory and barriers; None where the kernel has no such array."""
 
-    Attributes:
-        x: tokens of each stage.
-        codes: codes of each stage.
-        scales: scales of each stage.
-        y: results on their way to global memory.
-        full: barriers at which the copies of a stage arrive.
-        empty: barriers at which the consumer warpgroups arrive when they have read a stage.
-        factor: float32 [tile_m], factor of the norm before SwiGLU.
-        factor_full: barrier at which the reducer warpgroup arrives when the factor is written.
-        partials_made: barrier at which the CTA's own partials of x A^T arrive.
-        parts: sums of the other CTAs of the cluster.
-        parts_full: barriers at which these sums arrive.
-        sums: sums of the slices after the first.
-        sums_full: barriers at which these slices arrive.
-        sums_empty: barriers at which the first slice arrives when it has read the sums.
-    """
-
-    x: Any
-    codes: Any
-    scales: Any
-    y: Any
-    full: Any
-    empty: Any
-    factor: Any = None
+    x: Any  # tokens of each stage
+    codes: Any  # codes of each stage
+    scales: Any  # scales of each stage
+    y: Any  # results on their way to global memory
+    full: Any  # barriers at which the copies of a stage arrive
+    empty: Any  # barriers at which the consumer warpgroups arrive when they have read a stage
+    factor: Any = None  # float32 [tile_m], factor of the norm before SwiGLU
+    # Barrier at which the reducer warpgroup arrives when the factor is written.
     factor_full: Any = None
-    partials_made: Any = None
-    parts: Any = None
-    parts_full: Any = None
-    sums: Any = None
-    sums_full: Any = None
-    sums_empty: Any = None
+    partials_made: Any = None  # barrier at which the CTA's own partials of x A^T arrive
+    parts: Any = None  # sums of the other CTAs of the cluster
+    parts_full: Any = None  # barriers at which these sums arrive
+    sums: Any = None  # sums of the slices after the first
+    sums_full: Any = None  # barriers at which these slices arrive
+    sums_empty: Any = None  # barriers at which the first slice arrives when it has read the sums
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What every warpgroup of the kernel has.
+    """What every warpgroup of the kernel has."""
 
-    Attributes:
-        schedule: tile schedule.
-        gmem: operands and results.
-        smem: shared memory and barriers.
-        xa_partials: partials of x A^T and where their sum goes, or None.
-    """
-
-    schedule: TileSchedule
-    gmem: GlobalMemory
-    smem: SharedMemory
-    xa_partials: XaPartials | None
+    schedule: TileSchedule  # tile schedule
+    gmem: GlobalMemory  # operands and results
+    smem: SharedMemory  # shared memory and barriers
+    xa_partials: XaPartials | None  # partials of x A^T and where their sum goes, or None
 
 
 @dataclasses.dataclass(frozen=True)
 class Consumer(Kernel):
-    """What a consumer warpgroup has.
+    """What a consumer warpgroup has."""
 
-    Attributes:
-        warpgroup: index of the warpgroup among the consumers.
-        registers: number of registers of each of its threads.
-        block: index of the CTA.
-        row: index of the warpgroup along the outputs.
-        k_slice: index of the warpgroup along the columns of a stage.
-    """
-
-    warpgroup: Any
-    registers: int
-    block: Any
-    row: Any
-    k_slice: Any
+    warpgroup: Any  # index of the warpgroup among the consumers
+    registers: int  # number of registers of each of its threads
+    block: Any  # index of the CTA
+    row: Any  # index of the warpgroup along the outputs
+    k_slice: Any  # index of the warpgroup along the columns of a stage
 
     def row_start(self, row_tile):
         """The first row of a row tile in the weight; beyond the weight, that of the last one."""

@@ -39,14 +39,7 @@ def dequantize(
     num_sms: int,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Returns the weight in bfloat16, [N, K].
-
-    Args:
-        weight: packed weight [N, K].
-        inputs: K.
-        num_sms: number of SMs of the device.
-        interpret: parameters of a simulation on a CPU.
-    """
+    """Returns the weight [N, K] in bfloat16; `inputs` is K."""
     n = weight.shape[0]
     row_tiles, column_tiles, _ = weight.codes.shape
     shape = row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS
@@ -103,7 +96,7 @@ def _body(
     count = lax.div(units - block + blocks - 1, blocks)
     column_tiles = out_gm.shape[1] // TILE_COLUMNS
 
-    def place(i):
+    def tiles_of(i):
         """First row tile, and column tile, of the CTA's i-th unit."""
         unit = block + i * blocks
         return lax.div(unit, column_tiles) * _ROWS, lax.rem(unit, column_tiles)
@@ -122,7 +115,7 @@ def _body(
                 if not simulated:
                     fence_async_proxy(nvvm.ProxyKind.async_shared)
 
-            row, column = place(i)
+            row, column = tiles_of(i)
             tiles = (pl.ds(row, _ROWS), column)
             plgpu.copy_gmem_to_smem(codes_gm.at[tiles], codes_sm.at[slot], full.at[slot])
             plgpu.copy_gmem_to_smem(scales_gm.at[tiles], scales_sm.at[slot], full.at[slot])
@@ -140,7 +133,7 @@ def _body(
         @pl.loop(0, count)
         def dequantize_unit(i):
             slot, buffer = lax.rem(i, _STAGES), lax.rem(i, _BUFFERS)
-            row, column = place(i)
+            row, column = tiles_of(i)
             row += warpgroup
             plgpu.barrier_wait(full.at[slot])
             halves = _halves(codes_sm, scales_sm, (slot, warpgroup), simulated)

@@ -44,15 +44,10 @@ def store(
     row_tile: Any,
     residual: jax.Array | None,
 ) -> None:
-    """Starts to store the outputs of a row tile.
+    """Starts to store the outputs of a row tile, for T tokens from one on.
 
-    Args:
-        consumer: the warpgroup.
-        value: float32 [64, T], product and adapter.
-        bias: bias of the outputs [64], or None.
-        token: first of the T tokens.
-        row_tile: index of the row tile.
-        residual: residual [64, T] to add to the product, or None.
+    The product with the adapter is float32 [64, T]. Its bias [64], and the residual [64, T] to add
+    to it, may be None.
     """
     schedule, gmem = consumer.schedule, consumer.gmem
     width, height = value.shape[1], schedule.tile_outputs
@@ -84,8 +79,8 @@ def _add_rmsnorm(
         inside = jnp.broadcast_to(row_tile < schedule.row_tiles, sums.shape)
         sums = jnp.where(inside, sums, jnp.zeros_like(sums))
     count = add_rmsnorm.PARTIALS_OF_ROW_TILE
-    place = gmem.square_partials.at[pl.ds(row_tile * count, count), tokens]
-    plgpu.store(place, sums, optimized=False)
+    target = gmem.square_partials.at[pl.ds(row_tile * count, count), tokens]
+    plgpu.store(target, sums, optimized=False)
     return total, scaled
 
 
@@ -99,14 +94,14 @@ def _copy_out(
     """Rounds values to bfloat16 and starts their copies to global memory by the TMA."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The last copy has been read.
     staged = consumer.smem.y
-    places = [staged.at[consumer.row, pl.ds(i * width, width)] for i in range(len(results))]
-    for (value, _), place in zip(results, places, strict=True):
+    buffers = [staged.at[consumer.row, pl.ds(i * width, width)] for i in range(len(results))]
+    for (value, _), buffer in zip(results, buffers, strict=True):
         if consumer.schedule.paired:
-            place[...] = value
+            buffer[...] = value
         else:
-            place.T[...] = plgpu.layout_cast(
+            buffer.T[...] = plgpu.layout_cast(
                 value.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
             )
     plgpu.commit_smem()
-    for (_, target), place in zip(results, places, strict=True):
-        plgpu.copy_smem_to_gmem(place, target.at[tokens, rows])
+    for (_, target), buffer in zip(results, buffers, strict=True):
+        plgpu.copy_smem_to_gmem(buffer, target.at[tokens, rows])

@@ -46,12 +46,8 @@ def add_cluster_parts(
 ) -> None:
     """Adds up a tile over the CTAs of the cluster, and stores it: each receiver some tokens.
 
-    Args:
-        consumer: the warpgroup.
-        value: float32 [64, tile_m], this CTA's sum.
-        bias: bias of the outputs [64], or None.
-        token: first token of the tile.
-        row_tile: index of the row tile.
+    The sum of this CTA is float32 [64, tile_m], for the tokens from one on; the bias [64] may be
+    None.
     """
     config, smem, row = consumer.schedule.config, consumer.smem, consumer.row
     member = opaque(lax.axis_index("member"))  # or what follows from it waits in registers

@@ -18,8 +18,8 @@ in time from left to right, for one tile with an adapter:
     reducer   | |made_lock: of all CTAs|add up partials of x A^T|factor of the norm
 
 Only products with partials of x A^T have a reducer warpgroup (`xa_partials`, `mean_squares`). The
-consumers make these partials first (`lora_shrink`), or the caller gives them. The stage with x A^T
-follows the stages of the work tile that begins a tile. Barriers, and locks in global memory:
+consumers make these partials first (`make_partials`), or the caller gives them. The stage with
+x A^T follows the stages of the work tile that begins a tile. Barriers, and locks in global memory:
 
     full[s]        the TMA's copies of stage s have arrived
     empty[s]       the consumers have read stage s
@@ -75,31 +75,22 @@ TRACED_EVENTS = 96  # events of a warpgroup that a trace records; later ones are
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The operands of `matmul`; B comes with one of `xa`, `xa_partials` and `a`.
+    """The operands of `matmul`; B comes with one of `xa`, `xa_partials` and `a`."""
 
-    Attributes:
-        x: bfloat16 [M, K].
-        weight: packed weight [N, K].
-        b: bfloat16 [N, R]; R a multiple of 64 up to config.block_k.
-        xa: bfloat16 [M, R], x A^T.
-        xa_partials: float32 [S, M, R'], whose sum over S is x A^T; S >= MIN_PARTIALS, R' <= R a
-            multiple of PARTIAL_COLUMNS.
-        a: bfloat16 [R'', K], R'' <= R, where the schedule `supports_lora_shrink`.
-        bias: bias [N]; not with an epilogue.
-        epilogue: `Swiglu` of at least MIN_PARTIALS partials, with `xa_partials` or `a`;
-            `AddRmsNorm` where the schedule `supports_add_residual`; or None.
-        dtype: dtype of the result, bfloat16 or float32.
-    """
-
-    x: jax.Array
-    weight: Fp4Tiles
-    b: jax.Array | None = None
-    xa: jax.Array | None = None
+    x: jax.Array  # bfloat16 [M, K]
+    weight: Fp4Tiles  # packed weight [N, K]
+    b: jax.Array | None = None  # bfloat16 [N, R]; R a multiple of 64 up to config.block_k
+    xa: jax.Array | None = None  # bfloat16 [M, R], x A^T
+    # float32 [S, M, R'], whose sum over S is x A^T; S >= MIN_PARTIALS, R' <= R a multiple of
+    # PARTIAL_COLUMNS.
     xa_partials: jax.Array | None = None
+    # bfloat16 [R'', K], R'' <= R, where the schedule `supports_lora_shrink`.
     a: jax.Array | None = None
-    bias: jax.Array | None = None
+    bias: jax.Array | None = None  # bias [N]; not with an epilogue
+    # `Swiglu` of at least MIN_PARTIALS partials, with `xa_partials` or `a`; `AddRmsNorm` where the
+    # schedule `supports_add_residual`; or None.
     epilogue: Epilogue | None = None
-    dtype: DTypeLike = jnp.bfloat16
+    dtype: DTypeLike = jnp.bfloat16  # dtype of the result, bfloat16 or float32
 
     @property
     def in_partials(self) -> bool:

@@ -25,15 +25,9 @@ from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
 
 def multiply_stages(consumer: Consumer, done: Any, count: Any) -> tuple[jax.Array, Any]:
-    """Multiplies this warpgroup's tiles of the next stages.
+    """Multiplies this warpgroup's tiles of the next `count` stages; the CTA has used `done` before.
 
-    Args:
-        consumer: the warpgroup.
-        done: number of stages that the CTA has used.
-        count: number of stages to multiply.
-
-    Returns:
-        The float32 products [64, tile_m], and the slot after the last stage.
+    Returns the float32 products [64, tile_m], and the slot after the last stage.
     """
     schedule, smem = consumer.schedule, consumer.smem
     config = schedule.config
@@ -99,9 +93,9 @@ def _multiply_tile(consumer: Consumer, acc: jax.Array, slot: Any, j: int, weight
     """Adds the two products of tile j, counted from the warpgroup's first tile of the stage."""
     config = consumer.schedule.config
     for half, operand_a in enumerate(weight):
-        place = slot, consumer.k_slice, j, half
+        tokens = slot, consumer.k_slice, j, half
         acc = add_product(
-            acc, operand_a, consumer.smem.x, *place, simulated=consumer.schedule.simulated
+            acc, operand_a, consumer.smem.x, *tokens, simulated=consumer.schedule.simulated
         )
         if config.in_flight:
             plgpu.wgmma_wait(config.in_flight)
@@ -143,18 +137,11 @@ def load_adapter(consumer: Consumer, row_start: Any) -> list[Any]:
 def add_adapter(
     consumer: Consumer, acc: jax.Array, b: list[Any] | None, slot: Any, first: Any, row_start: Any
 ) -> jax.Array:
-    """Adds B xa^T to the accumulator, if the work tile begins a tile.
+    """Adds B xa^T to the accumulator [64, tile_m], if the work tile begins a tile.
 
-    Args:
-        consumer: the warpgroup.
-        acc: float32 [64, tile_m].
-        b: B of `load_adapter`, if it was loaded before the main loop, or None.
-        slot: slot of the stage that holds xa, if the work tile begins a tile.
-        first: first step of the work tile.
-        row_start: first row of B.
-
-    Returns:
-        The accumulator.
+    B, with rows from `row_start` on, is the result of `load_adapter` if it was loaded before the
+    main loop, or None. If the work tile begins a tile, whose first step tells, the slot's stage
+    holds xa.
     """
     config, smem, partials = consumer.schedule.config, consumer.smem, consumer.xa_partials
 
@@ -171,9 +158,9 @@ def add_adapter(
         def acc(_, acc):
             for j, part in enumerate(columns):
                 weight = part if partials is None else operand(part, slot)
-                place = slot, 0, j // 2, j % 2
+                tokens = slot, 0, j // 2, j % 2
                 acc = add_product(
-                    acc, weight, smem.x, *place, simulated=consumer.schedule.simulated
+                    acc, weight, smem.x, *tokens, simulated=consumer.schedule.simulated
                 )
             plgpu.wgmma_wait(0)
             return acc

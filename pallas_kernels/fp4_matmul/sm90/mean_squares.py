@@ -17,17 +17,11 @@ from pallas_kernels.fp4_matmul.tiling import MIN_PARTIALS
 
 
 class _Reading(NamedTuple):
-    """What a warpgroup reads at a time, of which a lane has one number.
+    """What a warpgroup reads at a time, of which a lane has one number."""
 
-    Attributes:
-        partials: number of partials.
-        tokens: number of tokens.
-        layout: layout of [partials, tokens].
-    """
-
-    partials: int
-    tokens: int
-    layout: Any
+    partials: int  # number of partials
+    tokens: int  # number of tokens
+    layout: Any  # layout of [partials, tokens]
 
 
 def _reading(partials: int, tokens: int, *inner: tuple, warps: Any, lanes: tuple) -> _Reading:
@@ -49,10 +43,8 @@ _FEW = _reading(MIN_PARTIALS, 8, warps=plgpu.Replicated(4), lanes=(-3, -2))
 def write_factor(square_partials: Any, factor: Any, eps: float) -> None:
     """Writes 1 / sqrt(mean square + eps) of every token; the reducer warpgroup calls it.
 
-    Args:
-        square_partials: float32 [S, M] in global memory, whose sum over S is the mean square.
-        factor: float32 [M'], M' >= M, in shared memory.
-        eps: epsilon of the norm.
+    The partials, float32 [S, M], are in global memory, and their sum over S is the mean square; the
+    factor, float32 [M'] with M' >= M, is in shared memory.
     """
     count, m = square_partials.shape
     # Each warp reads other partials, unless there are too few of them for any such reading.

@@ -41,19 +41,10 @@ def add_product(
 ) -> jax.Array:
     """Starts to add a product to an accumulator, in a group that `plgpu.wgmma_wait` awaits.
 
-    Args:
-        acc: float32 [64, T].
-        weight: bfloat16 [64, 64].
-        x: tokens [S, P, T, 128] in shared memory, P tiles of 128 columns for each stage.
-        slot: slot of the stage.
-        tile: first of the stage's tiles that the warpgroup multiplies.
-        ahead: distance of the product's tile from the first, a constant.
-        half: 0 for the columns 0..63 of the tile, 1 for 64..127.
-        simulated: whether the interpreter runs this, which takes no inline code and multiplies at
-            once.
-
-    Returns:
-        The accumulator.
+    The accumulator is float32 [64, T], the weight bfloat16 [64, 64]. The tokens x [S, P, T, 128] in
+    shared memory have P tiles of 128 columns for each stage: the product is of the tile `ahead`
+    after `tile`, the first one that the warpgroup multiplies, in the slot's stage, and of its
+    columns 0..63 or 64..127. The interpreter takes no inline code and multiplies at once.
     """
     _, per_stage, tokens, _ = x.shape
     if simulated:

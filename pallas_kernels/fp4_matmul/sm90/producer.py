@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.fp4_matmul.sm90.context import Kernel, window
-from pallas_kernels.fp4_matmul.sm90.lora_shrink import copy_tokens_for_partials
+from pallas_kernels.fp4_matmul.sm90.make_partials import copy_tokens_for_partials
 from pallas_kernels.fp4_matmul.sm90.schedule import adds_adapter
 from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy, opaque
 from pallas_kernels.fp4_matmul.sm90.xa_partials import await_xa
@@ -54,15 +54,7 @@ def _produce_work_tile(
 ) -> tuple[Any, Any]:
     """Fills the stages of a work tile, and one with x A^T if it begins a tile.
 
-    Args:
-        kernel: schedule and memory.
-        block: index of the CTA.
-        index: index of the work tile.
-        done: number of stages filled before.
-        slot: slot of the next stage.
-
-    Returns:
-        `done` and `slot` after the work tile.
+    Takes the number of stages filled before and the slot of the next one; returns them after it.
     """
     schedule = kernel.schedule
     tile, first, count = schedule.work_tile(block, index)
@@ -135,7 +127,7 @@ def _fill(kernel: Kernel, slot: Any, tile: Any, step: Any) -> None:
 
 
 def _fill_with_xa(kernel: Kernel, slot: Any, tile: Any) -> None:
-    """Starts the copies of x A^T, in place of the tokens of a step."""
+    """Starts the copies of x A^T, instead of the tokens of a step."""
     xa = kernel.gmem.xa
     copies = -(-xa.shape[1] // TILE_COLUMNS)
     _copy_tokens(kernel, xa, slot, tile, 0, copies)
@@ -154,14 +146,7 @@ def _copy_tokens(kernel: Kernel, source: Any, slot: Any, tile: Any, first: Any, 
 
 
 def _await_last(kernel: Kernel, barriers: Any, count: int, total: Any) -> None:
-    """Observes the last phases of some barriers, one for each of the last stages.
-
-    Args:
-        kernel: schedule and memory.
-        barriers: barriers of the pipeline.
-        count: number of phases to observe, if as many stages were filled.
-        total: number of stages that were filled.
-    """
+    """Observes the last phases of barriers, up to `count`, of `total` stages that were filled."""
 
     @pl.loop(jnp.maximum(total - count, 0), total)
     def observe_phase(i):

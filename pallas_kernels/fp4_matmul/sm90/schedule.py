@@ -23,51 +23,30 @@ _RESIDENT_IN_CLUSTERS = 96
 
 
 class WorkTile(NamedTuple):
-    """A tile of the result, or a run of its steps, that one CTA computes.
+    """A tile of the result, or a run of its steps, that one CTA computes."""
 
-    Attributes:
-        tile: index of the tile.
-        first: first step of K.
-        steps: number of steps of K; fewer than the tile has if CTAs split it.
-    """
-
-    tile: Any
-    first: Any
-    steps: Any
+    tile: Any  # index of the tile
+    first: Any  # first step of K
+    steps: Any  # number of steps of K; fewer than the tile has if CTAs split it
 
 
 class Fixup(NamedTuple):
-    """The part that one CTA has in the fix-up of a split tile.
+    """The part that one CTA has in the fix-up of a split tile."""
 
-    Attributes:
-        tile: index of the tile.
-        first_peer: first CTA with a run of the tile's steps.
-        peers: number of these CTAs; 0 if the work tile is a whole tile or does not exist.
-        begin: first unit of tokens that the CTA adds up.
-        end: the unit after the last.
-    """
-
-    tile: Any
-    first_peer: Any
-    peers: Any
-    begin: Any
-    end: Any
+    tile: Any  # index of the tile
+    first_peer: Any  # first CTA with a run of the tile's steps
+    peers: Any  # number of these CTAs; 0 if the work tile is a whole tile or does not exist
+    begin: Any  # first unit of tokens that the CTA adds up
+    end: Any  # the unit after the last
 
 
 class _ClusterWork(NamedTuple):
-    """The work of a CTA in a cluster.
+    """The work of a CTA in a cluster."""
 
-    Attributes:
-        cluster: index of the cluster.
-        member: index of the CTA in the cluster.
-        whole: number of tiles that the CTA computes alone.
-        split: 1 if the cluster splits one more tile, or 0.
-    """
-
-    cluster: Any
-    member: Any
-    whole: Any
-    split: Any
+    cluster: Any  # index of the cluster
+    member: Any  # index of the CTA in the cluster
+    whole: Any  # number of tiles that the CTA computes alone
+    split: Any  # 1 if the cluster splits one more tile, or 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,28 +62,17 @@ class TileSchedule:
 
     For SwiGLU row tiles are paired, with 32 rows of each half of the weight. A tile has the upper
     or the lower halves of as many whole row tiles, which are one box for the TMA.
-
-    Attributes:
-        config: tiling of the kernel.
-        m_tiles: number of tiles along the tokens.
-        n_tiles: number of tiles along the outputs.
-        row_tiles: number of tiles of 64 rows of the weight.
-        steps: number of steps of a tile.
-        blocks: number of CTAs.
-        split: number of CTAs of a cluster; with 1 every CTA is a cluster.
-        simulated: whether the interpreter runs the kernel, which has no clusters.
-        paired: whether row tiles are paired for SwiGLU.
     """
 
-    config: TileConfig
-    m_tiles: int
-    n_tiles: int
-    row_tiles: int
-    steps: int
-    blocks: int
-    split: int
-    simulated: bool
-    paired: bool = False
+    config: TileConfig  # tiling of the kernel
+    m_tiles: int  # number of tiles along the tokens
+    n_tiles: int  # number of tiles along the outputs
+    row_tiles: int  # number of tiles of 64 rows of the weight
+    steps: int  # number of steps of a tile
+    blocks: int  # number of CTAs
+    split: int  # number of CTAs of a cluster; with 1 every CTA is a cluster
+    simulated: bool  # whether the interpreter runs the kernel, which has no clusters
+    paired: bool = False  # whether row tiles are paired for SwiGLU
 
     @property
     def tiles(self) -> int:
@@ -199,7 +167,7 @@ class TileSchedule:
     def shrink_turns(self, rank: int, k: int) -> int:
         """Number of units that a CTA makes of the partials of x A^T, A [rank, K].
 
-        See `lora_shrink.compute_partials`.
+        See `make_partials.compute_partials`.
         """
         units = k // TILE_COLUMNS * -(-rank // PARTIAL_COLUMNS)
         return -(-units // self.resident_blocks)
@@ -369,14 +337,8 @@ def make_schedule(
 ) -> TileSchedule:
     """The schedule of a product of M tokens, tiles of 64 rows, and K columns.
 
-    Args:
-        config: tiling of the kernel.
-        m: number of tokens.
-        row_tiles: number of tiles of 64 rows of the weight.
-        k: number of inputs.
-        num_sms: number of SMs, which bounds the number of CTAs.
-        simulated: whether the interpreter runs the kernel.
-        paired: whether row tiles are paired for SwiGLU.
+    `num_sms` bounds the number of CTAs. The interpreter may run the kernel, and row tiles may be
+    paired for SwiGLU.
     """
     m_tiles, n_tiles = -(-m // config.tile_m), -(-row_tiles // config.warpgroups_n)
     if paired:

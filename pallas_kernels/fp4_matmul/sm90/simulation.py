@@ -29,17 +29,10 @@ def add_partial(
     bias: jax.Array | None,
     factor: jax.Array | None,
 ) -> jax.Array:
-    """Adds up the partial sums of split tiles.
+    """Adds up the partial sums of split tiles [slots, warpgroups_n, 64, tile_m], in y.
 
-    Args:
-        schedule: tile schedule.
-        y: [M, N], or [M, N / 2] with SwiGLU, without the split tiles.
-        partial: float32 [slots, warpgroups_n, 64, tile_m].
-        bias: bias [N], or None.
-        factor: float32 [tile_m], factor of the norm before SwiGLU, or None.
-
-    Returns:
-        y with the split tiles.
+    y is [M, N], or [M, N / 2] with SwiGLU, whose norm's factor is float32 [tile_m]. The bias is
+    [N].
     """
     for tile, (slot, peers) in _split_tiles(schedule).items():
         with jax.ensure_compile_time_eval():

@@ -36,13 +36,10 @@ _TRANSPOSED = plgpu.Layout.TILED(
 
 
 def load_numbers(numbers: Any, gates: Any, others: Any, *, simulated: bool) -> jax.Array:
-    """Loads a number for each row [64] of a paired tile from global memory.
+    """Loads a number for each row [64] of a paired tile from [N] in global memory.
 
-    Args:
-        numbers: [N] in global memory.
-        gates: the tile's 32 rows of the gate.
-        others: the tile's 32 rows of the other half.
-        simulated: whether the interpreter runs this, which takes no inline code.
+    `gates` are the tile's 32 rows of the gate, `others` those of the other half. The interpreter
+    takes no inline code.
     """
     if simulated:
         return interleave(numbers[gates], numbers[others])
@@ -63,15 +60,10 @@ def load_numbers(numbers: Any, gates: Any, others: Any, *, simulated: bool) -> j
 
 
 def apply(value: jax.Array, factor: Any, *, simulated: bool) -> jax.Array:
-    """SwiGLU of a paired tile.
+    """SwiGLU of a paired tile, bfloat16 [T, 32] of a float32 product [64, T].
 
-    Args:
-        value: float32 [64, T], a product without its norm's factor.
-        factor: float32 [T] in shared memory.
-        simulated: whether the interpreter runs this, which takes no inline code.
-
-    Returns:
-        bfloat16 [T, 32].
+    The factor of the product's norm, float32 [T], is in shared memory. The interpreter takes no
+    inline code.
     """
     if simulated:
         gate, up = (x.reshape(_ROWS, -1).T for x in value.reshape(4, 2, 8, -1).swapaxes(0, 1))

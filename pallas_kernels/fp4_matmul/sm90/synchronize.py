@@ -24,9 +24,7 @@ def fence_async_proxy(kind: nvvm.ProxyKind) -> None:
 def arrive(locks: Sequence, arrivals: Sequence[jax.Array]) -> None:
     """Publishes what the warpgroup wrote to global memory and counts at one or two locks.
 
-    Args:
-        locks: int32 [1] in global memory.
-        arrivals: int32 for each lock; 0 leaves the lock alone, and every other number adds one.
+    A lock is int32 [1]. Arrivals of 0 leave it alone, and every other number adds one.
     """
     _with_locks(
         "bar.sync $1, 128; @mine fence.acq_rel.gpu; "
@@ -40,13 +38,9 @@ def arrive(locks: Sequence, arrivals: Sequence[jax.Array]) -> None:
 def wait(locks: Sequence, arrivals: Sequence[jax.Array], waiters: Sequence[jax.Array]) -> None:
     """Waits for all arrivals at one or two locks, and sees what was written before them.
 
-    A CTA that has waited counts at the lock, too. The last one resets the lock to zero, for the
-    next call of the kernel: no lock is zero again while a CTA waits at it.
-
-    Args:
-        locks: int32 [1] in global memory.
-        arrivals: int32, number of arrivals at each lock; 0 leaves the lock alone.
-        waiters: int32, number of CTAs that wait at each lock.
+    A CTA that has waited counts at the lock, too. The last of its waiters resets the lock to zero,
+    for the next call of the kernel: no lock is zero again while a CTA waits at it. Arrivals of 0
+    leave a lock alone.
     """
     _with_locks(
         "again: @mine ld.acquire.gpu.global.u32 count, [lock]; "

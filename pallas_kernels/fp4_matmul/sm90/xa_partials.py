@@ -56,26 +56,18 @@ SUM_BYTES = 4 * MIN_PARTIALS * PARTIAL_COLUMNS  # shared memory to add up the su
 
 
 class XaPartials(NamedTuple):
-    """Partials of x A^T in global memory, and where their sum goes.
+    """Partials of x A^T in global memory, and where their sum goes."""
 
-    Attributes:
-        partials: float32 [S, M', R'], M' >= M and S >= MIN_PARTIALS.
-        xa: bfloat16 [M', R], R >= R'; its columns have the order that `operand` wants, and those
-            from R' on become 0.
-        lock: int32 [1], lock of the sum.
-        rows: M.
-        blocks: number of CTAs that make partials or add them up, which are the first ones.
-        a: bfloat16 [R', K], A of which the kernel makes the partials; None if they are given.
-        made_lock: int32 [1], lock of the partials that the kernel makes.
-    """
-
-    partials: Any
+    partials: Any  # float32 [S, M', R'], M' >= M and S >= MIN_PARTIALS
+    # bfloat16 [M', R], R >= R'; its columns have the order that `operand` wants, and those from R'
+    # on become 0.
     xa: Any
-    lock: Any
-    rows: int
-    blocks: int
+    lock: Any  # int32 [1], lock of the sum
+    rows: int  # M
+    blocks: int  # number of CTAs that make partials or add them up, which are the first ones
+    # bfloat16 [R', K], A of which the kernel makes the partials; None if they are given.
     a: Any = None
-    made_lock: Any = None
+    made_lock: Any = None  # int32 [1], lock of the partials that the kernel makes
 
     @property
     def parts(self) -> int:
@@ -97,12 +89,8 @@ class XaPartials(NamedTuple):
 def reduce_partials(block: Any, given: XaPartials, made: Any) -> None:
     """Writes this CTA's parts of x A^T and counts at the lock, if there are any.
 
-    The reducer warpgroup calls it.
-
-    Args:
-        block: index of the CTA.
-        given: partials to add up.
-        made: barrier at which this CTA's own partials arrive, if the kernel makes them.
+    The reducer warpgroup calls it. If the kernel makes the partials, this CTA's own ones arrive at
+    the barrier `made`.
     """
     block = opaque(block)
     if given.a is not None:
@@ -116,8 +104,8 @@ def reduce_partials(block: Any, given: XaPartials, made: Any) -> None:
         row = lax.div(part, columns)
         column = (part - row * columns) * PARTIAL_COLUMNS
         total = _sum(given.partials, row, column)
-        place = xa.at[row, pl.ds(column, PARTIAL_COLUMNS)]
-        plgpu.store(place, _rounded(total.sum(axis=0)), optimized=False)
+        target = xa.at[row, pl.ds(column, PARTIAL_COLUMNS)]
+        plgpu.store(target, _rounded(total.sum(axis=0)), optimized=False)
 
     @pl.when(block < min(blocks, parts))
     def count_at_lock():
@@ -177,19 +165,16 @@ def await_xa(given: XaPartials, blocks: int) -> None:
 def load_b(*b: Any) -> list[jax.Array]:
     """Loads B [64, 64] from global memory, or two [32, 64] whose rows take turns by eights.
 
-    Returns:
-        Registers for `operand`, in the order of columns that `reduce_partials` writes.
+    The registers, in the order of columns that `reduce_partials` writes, are for `operand`.
     """
     return [plgpu.load(part, layout=_layout(len(b)), optimized=False) for part in b]
 
 
 def operand(read: Sequence[jax.Array], late: jax.Array) -> jax.Array:
-    """B [64, 64] as an operand of wgmma.
+    """B [64, 64], as `load_b` has read it, as an operand of wgmma.
 
-    Args:
-        read: result of `load_b`.
-        late: int32, not negative, which is known when the operand is wanted and not before. ptxas
-            would otherwise put the words in order right after the load, and so wait for them.
+    `late`, int32 and not negative, is known when the operand is wanted and not before. ptxas would
+    otherwise put the words in order right after the load, and so wait for them.
     """
     result = plgpu.ShapeDtypeStruct((64, 64), jnp.dtype(jnp.bfloat16), layout=plgpu.Layout.WGMMA)
 

@@ -23,10 +23,9 @@ def is_installed(text: str) -> bool:
 def config_file(text: str) -> str:
     """The config file that a text names, with the preset if the text has one.
 
-    Args:
-        text: FILE.py or FILE.py:PRESET, where the file may lie in the home folder (~); or NAME or
-            NAME:PRESET with the name of an installed config, such as grpo_gsm8k:qwen2.5-7b, which
-            is found from any directory.
+    The text is FILE.py or FILE.py:PRESET, where the file may be in the home folder (~); or NAME or
+    NAME:PRESET with the name of an installed config, such as grpo_gsm8k:qwen2.5-7b, which is found
+    from any directory.
 
     Raises:
         UserError: there is neither a file nor a config of this name.

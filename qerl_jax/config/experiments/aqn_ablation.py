@@ -45,6 +45,5 @@ def get_sweep(preset: str = models.STAND_IN) -> list[ConfigOverrides]:
     if preset != models.STAND_IN:
         schedules += ["cosine", "linear", "logarithmic"]
     return product(
-        chain({"aqn.schedule": ["off"]}, {"aqn.schedule": schedules}),
-        {"seed": [0, 1, 2]},
+        chain({"aqn.schedule": ["off"]}, {"aqn.schedule": schedules}), {"seed": [0, 1, 2]}
     )

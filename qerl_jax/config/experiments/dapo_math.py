@@ -59,11 +59,7 @@ def get_config(preset: str = models.STAND_IN) -> ConfigDict:
         UserError: the preset does not exist.
     """
     config = build.build(
-        "dapo_math",
-        preset,
-        settings=_SETTINGS,
-        rewards=_REWARDS,
-        stand_in=models.SUMS | _STAND_IN,
+        "dapo_math", preset, settings=_SETTINGS, rewards=_REWARDS, stand_in=models.SUMS | _STAND_IN
     )
     if preset.partition(",")[0] in _HARDEST_FROM:
         config.data.source = config.data.source.replace("level_3_4_5", "level_4_5")

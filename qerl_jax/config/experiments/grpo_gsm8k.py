@@ -30,7 +30,6 @@ _SETTINGS = {
         "Solve the problem step by step. Write your reasoning between <think> and </think>, then "
         "the final number between <answer> and </answer>."
     ),
-    "data.max_prompt_tokens": 320,
 }
 
 _REWARDS = {

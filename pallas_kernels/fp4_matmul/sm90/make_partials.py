@@ -40,8 +40,7 @@ _TRANSPOSED = plgpu.Layout.TILED(
 def copy_tokens_for_partials(kernel: Kernel, given: XaPartials) -> Any:
     """Has the TMA copy the tokens of this CTA's units to its first stage, if it has any.
 
-    Returns:
-        The number of stages that this fills.
+    Returns the number of stages that this fills.
     """
     schedule, gmem, smem = kernel.schedule, kernel.gmem, kernel.smem
     block, full = schedule.this_block(), smem.full.at[0]
@@ -64,8 +63,7 @@ def copy_tokens_for_partials(kernel: Kernel, given: XaPartials) -> Any:
 def compute_partials(consumer: Consumer, given: XaPartials) -> Any:
     """Makes this CTA's units, a warpgroup one at a time; every consumer warpgroup calls it.
 
-    Returns:
-        The number of stages that this empties.
+    Returns the number of stages that this empties.
     """
     schedule, smem, warpgroup = consumer.schedule, consumer.smem, consumer.warpgroup
     warpgroups, full = schedule.config.warpgroups, smem.full.at[0]
@@ -98,8 +96,8 @@ def compute_partials(consumer: Consumer, given: XaPartials) -> Any:
 
         @pl.when(partial <= last)
         def write_unit():
-            place = given.partials.at[partial, :, ranks]
-            plgpu.store(place, _transposed(value), optimized=False)
+            target = given.partials.at[partial, :, ranks]
+            plgpu.store(target, _transposed(value), optimized=False)
 
         plgpu.barrier_arrive(smem.partials_made)
 

@@ -1,7 +1,7 @@
 r"""Arms of a comparison on competition mathematics with DAPO: weights in 16 and in 4 bits.
 
     uv run --extra cuda python -m experiments.dapo_math \
-        --config=experiments/configs/evidence_math.py:nvfp4-lora --config.seed=0
+        --config=experiments/arms/evidence_math.py:nvfp4-lora --config.seed=0
 
 The model is Qwen2.5-Coder-1.5B-Instruct, the problems are those of levels 3 to 5 of MATH's training
 set, and MATH-500 tests. All of them come from files:
@@ -12,8 +12,8 @@ set, and MATH-500 tests. All of them come from files:
 The arms differ in their weights alone; there is no noise. A completion has up to 2,048 tokens, and
 the last 512 of them are the buffer in which DAPO's length penalty grows. A rollout samples 16
 groups, of which a step trains on 8 informative ones: about as many groups have equal rewards, and a
-second rollout would wait for its own longest completion. `benchmarks.long_runs` collects the runs
-in benchmarks/results/dapo_math.json, and docs/evidence.md says what they mean.
+second rollout would wait for its own longest completion. benchmarks/results/dapo_math.json has the
+results, and docs/evidence.md says what they mean.
 """
 
 from ml_collections import ConfigDict

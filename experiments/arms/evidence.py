@@ -1,9 +1,9 @@
 """Arms of a comparison on GSM8K: weights in 16 and 4 bits, with and without noise.
 
     uv run --extra cuda python -m experiments.grpo_gsm8k \
-        --config=experiments/configs/evidence.py:nvfp4-lora --config.seed=0
+        --config=experiments/arms/evidence.py:nvfp4-lora --config.seed=0
     uv run --extra cuda python -m experiments.sweep \
-        --config=experiments/configs/evidence.py:nvfp4-lora    # the arm's grid of learning rates
+        --config=experiments/arms/evidence.py:nvfp4-lora    # the arm's grid of learning rates
 
 The model is Qwen2.5-Coder-1.5B-Instruct. Weights and problems come from the hub, or from files:
 `--config.model.source=FILE.gguf --config.data.path=gsm8k_train.jsonl`. All arms have the same

@@ -1,0 +1,128 @@
+"""What fits a card and what a decode step takes there at least, by arithmetic."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from benchmarks.result_tables import STEPS, rows_of, table
+from qerl_jax.config.experiments import grpo_gsm8k
+from qerl_jax.memory import cards, report, run_plan
+from qerl_jax.policy import sizes
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.lora import PROJECTIONS
+from qerl_jax.rollout import shapes
+from qerl_jax.system.device_memory import pool_of
+
+# Bytes per second of the memory by the vendor's data sheet, and compute capability.
+BANDWIDTHS = {
+    "RTX 3090, 24 GB": (936e9, 8.6),
+    "RTX 4090, 24 GB": (1008e9, 8.9),
+    "RTX 5090, 32 GB": (1792e9, 12.0),
+    "L4, 24 GB": (300e9, 8.9),
+    "A100, 80 GB": (2039e9, 8.0),
+    "DGX Spark, 128 GB": (273e9, 12.1),
+}
+ROWS = 1, 8, 32
+_MODEL = "qwen2.5-7b"
+_RANK = 32
+_TOKENS = 512  # of a row in the cache
+
+# Bytes of a card, and whether the Hopper kernel runs on it.
+CARDS = {
+    "24 GB (RTX 4090)": cards.CARDS["rtx-4090"],
+    "48 GB (L40S)": (48 * 10**9, False),
+    "80 GB (H100)": cards.CARDS["h100-80gb"],
+}
+STEP_ROWS = 128  # completions of a step in the preset's recipe
+_SIZES = ("1.5b", "3b", "7b", "14b", "32b", "72b")  # of Qwen2.5
+
+
+def step_seconds(format: str, rows: int, bandwidth: float) -> float:
+    """The time in which a card reads what a step of the 7B needs.
+
+    Args:
+        format: format of the weights, as in `load.load`.
+        rows: rows of the step.
+        bandwidth: bytes per second.
+    """
+    model, dtype = ARCHITECTURES[_MODEL], jnp.dtype(jnp.bfloat16)
+    packed = sizes.packed_bytes(model, format) or sizes.dense_layers_bytes(model, dtype.itemsize)
+    head = model.vocab_size * model.embed_dim * dtype.itemsize
+    adapter = sizes.fused_adapter_bytes(
+        model, rank=_RANK, targets=PROJECTIONS, itemsize=dtype.itemsize
+    )
+    cache = rows * _TOKENS * shapes.position_bytes(model, dtype)
+    return (packed + head + adapter + cache) / bandwidth
+
+
+def card_table() -> str:
+    """Milliseconds of a step of Qwen2.5-7B by bytes alone, with an adapter of rank 32."""
+
+    def seconds(format: str, card: tuple) -> str:
+        return " / ".join(f"{1e3 * step_seconds(format, rows, card[1][0]):.1f}" for rows in ROWS)
+
+    rows = " / ".join(map(str, ROWS))
+    columns = [
+        ("card", lambda card: card[0]),
+        ("capability", lambda card: f"{card[1][1]}"),
+        (f"nvfp4, {rows} rows, ms", lambda card: seconds("nvfp4", card)),
+        (f"bf16, {rows} rows, ms", lambda card: seconds("bf16", card)),
+    ]
+    return table(columns, BANDWIDTHS.items())
+
+
+def paths_table(rollout: dict) -> str:
+    """Milliseconds of a measured step of Qwen2.5-7B by what multiplies the packed weights.
+
+    Args:
+        rollout: content of rollout.json.
+    """
+    paths = {
+        "the Hopper kernel": {"format": "nvfp4"},
+        "the kernel of other GPUs": {"format": "nvfp4", "implementation": "mma"},
+        "dequantized in every step": {
+            "format": "nvfp4", "implementation": "xla", "dequantize": "step",
+        },
+        "bf16": {"format": "bf16"},
+    }  # fmt: skip
+    times: dict[int, dict[str, float]] = {}
+    for path, values in paths.items():
+        options = STEPS | {"model": _MODEL, "lora_rank": _RANK, "head_format": "", "tensor": 1}
+        for row in rows_of(rollout, "decode", options | values):
+            times.setdefault(row["batch"], {})[path] = row["ms_per_step"]
+    columns = [
+        ("rows", lambda line: f"{line[0]}"),
+        *(
+            (path, lambda line, path=path: f"{line[1][path]:.2f}" if path in line[1] else "")
+            for path in paths
+        ),
+    ]
+    lines = [line for line in sorted(times.items()) if "the kernel of other GPUs" in line[1]]
+    return table(columns, lines)
+
+
+def memory_table(measured: Iterable[dict[str, Any]]) -> str:
+    """How many of a step's 128 rows decode together on each card; and the peak of a measured step.
+
+    The rows have 1,024 new tokens, as in the recipe `first_run`.
+
+    Args:
+        measured: rows of step.json, at most one for each model.
+    """
+    peaks = {row["model"]: f"{row['peak_gb']:.1f} GB" for row in measured}
+
+    def plans(model: str) -> dict[str, Any]:
+        config = grpo_gsm8k.get_config(f"{model},first_run")
+        row: dict[str, Any] = {"model": model, "peak": peaks.get(model, "")}
+        for card, (memory, hopper) in CARDS.items():
+            device = run_plan.Device(int(pool_of(1) * memory), run_plan.kernel_of(hopper=hopper))
+            plan = run_plan.plan_run(config, ARCHITECTURES[model], device)
+            fits = plan.fits and report.largest_rows(plan, config, ARCHITECTURES[model])
+            row |= {"weights": plan.weights / 1e9, card: min(fits, STEP_ROWS) if fits else "-"}
+        return row
+
+    columns = [("model", "{model}"), ("weights", "{weights:.1f} GB")]
+    columns += [(card, lambda row, card=card: f"{row[card]}") for card in CARDS]
+    columns += [("measured, 8 rows", "{peak}")]
+    return table(columns, [plans(f"qwen2.5-{size}") for size in _SIZES])

@@ -1,1 +1,0 @@
-"""Measures other libraries on this card, each beside a step of this project."""

@@ -1,1 +1,0 @@
-"""Configs of the measurements on the pages, which are not installed."""

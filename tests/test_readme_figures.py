@@ -1,0 +1,97 @@
+"""The figures of the README's first parts are those of the files under benchmarks/results/."""
+
+import json
+import pathlib
+import re
+
+import numpy as np
+from scipy import stats
+
+from qerl_jax.run.statistics import paired_difference
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+_NAMES = r"`[^`]*`|GSM8K|bf16|Qwen2.5-Coder-1.5B|NVFP4|Q4_K_M|16-bit|95 %|H\d00|AVX\d+"
+
+
+def figures(begin, end):
+    """The figures in the prose of a part of the README, which begins and ends with these words."""
+    (part,) = re.findall(
+        f"{re.escape(begin)}(.*?){re.escape(end)}", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    return re.findall(r"[+-]?\d+(?:[.,]\d+)*", re.sub(_NAMES, "", part)), part
+
+
+def read(name):
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def differences(arm, reference):
+    """The difference of two arms in points after training, over problems and over seeds."""
+    content = read("gsm8k.json")
+    rows, others = (
+        [row for row in content["rows"] if row["arm"] == name] for name in (arm, reference)
+    )
+    correct = [
+        [list(content["runs"][f"{row['arm']}-s{row['seed']}"]["evaluations"]["end"]["correct"])
+         for row in part]
+        for part in (rows, others)
+    ]  # fmt: skip
+    means = (np.array(part, int).mean(axis=0) for part in correct)
+    ends = [[row["pass1_end"] for row in part] for part in (rows, others)]
+    seeds = stats.ttest_ind(*ends, equal_var=False).confidence_interval(0.95)
+    over_problems = [100 * value for value in paired_difference(*means)]
+    return rows, over_problems, [np.mean(ends[0]) - np.mean(ends[1]), *seeds]
+
+
+def test_what_is_said_of_speed():
+    found, _ = figures("other libraries](docs/peers.svg)", "memory.")
+    rows = [row for row in read("peers.json")["rows"] if row["step_s"] is not None]
+    (lengths,) = {(row["new_tokens"], row["prompt"], row["lora_rank"]) for row in rows}
+    assert found == [f"{n:,}" for n in (max(row["batch"] for row in rows), *lengths)]
+
+
+def test_what_four_bits_cost():
+    bf16, *_ = differences("bf16-lora", "bf16-lora")
+    costs = [differences(arm, "bf16-lora") for arm in ("nvfp4-lora", "nvfp4-rounded-lora")]
+    arms = [bf16, *(rows for rows, *_ in costs)]
+    before, after = (
+        [f"{np.mean([row[name] for row in rows]):.1f}" for rows in arms]
+        for name in ("pass1_start", "pass1_end")
+    )
+    expected = [f"{bf16[0]['n']:,}", *before, f"{bf16[0]['steps']}", *after]
+    for _, problems, seeds in costs:
+        cost, *ends = (-value for value in (problems[0], *problems[:0:-1], *seeds[:0:-1]))
+        expected += [f"{value:.1f}" for value in (cost, *ends)]
+    assert figures("**What four bits cost.**", "**What")[0] == expected
+
+
+def test_what_noise_gains():
+    calibrated, rounded, same_rate = "nvfp4-lora", "nvfp4-rounded-lora", "nvfp4-lora-lr5e-5"
+    expected, unclear = [], []
+    for reference, arm in ((calibrated,) * 2, (rounded,) * 2, (same_rate, calibrated)):
+        for noise in ("paper", "kl0.01"):
+            rows, problems, seeds = differences(f"{arm}-aqn-{noise}", reference)
+            few = len(rows) < 3  # such an arm has its interval over problems
+            gain = problems if few else seeds
+            expected += [f"{value:+.1f}" for value in gain] + [str(len(rows))] * few
+            expected += [noise[2:]] * noise.startswith("kl")
+            unclear += [gain[1] <= 0 <= gain[2]] * (reference == calibrated)
+    found, text = figures("**What noise gains.**", "## Start")
+    assert "no gain differs clearly from 0" in " ".join(text.split())
+    assert all(unclear)
+    found.remove("0")
+    assert found == expected
+
+
+def test_what_the_first_run_learns():
+    found, _ = figures("before and after training.\n\n", "\n\n")
+    learning = read("learning_sums.json")["learning"]
+    accuracy, truncated = learning["eval_accuracy"], learning["eval_truncated"]
+    after = accuracy["by_seed"]["after"]
+    percents = [f"{100 * value:.0f}" for value in (accuracy["before"], min(after), max(after))]
+    expected = [str(learning["config"]["eval"]["problems"]), *percents]
+    expected += [str(learning["steps"]), str(len(after))]
+    expected += [f"{100 * truncated[when]:.0f}" for when in ("before", "after")]
+    runs = [read(f"first_run_{vectors}.json") for vectors in ("avx2", "avx512")]
+    minutes = [f"{run['total_seconds'] / 60:.1f}" for run in runs]
+    assert found == [*expected, str(max(run["device"]["cores"] for run in runs)), *minutes]
