@@ -160,7 +160,7 @@ WRITERS = {
     "metrics.jsonl": (log_row, "folder"),
     "completions.jsonl": (log_row, "folder"),
     "tensorboard": (lambda path: EventFile(path, purge_step=None), "file"),
-    "logs": (lambda path: run_jobs(list, path.parent), "file"),
+    "logs": (lambda path: run_jobs((), path.parent), "file"),
     "programs-node": (open_sweep, "file"),
     "programs-node/a-cache": (open_sweep, ""),
     "5.orbax-checkpoint-tmp": (open_checkpoints, ""),
