@@ -12,7 +12,7 @@ import numpy as np
 
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig, to_hf_config
-from qerl_jax.policy.lora import RECURRENT, fused_of
+from qerl_jax.policy.layers.kinds import FUSED, fused_of
 from qerl_jax.system.staging import staged_folder
 from qerl_jax.weights import names
 from qerl_jax.weights.safetensors import INDEX_FILE
@@ -37,7 +37,7 @@ def write_random(
         names.layer_module(layer, projection)
         for layer in range(model_config.num_layers)
         for fused, members in fused_of(model_config, layer).items()
-        if fused not in RECURRENT
+        if fused in FUSED
         for projection in members
     ]
     shapes = names.expected_shapes(model_config, packed=modules if packed else ())

@@ -65,7 +65,7 @@ RUNS = (
     "test_export_hf",
     "test_config_reads",
     "test_errors",
-    "test_python_page",
+    "test_readme",
     "test_pitfalls",
     "test_sweep",
     "test_sample",
@@ -167,9 +167,15 @@ def sketches(request):
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory, compile_cache):
-    """A tiny model and problems; the processes of runs share the cache of compiled programs."""
-    return tiny_run.write_tiny(tmp_path_factory.mktemp("tiny"), compile_cache)
+def tiny(request, tmp_path_factory, compile_cache):
+    """A tiny model and problems; the processes of runs share the cache of compiled programs.
+
+    The model has one layer, which takes 0.7 of the CPU time of two. It has two in the tier of whole
+    runs, and in `test_resume`.
+    """
+    layers = 1 if compiles_quickly(request.config) else 2
+    folder = tmp_path_factory.mktemp("tiny")
+    return tiny_run.write_tiny(folder, compile_cache, num_layers=layers)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from qerl_jax.policy.lora import Lora, LoraConfig, projection_shapes
+from qerl_jax.policy.layers.kinds import projection_shapes
+from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.run.folder import config_dict
 from qerl_jax.run.ownership import write_config

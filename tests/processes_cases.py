@@ -17,7 +17,7 @@ from qerl_jax.policy.sharding import make_mesh, shard
 from qerl_jax.processes.launch import connect
 from qerl_jax.run import checkpoints
 from qerl_jax.run.checkpoints import Checkpoints
-from qerl_jax.training.begin import check_starts
+from qerl_jax.training.begin import check_same_start
 
 LONG = 100  # seconds; the test ends the processes before
 
@@ -65,7 +65,7 @@ def main(case, *flags):
             config = get_config()
             config.optimizer.learning_rate = 1e-5 * (1 + number)
             try:
-                check_starts(config, {"a": (len, 1.0)}, processes)
+                check_same_start(config, {"a": (len, 1.0)}, processes)
             except UserError as error:
                 print(error, file=sys.stderr, flush=True)
             processes.exchange({})

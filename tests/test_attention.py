@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from tiny_checkpoints import model_config
 
-from qerl_jax.policy import attention as attention_lib
-from qerl_jax.policy.attention import (
+from qerl_jax.policy.config import RopeScaling
+from qerl_jax.policy.layers import attention as attention_lib
+from qerl_jax.policy.layers.attention import (
     attend,
     attend_to_cache,
     rotary_angles,
     rotary_frequencies,
     rotate,
 )
-from qerl_jax.policy.config import RopeScaling
 
 H = 16
 

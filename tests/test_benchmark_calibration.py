@@ -9,7 +9,7 @@ from tiny_checkpoints import model_config
 from benchmarks import calibration, common
 from qerl_jax.errors import UserError
 from qerl_jax.policy import architectures
-from qerl_jax.policy.lora import PROJECTIONS
+from qerl_jax.policy.layers.kinds import PROJECTIONS
 
 
 def run(*arguments):

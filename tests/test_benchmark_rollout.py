@@ -27,7 +27,7 @@ from qerl_jax.compile.run_cache import set_cache_folder
 from qerl_jax.config import models
 from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
-from qerl_jax.policy.lora import projection_shapes
+from qerl_jax.policy.layers.kinds import projection_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.head import rollout_head

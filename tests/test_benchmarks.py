@@ -289,7 +289,7 @@ def readme_modules(tmp_path, monkeypatch):
         "python.md",
         "rewards.md",
     }  # Nothing else needs a test.
-    fenced, (methods,) = found["python.md"]  # tests/test_python_page.py runs what is fenced.
+    fenced, (methods,) = found["python.md"]  # tests/test_readme.py runs what is fenced.
     assert fenced == ["python"] * 5
     exec(methods, names := {"optax": optax, "config": grpo_gsm8k.get_config()})
     assert names["centered"](np.array([[1.0, 3.0]]), {}).tolist() == [[-1.0, 1.0]]

@@ -9,8 +9,9 @@ from tiny_checkpoints import VOCAB, model_config, random_tensors, write_folder
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
-from qerl_jax.policy.attention import rotary_angles
-from qerl_jax.policy.lora import FUSED, PROJECTIONS, member_bounds
+from qerl_jax.policy.layers import kinds
+from qerl_jax.policy.layers.attention import rotary_angles
+from qerl_jax.policy.layers.kinds import FUSED, PROJECTIONS, member_bounds
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.quantization import calibration
 from qerl_jax.quantization.calibration import CalibrationOptions, _batch_rows, calibrated_layers
@@ -95,7 +96,8 @@ def inputs_of(layer, x, config):
     lengths = jnp.full(len(x), x.shape[1], jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     angles = rotary_angles(positions, config)
-    return transformer.layer_with_inputs(dense, x, lengths, angles, config=config)
+    kind = kinds.layer_of(config, 0)
+    return transformer.layer_with_inputs(kind, dense, x, lengths, angles, config=config)
 
 
 def relative_errors(weight, packed, x, bounds):

@@ -15,8 +15,8 @@ from warpgroup_kernel import BACKENDS, assert_close, on_gpu, wide
 from pallas_kernels import decode, device
 from pallas_kernels.decode import attention, attention_sm90, layer, norms, self_test, to_cache
 from pallas_kernels.decode.attention import AttentionInputs, AttentionParts
-from qerl_jax.policy import transformer
-from qerl_jax.policy.attention import attend_to_cache, rotate
+from qerl_jax.policy.layers.attention import attend_to_cache, rotate
+from qerl_jax.policy.layers.linear import rms_norm
 
 EMPTY = float(np.finfo(np.float32).min)  # the largest score of a part without a key
 
@@ -139,8 +139,8 @@ def reference_attention(inputs, factor):
     projected = projected.astype(inputs.qkv.dtype).reshape(rows, 1, -1, head_dim)
     q, k, v = jnp.split(projected, (heads, heads + kv_heads), axis=2)
     if inputs.q_norm is not None:
-        q = transformer._rms_norm(q, inputs.q_norm, 1e-6)
-        k = transformer._rms_norm(k, inputs.k_norm, 1e-6)
+        q = rms_norm(q, inputs.q_norm, 1e-6)
+        k = rms_norm(k, inputs.k_norm, 1e-6)
     angles = inputs.cosines[:, None, None], inputs.sines[:, None, None]
     q, k = (rotate(x, angles) for x in (q, k))
     new = *jnp.ogrid[:rows, :kv_heads], inputs.lengths[:, None]

@@ -16,7 +16,7 @@ from pallas_kernels.decode import attention, attention_sm90, layer, norms
 from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, cases, dispatch, lora_shrink, mma
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
-from qerl_jax.policy.lora import PROJECTIONS
+from qerl_jax.policy.layers.kinds import PROJECTIONS
 from qerl_jax.policy.quant import quantize, tile_order
 
 
@@ -48,13 +48,12 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
     monkeypatch.setattr(decode, "supports_device", lambda _: False)
     expected, expected_cache = traced_step(config, *arguments)
     use_decode_kernels(monkeypatch, interpret)
-    assert decode.supports_layer(jnp.dtype("bfloat16"), cache.keys[0])
+    assert decode.supports_layer(jnp.dtype("bfloat16"), cache.layers[0].keys)
     actual, actual_cache = traced_step(config, *arguments)
     assert_close(actual, wide(expected), 2e-2)
-    for name in ("keys", "values"):
-        layers = getattr(actual_cache, name), getattr(expected_cache, name)
-        for new, old in zip(*layers, strict=True):
-            assert_close(new, wide(old), 2e-2)
+    layers = map(jax.tree.leaves, (actual_cache.layers, expected_cache.layers))
+    for new, old in zip(*layers, strict=True):
+        assert_close(new, wide(old), 2e-2)
 
 
 @functools.cache

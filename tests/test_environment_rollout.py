@@ -15,7 +15,8 @@ from tiny_rollout import KEY, PROMPTS, conversation_logprobs
 
 from qerl_jax.environments.roles import CONTEXT, DONE, ENVIRONMENT, OPEN, SAMPLED, TOKENS, Reply
 from qerl_jax.policy.policy import Policy
-from qerl_jax.rollout import turns
+from qerl_jax.rollout import row as rows
+from qerl_jax.rollout import scheduler
 from qerl_jax.rollout.config import TurnConfig
 
 EOS = tuple(range(20, 30))  # a third of the vocabulary: turns end soon
@@ -152,7 +153,7 @@ def test_episodes_do_not_depend_on_time_or_slots(model, instant, options):
 )
 def test_a_row_that_waits_long_gives_up_its_slot(model, instant, monkeypatch):
     """One slot for twelve rows: others have their turns in it while a row waits."""
-    monkeypatch.setattr(turns, "_PATIENCE", 0.02)
+    monkeypatch.setattr(rows, "_PATIENCE", 0.02)
     order, dialog = [], Dialog()
     submit, replies = dialog.submit, dialog.replies
     dialog.submit = lambda turn: (order.append(turn.row), submit(turn))
@@ -171,14 +172,14 @@ def test_rows_that_end_together_leave_their_slots_together(monkeypatch):
     """No slot waits beside others that decode, though each look at the clock takes a while."""
     looks = itertools.count()
     clock = types.SimpleNamespace(
-        monotonic=lambda: next(looks) * turns._TICK / 4, perf_counter=time.perf_counter
+        monotonic=lambda: next(looks) * rows.TICK / 4, perf_counter=time.perf_counter
     )
-    monkeypatch.setattr(turns, "time", clock)
+    monkeypatch.setattr(scheduler, "time", clock)
     due = []
 
     def submit(turn):
         reply = Reply(turn.row, [1, 2], OPEN) if turn.space else Reply(turn.row, (), DONE)
-        due.append((clock.monotonic() + 4 * turns._TICK, reply))
+        due.append((clock.monotonic() + 4 * rows.TICK, reply))
 
     def replies(_):
         now = clock.monotonic()

@@ -184,17 +184,10 @@ def test_bad_models(fails, model, tmp_path, spoil, words):
     fails(f"--config.model.source={model}", f"--workdir={tmp_path / 'run'}", words=words)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", ["problems.jsonl", "the file is empty"]),
-        ('{"question": "t1", "answer": "1"}\n{"quest', ["problems.jsonl:2"]),
-    ],
-)
-def test_bad_problems(fails, tmp_path, text, words):
+def test_bad_problems(fails, tmp_path):
     path = tmp_path / "problems.jsonl"
-    path.write_text(text)
-    fails(f"--config.data.path={path}", f"--workdir={tmp_path / 'run'}", words=words)
+    path.write_text('{"question": "t1", "answer": "1"}\n{"quest')
+    fails(f"--config.data.path={path}", f"--workdir={tmp_path / 'run'}", words=[f"{path}:2"])
 
 
 def test_another_config_in_an_existing_folder(fails, finished):
@@ -272,13 +265,6 @@ def test_a_dry_run_shows_what_differs_from_the_preset(command, tmp_path):
     assert last.endswith(" fields as in the preset, which --print_config prints")
 
 
-def test_a_foreign_folder(fails, tmp_path):
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "thesis.tex").touch()
-    fails(f"--workdir={tmp_path / 'thesis'}", words=["thesis.tex", "--workdir"])
-    assert tiny_run.contents(tmp_path / "thesis") == {"thesis.tex": b""}
-
-
 HOLDER = """
 import fcntl, sys
 lock = open(sys.argv[1] + "/lock", "a+")
@@ -334,13 +320,12 @@ def test_non_finite_gradients(finished, fails, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
 
 
-def test_a_process_of_its_own(tiny, model, tmp_path):
-    change_architecture(model)
+def test_a_process_of_its_own(tiny, tmp_path):
     result = subprocess.run(
         [
             *(sys.executable, "-m", "experiments.grpo_gsm8k", f"--workdir={tmp_path / 'run'}"),
             f"--config={tiny.config_file(tmp_path / 'config.py')}",
-            f"--config.model.source={model}",
+            "--config.rollout.group_size=1",
         ],
         env=tiny.environment(),
         cwd=tmp_path,
@@ -350,4 +335,4 @@ def test_a_process_of_its_own(tiny, model, tmp_path):
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
-    assert "'mamba'" in result.stderr
+    assert "rollout.group_size=1" in result.stderr

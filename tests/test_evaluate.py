@@ -34,7 +34,8 @@ from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export import card_scores
 from qerl_jax.memory.run_plan import plan_run
-from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
+from qerl_jax.policy.layers.kinds import PROJECTIONS
+from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rollout.completions import detokenize
@@ -135,7 +136,7 @@ def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
     ]
     assert found.accuracy == np.mean(expected)
     assert 0 < found.accuracy < 1
-    assert found.truncated == np.mean(~rollout.finished)
+    assert found.truncated == pytest.approx(np.mean(~rollout.finished))
     assert found.truncated > 0
     texts = detokenize(rollout, model.tokenizer.decode)
     assert found.answers == [
@@ -393,11 +394,12 @@ def test_a_continued_evaluation_keeps_its_rows(settings, rollouts, monkeypatch):
     ],
 )
 def test_rows_follow_from_the_memory(
-    tiny, monkeypatch, gigabytes, in_use, format, rows, dequantize
+    tmp_path, monkeypatch, gigabytes, in_use, format, rows, dequantize
 ):
     # 15 360 weights in the layers. A row of 6 and 4 tokens has 12 cache positions of 256 bytes, and
     # logits of 192 bytes, held four times.
-    model = load(str(tiny.model), format=format, dtype="float32")
+    folder = tiny_run.write_model(tmp_path / "model")
+    model = load(str(folder), format=format, dtype="float32")
     memory = gigabytes and {"bytes_limit": gigabytes * 1e9, "bytes_in_use": in_use * 1e9}
 
     class Device:
@@ -461,7 +463,9 @@ def test_more_problems_are_added(settings, rollouts):
     assert read_jsonl(folder / "problems.jsonl") == rows
     figures = results_of(folder)["tasks"]["problems"]
     assert figures["problems"] == 4
-    assert figures["accuracy"]["value"] == np.mean([row["correct"] for row in before])
+    assert figures["accuracy"]["value"] == pytest.approx(
+        np.mean([row["correct"] for row in before])
+    )
 
 
 def test_another_scorer_needs_no_completions(settings, rollouts):
@@ -688,7 +692,9 @@ def run(tiny, tmp_path):
 
 
 def write_adapter(folder, *, seed):
-    lora = random_lora(tiny_checkpoints.model_config(), scale=2.0, seed=seed)
+    config = json.loads((folder.parent / "config.json").read_text())["config"]
+    architecture = tiny_run.architecture(config["model"]["source"])
+    lora = random_lora(architecture, scale=2.0, seed=seed)
     lora_config = LoraConfig(rank=4, alpha=8.0, rslora=False, targets=PROJECTIONS)
     save_peft_adapter(folder, Trainable(lora, {}), lora_config, base_model="")
 

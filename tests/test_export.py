@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import model_config, random_tensors, write_folder
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.attention import rotary_frequencies
 from qerl_jax.policy.config import RopeScaling
+from qerl_jax.policy.layers.attention import rotary_frequencies
 from qerl_jax.system import staging
 from qerl_jax.weights import names, safetensors
 from qerl_jax.weights import save as export

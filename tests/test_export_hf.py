@@ -30,7 +30,7 @@ from qerl_jax.export import write as export_lib
 from qerl_jax.export.model_card import Card, serve_lines
 from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.policy import transformer
-from qerl_jax.policy.lora import projection_shapes
+from qerl_jax.policy.layers.kinds import projection_shapes
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.run.folder import RunFolder
@@ -249,12 +249,12 @@ def test_merged(norms, tiny, tmp_path, capsys):
     np.testing.assert_allclose(
         logits(open_policy(str(out), dtype="float32")), logits(policy), atol=0.1
     )
-    layer, adapters = policy.model.params["layers"][1], policy.lora.layers[1]["down_proj"]
+    layer, adapters = policy.model.params["layers"][-1], policy.lora.layers[-1]["down_proj"]
     weight = np.asarray(transformer.dequantize_params(layer | policy.model.params)["down_proj"])
     weight = weight + policy.lora.scale * (adapters["b"] @ adapters["a"])
-    np.testing.assert_allclose(merged.params["layers"][1]["down_proj"], weight, rtol=2**-8)
+    np.testing.assert_allclose(merged.params["layers"][-1]["down_proj"], weight, rtol=2**-8)
     for norm in ("input_layernorm", "post_attention_layernorm"):
-        np.testing.assert_array_equal(merged.params["layers"][0][norm], layer[norm])
+        np.testing.assert_array_equal(merged.params["layers"][-1][norm], layer[norm])
     assert f"vllm serve {out}\n" in capsys.readouterr().out
 
 

@@ -21,7 +21,7 @@ from qerl_jax.config.models import MODELS
 from qerl_jax.data import mixture
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy import aqn, kl_control
-from qerl_jax.policy.lora import ALL_PROJECTIONS, PROJECTIONS
+from qerl_jax.policy.layers.kinds import ALL_PROJECTIONS, PROJECTIONS
 from qerl_jax.policy.trainable import PARAMETERS
 from qerl_jax.rewards import from_config
 from qerl_jax.rl.advantages import ADVANTAGES, SCALES

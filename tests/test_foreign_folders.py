@@ -1,19 +1,17 @@
 """Folders of another person are data: whatever they hold, nothing outside of them changes.
 
-Each case copies a run, an adapter or a model, puts links, odd types and hostile values into it, and
-runs a command on it. The command works or raises an error of one line. A folder beside the copy
-stays as it is, a server gets no request, a secret is printed and written nowhere, and no code runs.
+A folder of the user is watched: it stays as it is, its secrets are printed and written nowhere, a
+server gets no request, nothing waits for a pipe, and no code of the folder runs. The first tests
+put one odd thing at each place and expect an error of one line; the last ones run commands on
+folders with random changes. A failure names its case, whose number is the seed:
 
-A failure names its case, whose number is the seed of all that is random in it:
-
-    QERL_FOREIGN_CASES=17,250-260 uv run pytest tests/test_foreign_folders.py -n 0
+    QERL_FOREIGN_CASES=250-260 uv run pytest tests/test_foreign_folders.py -n 0
 """
 
 import contextlib
 import copy
 import functools
-import hashlib
-import itertools
+import http.server
 import json
 import os
 import pathlib
@@ -22,365 +20,77 @@ import random
 import re
 import shutil
 import signal
-import socket
-import stat
-import subprocess
 import sys
 import threading
 import traceback
 
+import numpy as np
 import pytest
-from odd_places import places_of, put
+from finished_run import META, write_run
+from odd_places import ODD_VALUES, SECRET, changed, digest, dumps, places_of, put, write_watched
 
-from qerl_jax.commands import quantize
+from qerl_jax.commands import quantize, sweep
 from qerl_jax.commands import show as show_command
 from qerl_jax.errors import UserError, visible
 from qerl_jax.evaluation.evaluate import evaluate
+from qerl_jax.evaluation.load_policy import read_run
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.sample import SampleConfig, sample
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export.write import ExportConfig, export
-from qerl_jax.run.folder import RunFolder, flatten
-from qerl_jax.system.staging import scratch_of
+from qerl_jax.processes.folder import open_run_together
+from qerl_jax.processes.group import Processes
+from qerl_jax.rewards import calls
+from qerl_jax.run import folder as run_folder
+from qerl_jax.run import ownership
+from qerl_jax.run.checkpoints import Checkpoints, read_latest, read_latest_meta
+from qerl_jax.run.event_file import EventFile
+from qerl_jax.run.folder import RunFolder, flatten, lock_holder, open_run
+from qerl_jax.run.jobs import run_jobs
+from qerl_jax.run.metrics import MetricsLog
+from qerl_jax.run.provenance import provenance
+from qerl_jax.run.saved_fields import check_meta, check_run, is_shallow, is_time
+from qerl_jax.show.view import open_views
+from qerl_jax.system import safe_files
+from qerl_jax.system.atomic import write_atomic, write_json
+from qerl_jax.system.jsonl import read_number
+from qerl_jax.system.staging import scratch_of, staged_folder
 from qerl_jax.training import loop
 from qerl_jax.weights import model_source
+from qerl_jax.weights.load import load
+from qerl_jax.weights.save import companion_files
 
 CASES = 20  # of the default run; the slow test has more
-SECONDS = 60  # far more than a case takes; a reader of a pipe would wait forever
-SECRET = "secret-of-the-user-17"
+SECONDS = 120  # far more than a case takes; a reader of a pipe would wait forever
 TOKEN = "QERL_TEST_WATCHED_TOKEN"
 MODULE = "module_that_a_folder_names"
 REWARDS = "qerl_jax.rewards.functions:"
+LINKS = ("link", "keys", "empty", "dangling")
+ODD = (*LINKS, "pipe", "socket")
 RUN_CHANGES = {
     "steps": 2,
     "rewards.correctness.function": f"{REWARDS}exact_answer",
     "rewards.format.function": f"{REWARDS}think_format",
     "log.tensorboard": True,
 }
-NEW_TOKENS = 4
-OTHER_PLACES = (
-    *("checkpoints/9", "checkpoints/9.orbax-checkpoint-tmp", "checkpoints/damaged-2"),
-    *("lock.0123456789abcdef", "wandb/latest-run", "profile/plugins", "evaluations/old"),
-)
-# What commands read of config.json, which the cases change more often than the rest.
+# What commands read of config.json.
 TOP = ("command", "created", "device", "versions", "git")
 READ = ("data", "eval", "model", "rewards", "rollout", "reward_time_limit")
-# Commands by what they read, with the number of their cases among ten.
-COMMANDS = {
-    "run": {"show": 3, "export": 3, "evaluate": 2, "resume": 2, "init_from": 2, "sample": 1},
-    "adapter": {"export": 2, "sample": 1, "evaluate": 1},
-    "model": {"sample": 2, "evaluate": 2, "quantize": 1},
-}
-SOURCES = ("run", "run", "run", "adapter", "model")
-
-
-class Touch:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, marker):
-        self.marker = str(marker)
-
-    def __reduce__(self):
-        return os.mkdir, (self.marker,)
 
 
 # --- What is watched ------------------------------------------------------------------------------
 
 
-def digest(folder):
-    """Names, contents, times and modes of all that is in a folder."""
-    found = []
-    for path in sorted((folder, *folder.rglob("*"))):
-        about = path.lstat()
-        content = path.read_bytes() if stat.S_ISREG(about.st_mode) else b""
-        found.append((str(path), about.st_mode, about.st_mtime_ns, content))
-    return hashlib.sha256(repr(found).encode()).hexdigest()
+@pytest.fixture(autouse=True)
+def nothing_waits():
+    def fail(signum, frame):
+        raise KeyboardInterrupt("a pipe is waited for, or a loop does not end")
 
-
-class Server:
-    """A server that keeps what it gets and answers nothing."""
-
-    def __init__(self):
-        self.requests = []
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/score"
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self):
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            with connection:
-                connection.settimeout(1)
-                with contextlib.suppress(OSError):
-                    self.requests.append(connection.recv(4096))
-
-    def close(self):
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-
-@pytest.fixture
-def server():
-    made = Server()
-    yield made
-    made.close()
-
-
-# --- The folders before they are changed ----------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def templates(tiny, tmp_path_factory):
-    """A run that has taken its steps and was evaluated and exported, an adapter and a model."""
-    folder = tmp_path_factory.mktemp("templates")
-    with contextlib.chdir(folder):
-        run = loop.train(tiny.config(RUN_CHANGES), workdir=folder / "run")
-        evaluate(EvaluateConfig(str(run), limit=1))
-        export(ExportConfig(str(run), "peft", score_problems=0))
-    (run / "programs").mkdir()
-    (run / "programs" / "jit_f-0123-cache").touch()
-    (run / "programs" / "rollout-0123").touch()
-    shutil.copytree(run / "adapter", folder / "adapter")
-    shutil.copytree(run / "adapter", run / "best_adapter")
-    (run / "best.json").write_text('{"step": 1, "accuracy": 0.5}\n')
-    shutil.copytree(tiny.model, folder / "model")
-    return folder
-
-
-def listing(folder):
-    return sorted(path.relative_to(folder) for path in folder.rglob("*"))
-
-
-def places_of_a_run(run):
-    """The places in which a run, or a command on it, writes or reads; those of libraries last."""
-    places = RunFolder(pathlib.Path())
-    staged = [*places.replaced_as_a_whole(), places.exports / "peft", places.exports / "merged"]
-    found = {
-        *places_of(places),
-        *staged,
-        *map(scratch_of, staged),
-        *map(pathlib.Path, OTHER_PLACES),
-    }
-    found |= {scratch_of(path) / "old" for path in staged[-2:]}
-    inside = {path for path in listing(run) if path.parts[0] in ("checkpoints", "tensorboard")}
-    found |= {*listing(run)} - inside
-    return sorted(found), sorted(inside | found)
-
-
-def places_of_a_model(model):
-    """All places of a folder of a model or an adapter that are read."""
-    names = {name.replace("*", "jinja") for name in model_source._HUB_FILES}
-    found = sorted({*map(pathlib.Path, names), *listing(model)})
-    return found, found
-
-
-# --- What a case puts there -----------------------------------------------------------------------
-
-KINDS = ("pipe", "socket", "folder", "file", "dangling", "link", "keys", "secret.jsonl", "pickle")
-LINKS = ("link", "keys", "secret.jsonl", "empty", "dangling")
-
-
-def replace(path, kind, watched, marker):
-    """Puts something odd at a place, unless there is a link or a file on the way to it."""
-    if any(parent.is_symlink() or parent.is_file() for parent in path.parents):
-        return
-    put(path, "file" if kind == "pickle" else kind, watched)
-    if kind == "pickle":
-        path.write_bytes(pickle.dumps(Touch(marker)))
-
-
-def dumps(value):
-    """JSON of a value, in which a text such as '@deep 900@' is a list of that depth."""
-    return re.sub(r'"@deep (\d+)@"', lambda m: "[" * int(m[1]) + "]" * int(m[1]), json.dumps(value))
-
-
-def hostile(rng, like, *, url, watched, marker):
-    """A value that another person may write, often of the type `like`."""
-    outside = [watched, watched / "secret.jsonl", watched / "keys", "/dev/zero", "/proc/self/mem"]
-    texts = [
-        *(f"{MODULE}:function", f"{MODULE}.inside:function", "timeit:repeat", "os:system"),
-        *(url, url.replace("http", "HTTP"), f"{url}?api_key={SECRET}", url.replace("/score", "")),
-        *map(str, outside),
-        *(os.path.relpath(path, pathlib.Path.cwd()) for path in outside),
-        *("../watched", "../../watched/keys", "~", "~/x", "", ".", "..", "a/../../..", "/"),
-        *(
-            "\x1b]0;owned\x07\x1b[2J",
-            "a\rb",
-            "a\nb\x7f",
-            "\u202e\u2066x",
-            "\ud800",
-            "a\0b",
-            "x" * 5000,
-        ),
-        *("package:os", "package:../x", "reasoning_gym:../x", "pandas", "owner/name:x"),
-        f"{{{{ cycler.__init__.__globals__.os.mkdir('{marker}') }}}}",
-        "{% for x in ().__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}",
-        *("nan", "1e999", "9" * 30, "-1", "{}", "$\\frac{$", "<script>x</script>", "%s%n", TOKEN),
-    ]
-    numbers = [0, -1, 1, 2, 7, 2**31, 2**63, 10**30, -(10**30), 10**400, 0.5, -0.5, 1e308, 1e-320]
-    numbers += [float("nan"), float("inf"), -float("inf"), True, False, None]
-    others = [[], {}, [None], [[]], {"": {}}, ["x", 1], {"a": 1}, {"function": url}]
-    others += [{"function": f"{MODULE}:function", "weight": 1.0}, [TOKEN], {"token_env": TOKEN}]
-    others += ["@deep 60@", "@deep 450@", "@deep 900@", "@deep 4000@", "@deep 100000@"]
-    kinds = {str: texts, int: numbers, float: numbers}
-    chosen = kinds.get(like) if rng.random() < 0.6 else None
-    return copy.deepcopy(rng.choice(chosen or rng.choice((texts, numbers, others))))
-
-
-def fields(value, path=()):
-    """The paths of everything in a JSON value."""
-    children = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, child in list(children):
-        yield (*path, key)
-        if isinstance(child, dict | list):
-            yield from fields(child, (*path, key))
-
-
-def change(value, rng, make):
-    """Gives a few fields of a JSON value other values, adds or removes some."""
-    for _ in range(rng.choice((1, 1, 2, 6))):
-        found = list(fields(value)) if isinstance(value, dict | list) else []
-        if not found:
-            return value
-        if rng.random() < 0.6:
-            found = [p for p in found if p[0] != "config" or set(p[1:2]) & {*READ}] or found
-        *path, key = rng.choice(found)
-        parent = value
-        for step in path:
-            parent = parent[step]
-        match rng.randrange(8):
-            case 0:
-                del parent[key]
-            case 1 if isinstance(parent, dict):
-                new = rng.choice(("token_env", "retries", "python_rewards", "own", str(make())))
-                parent[new] = make()
-            case _:
-                parent[key] = make(type(parent[key]))
-    return value
-
-
-def is_json(path):
-    if path.suffix in (".json", ".jsonl"):
-        return True
-    return path.name in ("_CHECKPOINT_METADATA", "_METADATA", "_sharding", "process_0")
-
-
-def change_file(path, rng, make):
-    """Changes a file of JSON, or of lines of JSON; puts a text into any other file."""
-    if not is_json(path):
-        path.write_bytes(str(make()).encode(errors="surrogatepass"))
-        return
-    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
-    if not lines:
-        return
-    number = rng.randrange(len(lines))
-    if rng.random() < 0.1:
-        lines[number] = dumps(make())
-    else:
-        lines[number] = dumps(change(json.loads(lines[number]), rng, make))
-    path.write_text("\n".join(lines) + "\n")
-
-
-def change_rewards(path, rng, make, url):
-    """Lets a run name a reward, and the variable of a token."""
-    saved = json.loads(path.read_text())
-    function = rng.choice((url, f"{MODULE}:function", "timeit:repeat", make()))
-    reward = {"function": function, "weight": 1.0, "token_env": TOKEN}
-    for section in rng.choice((["config"], ["python"], ["config", "python"])):
-        content = saved["config"]["rewards"] if section == "config" else {}
-        content = copy.deepcopy(content)
-        for name in rng.choice((("correctness",), ("format",), ("correctness", "format", "x"))):
-            content[name] = dict(reward)
-        if section == "config":
-            saved["config"]["rewards"] = content
-        else:
-            saved["python_rewards"] = content
-    path.write_text(dumps(saved))
-
-
-# --- The commands ---------------------------------------------------------------------------------
-
-
-def call(command, kind, folder, tiny, rng):
-    """Runs a command as another process would, but in this one."""
-    out = pathlib.Path("out")
-    problems = TaskOverrides(
-        system_prompt=("",), max_new_tokens=(str(NEW_TOKENS),), scorer=(f"{REWARDS}exact_answer",)
-    )
-    match command:
-        case "show":
-            arguments = [str(folder), *rng.choice(([], ["--step=all"], ["--html=page.html"]))]
-            show_command.run(show_command.make_parser().parse_args(arguments))
-        case "export":
-            form = rng.choice(("peft", "peft", "merged"))
-            place = "" if kind == "run" and rng.random() < 0.7 else str(out)
-            count = rng.choice((0, 0, None))
-            export(ExportConfig(str(folder), form, out=place, score_problems=count))
-        case "export_here":
-            export(ExportConfig(str(folder), "peft", score_problems=0))
-        case "export_scored":
-            export(ExportConfig(str(folder), "peft", score_problems=1))
-        case "evaluate" if kind == "run":
-            evaluate(EvaluateConfig(str(folder), limit=1))
-        case "evaluate":
-            tasks = (str(tiny.problems),)
-            evaluate(EvaluateConfig(str(folder), tasks=tasks, limit=1, overrides=problems))
-        case "sample":
-            adapter = rng.choice(("", "", "none"))
-            sample(SampleConfig(str(folder), "t1 t2", adapter=adapter, max_new_tokens=2))
-        case "quantize":
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(sys, "excepthook", sys.excepthook)
-                patch.setattr(sys, "argv", ["quantize", str(folder), str(out)])
-                quantize.main()
-        case "resume":
-            loop.train(tiny.config(RUN_CHANGES), workdir=folder)
-        case "init_from":
-            best = rng.choice(("", "", ":best"))
-            config = tiny.config(RUN_CHANGES | {"init_from": f"{folder}{best}"})
-            loop.train(config, workdir="new")
-
-
-def make_case(number, templates, place, server):
-    """Makes the folder of a case; returns command, kind, folder and a text that describes it."""
-    rng = random.Random(number)
-    kind = rng.choice(SOURCES)
-    command = rng.choices(*zip(*COMMANDS[kind].items(), strict=True))[0]
-    folder = place / "theirs" / kind
-    shutil.copytree(templates / kind, folder)
-    watched, marker = place / "watched", place / "ran"
-    made = []
-
-    def make(like=None):
-        return hostile(rng, like, url=server.url, watched=watched, marker=marker)
-
-    if kind == "run" and command == "resume" and rng.random() < 0.8:
-        (folder / "summary.json").unlink()  # Else the run has nothing to do.
-    if kind == "run" and command == "export":
-        shutil.rmtree(folder / "exports" / "peft")  # It would be the end of the command.
-    places, more = places_of_a_run(folder) if kind == "run" else places_of_a_model(folder)
-    if command in ("evaluate", "export") and kind == "run" and rng.random() < 0.3:
-        change_rewards(folder / "config.json", rng, make, server.url)
-        made.append("rewards")
-    count = rng.choice((1, 1, 1, 2, 4)) + len(made)
-    while len(made) < count:
-        if rng.random() < 0.4:
-            odd = rng.choice(LINKS if rng.random() < 0.6 else KINDS)
-            path = rng.choice(places if rng.random() < 0.8 else more)
-            replace(folder / path, odd, watched, marker)
-            made.append(f"{path}: {odd}")
-        else:
-            main = [p for p in places if p.parent == pathlib.Path() and is_json(p)]
-            main += [pathlib.Path("config.json")] * (8 if kind == "run" else 2)
-            path = rng.choice(main if rng.random() < 0.8 else more)
-            if (folder / path).is_file() and not (folder / path).is_symlink():
-                with contextlib.suppress(ValueError, RecursionError):  # It is odd already.
-                    change_file(folder / path, rng, make)
-                    made.append(f"{path}: {(folder / path).read_bytes()[-3000:]!r}")
-    return command, kind, folder, rng, f"case {number}: {command} of a {kind} with {made}"
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -388,14 +98,7 @@ def place(tmp_path, monkeypatch):
     """A working directory with the folder of another person, and one of the user to watch."""
     place = tmp_path / "place"
     (place / "theirs").mkdir(parents=True)
-    watched = place / "watched"
-    (watched / "documents").mkdir(parents=True)
-    (watched / "documents" / "thesis.tex").write_text(f"years of work {SECRET}")
-    (watched / "keys").write_text(f"ssh-ed25519 {SECRET}\n")
-    rows = [{"question": f"t{n} {SECRET}", "answer": SECRET} for n in range(4)]
-    (watched / "secret.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (watched / "empty").mkdir()
-    (watched / "keys").chmod(0o600)
+    write_watched(place / "watched")
     modules = tmp_path / "modules"
     modules.mkdir()
     code = f"import os\nos.mkdir({str(place / 'ran')!r})\ndef function(*_):\n    return 1.0\n"
@@ -408,62 +111,609 @@ def place(tmp_path, monkeypatch):
     return place
 
 
-def check_outcome(place, before, server, said, what):
-    """Checks what must hold after any command."""
-    assert digest(place / "watched") == before, f"the folder of the user changed: {what}"
-    assert server.requests == [], f"the server got a request: {what}"
-    assert not (place / "ran").exists(), f"code ran: {what}"
-    assert MODULE not in sys.modules, f"a module was imported: {what}"
-    assert "Traceback" not in said, f"a traceback: {what}\n{said}"
-    assert visible(said) == said, f"raw text reached the terminal: {what}\n{said!r}"
-    own = f"years of work {SECRET}", f"ssh-ed25519 {SECRET}"
-    assert not any(text in said for text in own), f"a secret was printed: {what}\n{said}"
-    for path in place.rglob("*"):
-        if path.is_file() and not path.is_symlink() and not path.is_relative_to(place / "watched"):
-            content = path.read_bytes()
-            assert not any(t.encode() in content for t in own), f"{path} has a secret: {what}"
-
-
-def run_case(case, place, server, tiny, capfd):
-    """Runs a case, and returns whether the command worked."""
-    command, kind, folder, rng, what = case
+@pytest.fixture
+def watched(place):
+    """The folder to watch, which is the same after the test."""
     before = digest(place / "watched")
-    if command == "show":
-        theirs = digest(folder)
-
-    def fail(signum, frame):
-        raise AssertionError(f"a pipe is waited for, or a loop does not end: {what}")
-
-    handler = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(SECONDS)
-    capfd.readouterr()
-    message = ""
-    try:
-        call(command, kind, folder, tiny, rng)
-    except UserError as error:
-        message = str(error)
-    except SystemExit as error:  # of a command, after its line
-        if error.code != 2:
-            raise AssertionError(f"exit code {error.code}: {what}") from error
-        message = "exit"
-    except Exception as error:
-        trace = "".join(traceback.format_exception(error)[-4:])
-        raise AssertionError(f"{trace}{what}") from error
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, handler)
-    said = "".join(capfd.readouterr())
-    # The command line prints the message of an error as this does.
-    check_outcome(place, before, server, said + visible(message), what)
-    if command == "show":
-        assert digest(folder) == theirs, f"show wrote: {what}"
-    return not message
+    yield place / "watched"
+    assert digest(place / "watched") == before
 
 
-def numbers(text):
-    """The numbers of '17,250-260'."""
-    found = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in text.split(",")]
-    return [n for f in found for n in range(int(f[1]), int(f[2] or f[1]) + 1)]
+@pytest.fixture
+def server():
+    """A server whose answers are rewards; it keeps the tokens of its requests."""
+    tokens = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            tokens.append(self.headers.get("Authorization"))
+            data = json.dumps([1.0] * len(body["completions"])).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def send_error(self, *_):
+            tokens.append("no POST")
+
+        def log_message(self, *_):
+            pass
+
+    found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found.daemon_threads = True
+    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{found.server_port}/score", tokens
+    found.shutdown()
+    found.server_close()
+    thread.join()
+
+
+def refuse(action, path, kinds, watched, match="."):
+    """Requires an error of one line that names the path, for each odd kind at it."""
+    for kind in kinds:
+        put(path, kind, watched)
+        with pytest.raises(UserError, match=match) as error:
+            action()
+        assert str(path if path.name != "config.json" else path.parent) in str(error.value), kind
+        assert "\n" not in str(error.value)
+
+
+# --- One odd place --------------------------------------------------------------------------------
+
+RUN = RunFolder(pathlib.Path("run"))
+FILES = ("config", "calibration", "lock", "metrics", "completions", "curves", "summary", "best")
+FILE_NAMES = {getattr(RUN, name).name for name in FILES}
+PLACES = sorted(path.name for path in places_of(RUN))
+TRAINED = [path for path in PLACES if path.endswith(("adapter", "model"))]
+INSIDE = [
+    *("checkpoints/4", "checkpoints/damaged-4", "checkpoints/4/state", "programs/jit_f-12-cache"),
+    *("checkpoints/5.orbax-checkpoint-tmp", "tensorboard/events", "profile/plugins"),
+    *("lock.0123456789abcdef", *(f".{name}.partial" for name in TRAINED)),
+]
+
+
+def test_every_place_of_a_run_folder_is_a_file_or_a_folder():
+    folders = {*RUN.filled_by_libraries(), *RUN.replaced_as_a_whole()}
+    folders |= {RUN.evaluations, RUN.exports, RUN.wandb}
+    assert {path.name for path in RUN.files()} == FILE_NAMES
+    assert not folders & {*RUN.files()}
+    assert places_of(RUN) == folders | {*RUN.files()}
+    assert scratch_of(pathlib.Path("a/b")) == pathlib.Path("a/.b.partial")
+
+
+@pytest.fixture
+def begun(tiny, place):
+    """A run folder in which a run has logged a step."""
+    with open_run(place / "run", tiny.config()) as folder:
+        folder.metrics.write_text('{"step": 1, "reward": 0.5}\n')
+    return folder.path
+
+
+def enter(path, config):
+    with open_run(path, config) as folder:
+        return folder
+
+
+@pytest.mark.parametrize("name", [*PLACES, *INSIDE])
+def test_a_run_is_not_opened_over_an_odd_place(name, begun, tiny, watched):
+    is_file = name in FILE_NAMES or name.startswith("lock.")
+    kinds = ODD
+    if is_file or name in PLACES or name.startswith("."):  # Else a library may have made either.
+        kinds = (*ODD, "folder" if is_file else "file")
+    action = functools.partial(enter, begun, tiny.config())
+    refuse(action, begun / name, kinds, watched)
+
+
+def test_a_run_folder_may_itself_be_reached_through_a_link(begun, tiny, place):
+    (place / "runs").symlink_to(place)
+    (place / "of_the_user").symlink_to(begun)
+    for path in (place / "runs" / "run", place / "of_the_user"):
+        assert enter(path, tiny.config()).resumed
+
+
+def test_marks_for_other_processes_are_no_links(begun, tiny):
+    (begun / "lock.0123456789abcdef").touch()  # left by a process that was killed
+    with open_run_together(begun, tiny.config(), Processes()):
+        assert not [*begun.glob("lock.*")]
+
+
+# Each writer alone: other commands call it without `open_run`.
+def stage(path):
+    with staged_folder(path, replace=True) as folder:
+        (folder / "x").touch()
+
+
+def log(path, act):
+    with MetricsLog(path.parent, tensorboard=False, wandb=False, trackio=False, run_name="r") as x:
+        act(x)
+
+
+def open_sweep(path):
+    folder = next(parent for parent in path.parents if parent.name == "folder")
+    (folder / "commands.sh").write_text("# python -m experiments.sweep --config=x\n")
+    sweep._make_folder(folder)
+
+
+def open_checkpoints(path):
+    with Checkpoints(path.parent, keep=1):
+        pass
+
+
+# Each writer, and what else is wrong at its place; a place that is emptied may hold either.
+WRITERS = {
+    "table.json": (lambda path: write_json(path, {}), "folder"),
+    "table.md": (lambda path: write_atomic(path, "x"), "folder"),
+    "lock": (lambda path: lock_holder(path.parent), "folder"),
+    "metrics.jsonl": (lambda path: log(path, lambda x: x.write({"step": 1})), "folder"),
+    "metrics.jsonl ": (lambda path: log(path, lambda x: x.sync()), "folder"),
+    "completions.jsonl": (
+        lambda path: log(path, lambda x: x.write_completions(1, [{"a": 1}])),
+        "folder",
+    ),
+    "tensorboard": (lambda path: EventFile(path, purge_step=None), "file"),
+    "logs": (lambda path: run_jobs((), path.parent), "file"),
+    "logs ": (open_sweep, "file"),
+    "programs-node": (open_sweep, "file"),
+    "programs-node/a-cache": (open_sweep, ""),
+    "5.orbax-checkpoint-tmp": (open_checkpoints, ""),
+    "staged": (stage, "file"),
+    ".staged.partial": (lambda path: stage(path.with_name("staged")), "file"),
+    ".staged.partial/old": (lambda path: stage(path.parents[1] / "staged"), ""),
+    "new": (safe_files.make_folder, "file"),
+    "old": (safe_files.remove_tree, ""),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_writer_refuses_an_odd_place(name, place, watched):
+    write, wrong = WRITERS[name]
+    path = place / "folder" / name.strip()
+    kinds = (*LINKS, "pipe", *filter(None, [wrong]))
+    if name.endswith(" "):  # of another writer; what is not there is not synced
+        kinds = ("keys", "pipe", wrong)
+    refuse(lambda: write(path), path, kinds, watched, "is a")
+
+
+@pytest.fixture
+def run(tiny, place):
+    return write_run(place / "run", tiny, own=True)
+
+
+def export_with_base(run):
+    options = {"base_format": "nvfp4", "with_base": True, "score_problems": 0}
+    export(ExportConfig(str(run), "peft", **options))
+
+
+def evaluate_one(run, _=None):
+    return evaluate(EvaluateConfig(str(run), limit=1))
+
+
+# Commands on a finished run with the places that they write, and then that they read.
+COMMAND_PLACES = [
+    *(
+        (export_with_base, name, (*LINKS[:1], "empty", "dangling", "pipe", "file"))
+        for name in (
+            "exports",
+            "exports/peft",
+            "exports/.peft.partial",
+            "exports/.peft-base.partial",
+        )
+    ),
+    *(
+        (evaluate_one, name, ("link", "dangling", "pipe"))
+        for name in ("evaluations", "programs", "programs/a-cache")
+    ),
+    *(
+        (export_with_base, name, ("pipe", "socket", "folder"))
+        for name in (
+            "config.json",
+            "adapter/adapter_config.json",
+            "adapter/adapter_model.safetensors",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "name", "kinds"), COMMAND_PLACES)
+def test_a_command_refuses_an_odd_place(command, name, kinds, run, watched):
+    refuse(lambda: command(run), run / name, kinds, watched)
+
+
+def test_a_finished_evaluation_writes_through_no_link(run, watched):
+    (folder,) = evaluate_one(run)
+    (rows,) = folder.glob("*.jsonl")
+    for path in (folder, folder / "results.json", rows):
+        saved = path.with_name("saved")
+        path.rename(saved)
+        refuse(lambda: evaluate_one(run), path, ("link", "keys", "pipe"), watched)
+        put(path, "dangling", watched)
+        with pytest.raises(UserError, match=re.escape(str(folder))):
+            evaluate_one(run)
+        path.unlink()
+        saved.rename(path)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_show_reads_what_can_be_read_and_writes_nothing(name, begun, watched):
+    for kind in (*ODD, "folder"):
+        put(begun / name, kind, watched)
+        before = digest(begun)
+        with contextlib.suppress(UserError):
+            open_views([str(begun)])
+        assert digest(begun) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_pipe_in_a_model_folder_is_one_line(name, tiny, place, watched):
+    model = shutil.copytree(tiny.model, place / "model")
+    match = f"{name} is a named pipe"
+    refuse(lambda: load(str(model), format="stored"), model / name, ["pipe"], watched, match)
+
+
+def test_checkpoints_with_an_odd_place_are_not_read(place, watched):
+    state = {"a": np.zeros(4, np.float32)}
+    saved = place / "saved"
+    with Checkpoints(saved, keep=1) as checkpoints:
+        checkpoints.save(4, state, {"a": 1})
+    assert read_latest_meta(saved) == {"a": 1}
+    for kind in ("link", "pipe"):
+        for path in sorted((saved / "4").rglob("*")):
+            folder = shutil.copytree(saved, place / "copy")
+            put(folder / path.relative_to(saved), kind, watched)
+            assert read_latest_meta(folder) == {}
+            with pytest.raises(UserError, match=r"no checkpoint in .* can be read .* is a "):
+                read_latest(folder, state)
+            shutil.rmtree(folder)
+
+
+def test_an_export_copies_files_of_the_hub_cache_and_no_others(tiny, place, watched):
+    cache = place / "models--user--name"
+    model = shutil.copytree(tiny.model, cache / "snapshots" / "0123")
+    (cache / "blobs").mkdir()
+    for number, path in enumerate(sorted(model.iterdir())):
+        path.rename(cache / "blobs" / str(number))
+        path.symlink_to(f"../../blobs/{number}")
+    assert "config.json" in companion_files(load(str(model), format="stored"), packed=False)
+    put(model / "generation_config.json", "secret.json", watched)
+    with pytest.raises(UserError, match="a symbolic link to a file outside of its folder"):
+        companion_files(load(str(model), format="stored"), packed=False)
+
+
+# --- What config.json and other files say ---------------------------------------------------------
+
+CONFIG = pathlib.Path("config.json")
+
+
+@pytest.fixture(scope="module")
+def saved(tiny, tmp_path_factory):
+    """The content of the config.json of a run."""
+    run = write_run(tmp_path_factory.mktemp("saved") / "run", tiny)
+    return json.loads((run / "config.json").read_text())
+
+
+def with_field(saved, name, *value):
+    """A copy of a JSON object in which a field has another value, or is absent."""
+    saved = copy.deepcopy(saved)
+    *sections, last = name.split(".")
+    inside = functools.reduce(lambda part, section: part[section], sections, saved)
+    inside.pop(last, None)
+    inside |= {last: value[0]} if value else {}
+    return saved
+
+
+def nested(depth):
+    return json.loads("[" * depth + "]" * depth)
+
+
+def test_what_a_run_writes_is_accepted(saved):
+    assert is_time(provenance()["created"])
+    for change in ({}, {"versions": {"jax": "1", "python": "3", "qerl-jax": None}}, {"git": None}):
+        check_run(CONFIG, saved | provenance() | change)
+    assert is_shallow(nested(20))
+    assert is_shallow("x")
+    assert not is_shallow(nested(22))
+    assert not is_shallow({"a": nested(900)})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("created", [(), "x", 5, "0001-01-01T00:00:00+0000", "2026-01-01"]),
+        ("python_rewards", [[], {"correctness": 1}]),
+        ("versions", [{"jax": 1}]),
+        ("git", [(), {}, "x"]),
+        ("config", [()]),
+        ("config.data", [(), "x", []]),
+        ("config.data.path", [()]),
+        ("config.data.system_prompt", [1, {}]),
+        ("config.data.fields", [{"answer": 1}]),
+        ("config.data.mixture", [{"a": 1}, {"a": {"weight": 0.0}}, {"a": {"path": 5}}]),
+        ("config.eval.problems", [-1, True, 0.5, 2**31, "1", float("nan")]),
+        ("config.reward_time_limit", [-1, float("inf"), float("nan"), "5", None]),
+        ("config.rewards", [{"a": {}}, {"a": {"function": "a:b", "x": 1}}]),
+        ("config.rewards.correctness", [{"function": "a:b", "time_limit": -1}]),
+        ("config.rollout.stop", [(), "x", [1], None]),
+        ("config.data.levels", ["x", [[]], None]),
+        ("config.read_by_none", [nested(30), nested(900)]),
+    ],
+)
+def test_what_no_run_writes_is_refused(name, values, saved):
+    for value in values:
+        changes = () if value == () else (value,)
+        match = "is absent" if value == () else "not the config of a run"
+        with pytest.raises(UserError, match=rf"config\.json: .*{match}") as error:
+            check_run(CONFIG, with_field(saved, name, *changes))
+        assert "\n" not in str(error.value)
+
+
+def test_readers_check_what_they_read(saved, place):
+    path = place / "theirs" / "config.json"
+    path.write_bytes(dumps(saved | {"created": 5}))
+    with pytest.raises(UserError, match="created is 5 and not a time"):
+        read_run(path.parent)
+    path.write_bytes(dumps(saved | {"steps": "@deep 900@"}))
+    assert run_folder.read_run(path) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"steps": "x"}', '{"steps": NaN}', "[" * 9999])
+def test_a_damaged_summary_is_one_line(text, saved, place):
+    folder = place / "theirs"
+    (folder / "summary.json").write_text(text)
+    with pytest.raises(UserError, match=r"summary\.json.*remove it"):
+        RunFolder(folder).finished_steps()
+    with pytest.raises(UserError, match=r"summary\.json.*remove it"):
+        read_number(folder / "summary.json", "steps")
+    (folder / "config.json").write_bytes(dumps(saved))
+    (view,) = open_views([str(folder)])  # It shows what it can read.
+    assert not view.finished
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cursor": None},
+        {"fingerprint": 5},
+        {"noise": {"a": 1}},
+        {"noise": {"sigma": "x"}},
+        {"problems": []},
+        {"problems": {"train": 1}},
+        {"prompts": 1},
+        {"reference": []},
+    ],
+)
+def test_what_is_saved_with_arrays_is_checked(change):
+    check_meta(CONFIG, META)
+    for meta in (META | change, {name: META[name] for name in META if name not in change}):
+        with pytest.raises(UserError, match="no run wrote"):
+            check_meta(CONFIG, meta)
+
+
+# --- What a folder names --------------------------------------------------------------------------
+
+
+def theirs(run, section="rewards", **rewards):
+    """Changes the rewards of a run, as another person does."""
+    content = json.loads((run / "config.json").read_text())
+    named = content["config"]["rewards"]
+    if section == "python_rewards":
+        named = content["python_rewards"] = copy.deepcopy(named)
+    named |= rewards
+    (run / "config.json").write_bytes(dumps(content))
+
+
+def commands(run, place, *, judge="", token_env=()):
+    """An evaluation and an export of a run."""
+    scorer = (judge,) if judge else ()
+    overrides = TaskOverrides(scorer=scorer, token_env=token_env)
+    config = EvaluateConfig(source=str(run), limit=1, overrides=overrides)
+    yield lambda: evaluate(config)
+    out = str(place / f"export-{len(list(place.iterdir()))}")
+    options = {"score_problems": 2, "token_env": token_env} | ({"judge": judge} if judge else {})
+    yield lambda: export(ExportConfig(source=str(run), format="peft", out=out, **options))
+
+
+@pytest.mark.parametrize("section", ["rewards", "python_rewards"])
+@pytest.mark.parametrize("function", ["", f"{MODULE}:function", "timeit:repeat"])
+def test_no_reward_that_a_folder_names_is_called(section, function, run, place, server):
+    url, tokens = server
+    named = {"function": function or url, "weight": 1.0, "token_env": TOKEN}
+    built_in = {
+        name: {"function": f"{REWARDS}{name}", "weight": 1.0}
+        for name in ("exact_answer", "think_format")
+    }
+    theirs(run, correctness=built_in["exact_answer"], format=built_in["think_format"])
+    own = (run / "config.json").read_bytes()
+    match = rf"'{function or url}' is named by .* by --(format-)?judge .*--trust"
+    for allowed in ({}, {"token_env": (TOKEN,)}):
+        theirs(run, section, correctness=named)
+        for command in commands(run, place, **allowed):
+            with pytest.raises(UserError, match=match):
+                command()
+        (run / "config.json").write_bytes(own)
+    theirs(run, section, format=named)
+    evaluation, export_of_one = commands(run, place)
+    with pytest.raises(UserError, match=match):
+        evaluation()
+    export_of_one()  # It has no use for the reward of the format.
+    (run / "config.json").write_bytes(own)
+    theirs(run, section, third=named)  # which neither calls
+    for command in commands(run, place):
+        command()
+    assert tokens == []
+    assert not (place / "ran").exists()
+    assert MODULE not in sys.modules
+    assert not ownership.is_own(run)
+
+
+def test_a_token_is_sent_where_the_user_says_so(run, place, server, capsys):
+    """The user names the variable also where the folder is trusted, or the user's own."""
+    url, tokens = server
+    reward = {"function": url, "weight": 1.0, "token_env": TOKEN}
+    theirs(run, correctness=reward, format=reward | {"weight": 0.0})
+    ownership.adopt(run)
+    for command in commands(run, place):
+        with pytest.raises(UserError, match=f"'{TOKEN}', which is sent only if .*--token-env"):
+            command()
+    assert tokens == []
+    for command in commands(run, place, token_env=(TOKEN,)):
+        command()
+    assert SECRET not in capsys.readouterr().out
+    assert set(tokens) == {f"Bearer {SECRET}"}
+
+
+def test_the_host_is_printed_before_the_first_request(run, place, server, capsys):
+    url, tokens = server
+    built_in = {"function": f"{REWARDS}think_format", "weight": 1.0}
+    theirs(run, correctness={"function": url, "weight": 1.0}, format=built_in)
+    host = url.removeprefix("http://").removesuffix("/score")
+    line = f"completions are sent to {host} for their rewards, with the token in {TOKEN}"
+    for command in commands(run, place, judge=url, token_env=(TOKEN,)):
+        calls._print_once.cache_clear()  # as in another process
+        for _ in range(2):
+            calls.announce_hosts([calls.resolve(url, token_env=TOKEN)])
+        assert capsys.readouterr().out.splitlines().count(line) == 1
+        calls._print_once.cache_clear()
+        command()
+        assert capsys.readouterr().out.splitlines().count(line) == 1
+    assert set(tokens) == {f"Bearer {SECRET}"}
+    assert not ownership.is_own(run)
+
+
+def test_a_judge_that_the_user_names_is_imported(run, place):
+    built_in = {"function": f"{REWARDS}think_format", "weight": 1.0}
+    theirs(run, correctness={"function": f"{MODULE}:function", "weight": 1.0}, format=built_in)
+    evaluation, _ = commands(run, place, judge=f"{MODULE}:function")
+    evaluation()
+    assert (place / "ran").exists()
+    del sys.modules[MODULE]
+
+
+def test_trust_adopts_a_run(tiny, run):
+    theirs(run, format={"function": "tiny_run:even_end", "weight": 1.0})
+    (run / "programs").mkdir()
+    (run / "programs" / "rollout-0").write_bytes(b"program")
+    options = {"source": str(run), "limit": 1}
+    with pytest.raises(UserError, match=r"'tiny_run:even_end' is named .*--judge .*--trust"):
+        evaluate(EvaluateConfig(**options))
+    evaluate(EvaluateConfig(**options, trust=True))
+    assert ownership.is_own(run)
+    assert (run / "programs" / "rollout-0").read_bytes().startswith(b"qerl-jax program 1\n")
+    evaluate(EvaluateConfig(**options))
+    with pytest.raises(UserError, match=r"--trust: .*model is not a run folder"):
+        evaluate(EvaluateConfig(source=str(tiny.model), trust=True))
+
+
+def test_a_variable_stands_for_trust(run, monkeypatch):
+    theirs(run)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null")  # a home that holds no key
+    with pytest.raises(UserError, match="--trust"):
+        evaluate_one(run)
+    monkeypatch.setenv(ownership.VARIABLE, "1")
+    before = (run / "config.json").stat()
+    evaluate_one(run)
+    assert not ownership.is_own(run)
+    assert (run / "config.json").stat() == before  # Without a key, nothing is written.
+
+
+# --- Commands on changed folders ------------------------------------------------------------------
+
+
+def export_one(run, _=None, form="peft", out="", score_problems=0):
+    export(ExportConfig(str(run), form, out=out, score_problems=score_problems))
+
+
+def export_scored(run, _):
+    export_one(run, score_problems=1)
+
+
+def export_out(folder, _):
+    export_one(folder, out="out")
+
+
+def export_merged(folder, _):
+    export_one(folder, form="merged", out="out")
+
+
+def evaluate_folder(folder, tiny):
+    overrides = TaskOverrides(
+        system_prompt=("",), max_new_tokens=("4",), scorer=(f"{REWARDS}exact_answer",)
+    )
+    evaluate(EvaluateConfig(str(folder), (str(tiny.problems),), limit=1, overrides=overrides))
+
+
+def sample_one(folder, _, adapter=""):
+    sample(SampleConfig(str(folder), "t1 t2", adapter=adapter, max_new_tokens=2))
+
+
+def sample_base(folder, _):
+    sample_one(folder, _, adapter="none")
+
+
+def show(run, _):
+    before = digest(run)
+    for more in ([], ["--step=all"], ["--html=page.html"]):
+        show_command.run(show_command.make_parser().parse_args([str(run), *more]))
+    assert digest(run) == before, "show wrote"
+
+
+def quantize_folder(folder, _):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "excepthook", sys.excepthook)
+        patch.setattr(sys, "argv", ["quantize", str(folder), "out"])
+        quantize.main()
+
+
+def train(run, tiny):
+    loop.train(tiny.config(RUN_CHANGES), workdir=run)
+
+
+def train_from(run, tiny, best=""):
+    loop.train(tiny.config(RUN_CHANGES | {"init_from": f"{run}{best}"}), workdir="new")
+
+
+def train_from_best(run, tiny):
+    train_from(run, tiny, ":best")
+
+
+# Commands by what they read, as another process would run them.
+COMMANDS = {
+    "run": (
+        *(show, show, export_one, export_merged, export_scored, evaluate_one, evaluate_one),
+        *(train, train, train_from, train_from_best, sample_one),
+    ),
+    "adapter": (export_out, export_merged, sample_one, evaluate_folder),
+    "model": (sample_one, sample_base, evaluate_folder, quantize_folder),
+}
+KINDS = (*LINKS * 3, "pipe", "socket", "folder", "file", "secret.jsonl", "pickle")
+
+
+class Touch:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+@pytest.fixture(scope="module")
+def templates(tiny, tmp_path_factory):
+    """A run that has taken its steps and was evaluated and exported, an adapter and a model."""
+    folder = tmp_path_factory.mktemp("templates")
+    with contextlib.chdir(folder):
+        run = loop.train(tiny.config(RUN_CHANGES), workdir=folder / "run")
+        evaluate_one(run)
+        export_one(run)
+    (run / "programs").mkdir()
+    (run / "programs" / "jit_f-0123-cache").touch()
+    shutil.copytree(run / "adapter", folder / "adapter")
+    shutil.copytree(run / "adapter", run / "best_adapter")
+    (run / "best.json").write_text('{"step": 1, "accuracy": 0.5}\n')
+    shutil.copytree(tiny.model, folder / "model")
+    return folder
 
 
 @pytest.fixture
@@ -472,15 +722,130 @@ def without_steps(monkeypatch):
     monkeypatch.setattr(loop, "_train_steps", lambda run: None)
 
 
-def run_cases(cases, place, server, tiny, capfd):
-    """Runs cases, each of which is made when its turn comes; returns how many worked."""
-    worked, failures = 0, []
-    for make in cases:
-        try:
-            worked += run_case(make(), place, server, tiny, capfd)
-        except AssertionError as error:
-            failures.append(str(error))
-        server.requests.clear()
+def places_in(kind, folder):
+    """The places in which a command on a folder writes or reads."""
+    found = {path.relative_to(folder) for path in folder.rglob("*")}
+    if kind != "run":
+        return sorted(
+            found | {pathlib.Path(name.replace("*", "jinja")) for name in model_source._HUB_FILES}
+        )
+    staged = [pathlib.Path("exports", form) for form in ("peft", "merged")]
+    found |= places_of(RunFolder(pathlib.Path())) | {*map(pathlib.Path, INSIDE), *staged}
+    return sorted(found | {scratch_of(path) / "old" for path in staged})
+
+
+def hostile_values(place, url):
+    """Values that another person may write into a file of JSON."""
+    outside = [place / "watched" / name for name in (".", "secret.jsonl", "keys")]
+    texts = [
+        *(f"{MODULE}:function", f"{MODULE}.inside:function", "timeit:repeat", "os:system", TOKEN),
+        *(url, url.replace("http", "HTTP"), f"{url}?api_key={SECRET}", url.replace("/score", "")),
+        *map(str, outside),
+        *(os.path.relpath(path, place) for path in outside),
+        f"{{{{ cycler.__init__.__globals__.os.mkdir('{place / 'ran'}') }}}}",
+        "{% for x in ().__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}",
+    ]
+    others = [{"function": text, "weight": 1.0, "token_env": TOKEN} for text in texts[:5]]
+    return [*ODD_VALUES, *texts * 2, *others]
+
+
+def change_file(path, rng, values):
+    """Changes a file of JSON, or a line of one; puts a text into any other file."""
+    content = path.read_bytes()
+    lines = content.splitlines() if path.suffix == ".jsonl" else [content]
+    number = rng.randrange(len(lines) or 1)
+    try:
+        lines[number] = dumps(changed(json.loads(lines[number]), rng, values))
+    except (ValueError, IndexError, RecursionError):  # not JSON, or odd already
+        lines = [str(rng.choice(values)).encode(errors="surrogatepass")]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def random_cases(numbers, templates, place, url):
+    """Commands, each with a folder that has random changes, and what they are."""
+    for number in numbers:
+        rng = random.Random(number)
+        kind = rng.choice(("run", "run", "run", "adapter", "model"))
+        folder = shutil.copytree(templates / kind, place / "theirs" / kind)
+        chosen = rng.randrange(len(COMMANDS[kind]))
+        if kind == "run" and rng.random() < 0.7:
+            clear(folder)
+        made = []
+        for _ in range(rng.choice((1, 1, 1, 2, 4))):
+            path = folder / rng.choice(["config.json", rng.choice(places_in(kind, folder))])
+            if path.is_file() and not path.is_symlink() and rng.random() < 0.7:
+                change_file(path, rng, hostile_values(place, url))
+                made.append(f"{path.name}: {path.read_bytes()[-3000:]!r}")
+            elif not any(part.is_symlink() or part.is_file() for part in path.parents):
+                odd = rng.choice(KINDS)
+                put(path, "file" if odd == "pickle" else odd, place / "watched")
+                if odd == "pickle":
+                    path.write_bytes(pickle.dumps(Touch(place / "ran")))
+                made.append(f"{path}: {odd}")
+        yield COMMANDS[kind][chosen], folder, f"case {number}: {kind}, command {chosen}, {made}"
+
+
+def field_cases(fields, templates, place):
+    """Commands, each with a run that has another value in a field of its config.json."""
+    for command, name, value in fields:
+        folder = shutil.copytree(templates / "run", place / "theirs" / "run")
+        saved = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_bytes(dumps(with_field(saved, name, value)))
+        clear(folder)
+        yield command, folder, f"{name}={value!r}"
+
+
+def clear(run):
+    """Removes what commands have made, where they would have nothing to do."""
+    shutil.rmtree(run / "exports")
+    shutil.rmtree(run / "evaluations")
+    (run / "summary.json").unlink()
+
+
+def error_of(command, folder, tiny):
+    """The error of one line with which a command ends, or an empty text."""
+    signal.alarm(SECONDS)
+    try:
+        command(folder, tiny)
+    except UserError as error:
+        return str(error)
+    except SystemExit as error:  # of a command, after its line
+        return "exit" if error.code == 2 else f"Traceback: exit code {error.code}"
+    except (Exception, KeyboardInterrupt) as error:
+        return "Traceback: " + "".join(traceback.format_exception(error)[-4:])
+    return ""
+
+
+def run_cases(cases, place, tokens, tiny, capfd):
+    """Runs cases, each of which is made when its turn comes; returns how many commands worked."""
+    worked, failures, before = 0, [], digest(place / "watched")
+    own = f"years of work {SECRET}", f"ssh-ed25519 {SECRET}"
+    for command, folder, what in cases:
+        capfd.readouterr()
+        message = error_of(command, folder, tiny)
+        worked += not message
+        # The command line prints the message of an error as this does.
+        said = "".join(capfd.readouterr()) + visible(message)
+        files = [path for path in place.rglob("*") if path.is_file() and not path.is_symlink()]
+        theirs = [path for path in files if not path.is_relative_to(place / "watched")]
+        failures += [
+            f"{rule}: {what}\n{said}"
+            for rule, broken in {
+                "the folder of the user changed": digest(place / "watched") != before,
+                "the server got a request": tokens,
+                "code ran": (place / "ran").exists() or MODULE in sys.modules,
+                "a traceback": "Traceback" in said,
+                "raw text reached the terminal": not all(
+                    character in "\n\t" or character.isprintable() for character in said
+                ),
+                "a secret was printed": any(text in said for text in own),
+                "a secret was written": any(
+                    text.encode() in path.read_bytes() for path in theirs for text in own
+                ),
+            }.items()
+            if broken
+        ]
+        tokens.clear()
         for path in place.iterdir():
             if path.name != "watched":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -489,87 +854,15 @@ def run_cases(cases, place, server, tiny, capfd):
 
 
 @pytest.mark.usefixtures("without_steps")
-def test_a_folder_of_another_person_is_data(templates, place, server, tiny, capfd):
+@pytest.mark.parametrize(
+    "cases", [range(CASES), pytest.param(range(CASES, 20 * CASES), marks=pytest.mark.slow)]
+)
+def test_a_folder_of_another_person_is_data(cases, templates, place, server, tiny, capfd):
+    url, tokens = server
     asked = os.environ.get("QERL_FOREIGN_CASES")
-    chosen = numbers(asked) if asked else range(CASES)
-    cases = [functools.partial(make_case, n, templates, place, server) for n in chosen]
-    worked = run_cases(cases, place, server, tiny, capfd)
-    assert asked or worked > CASES // 10  # Else the cases would test little but their first check.
-
-
-def copied(templates, place):
-    return shutil.copytree(templates / "run", place / "theirs" / "run")
-
-
-def with_odd_place(templates, place, command, path, odd):
-    folder = copied(templates, place)
-    if command == "export_here":
-        shutil.rmtree(folder / "exports" / "peft")
-    if command == "resume":
-        (folder / "summary.json").unlink()
-    replace(folder / path, odd, place / "watched", place / "ran")
-    return command, "run", folder, random.Random(0), f"{command} with {path}: {odd}"
-
-
-@pytest.mark.usefixtures("without_steps")
-@pytest.mark.parametrize("kinds", [1, pytest.param(len(LINKS), marks=pytest.mark.slow)])
-def test_nothing_is_written_through_a_place_of_a_run(kinds, templates, place, server, tiny, capfd):
-    """Each place that a command writes; they are too many for the cases of the other test."""
-    exports = ("exports", "exports/peft", "exports/.peft.partial", "exports/.peft.partial/old")
-    places = {
-        "resume": [
-            path for path in places_of_a_run(templates / "run")[0] if "exports" not in path.parts
-        ],
-        "export_here": list(map(pathlib.Path, exports)),
-        "evaluate": [pathlib.Path(p) for p in ("evaluations", "programs", "programs/rollout-0123")],
-    }
-    rng = random.Random(0)
-    cases = [
-        functools.partial(with_odd_place, templates, place, command, path, odd)
-        for command, paths in places.items()
-        for path in paths
-        for odd in (("link", "keys") if command != "resume" else rng.sample(LINKS, kinds))
-    ]
-    run_cases(cases, place, server, tiny, capfd)
-
-
-def with_rewards(templates, place, command, section, name, function):
-    folder = copied(templates, place)
-    saved = json.loads((folder / "config.json").read_text())
-    reward = {"function": function, "weight": 1.0, "token_env": TOKEN}
-    if section == "python_rewards":
-        saved["python_rewards"] = copy.deepcopy(saved["config"]["rewards"])
-    (saved["config"]["rewards"] if section == "rewards" else saved[section])[name] = reward
-    (folder / "config.json").write_text(json.dumps(saved))
-    shutil.rmtree(folder / "exports" / "peft")
-    return command, "run", folder, random.Random(0), f"{command} with {section}.{name}={function}"
-
-
-def test_no_reward_of_a_run_is_called(templates, place, server, tiny, capfd):
-    functions = (server.url, f"{MODULE}:function", "timeit:repeat")
-    cases = [
-        functools.partial(with_rewards, templates, place, *choices)
-        for choices in itertools.product(
-            ("evaluate", "export_scored"),
-            ("rewards", "python_rewards"),
-            ("correctness", "format"),
-            functions,
-        )
-    ]
-    worked = run_cases(cases, place, server, tiny, capfd)
-    assert worked == len(functions) * 2  # An export has no use for the reward of the format.
-
-
-def with_field(templates, place, command, name, value):
-    folder = copied(templates, place)
-    saved = json.loads((folder / "config.json").read_text())
-    *sections, last = name.split(".")
-    inside = functools.reduce(lambda part, section: part[section], sections, saved)
-    inside[last] = value
-    (folder / "config.json").write_text(dumps(saved))
-    shutil.rmtree(folder / "exports" / "peft")
-    shutil.rmtree(folder / "evaluations")
-    return command, "run", folder, random.Random(0), f"{command} with {name}={value!r}"
+    chosen = range(*map(int, asked.split("-"))) if asked else cases
+    worked = run_cases(random_cases(chosen, templates, place, url), place, tokens, tiny, capfd)
+    assert asked or worked > len(cases) // 10  # Else they would test little but their first check.
 
 
 @pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.slow)])
@@ -583,73 +876,15 @@ def test_each_field_of_a_run_may_hold_anything(share, templates, place, server, 
     found = flatten(sections) | flatten({n: v for n, v in saved.items() if n in TOP}) | sections
     # With what no command reads of these sections, each case would take a second.
     unread = r"curriculum|head_format|kv_cache_bytes|rollout\.(temp|top_|max_new)|count|kind|dirty"
-    found = {name: value for name, value in found.items() if not re.search(unread, name)}
+    others = {str: [5, ["x"]], int: ["x", -1], float: ["x", {}], bool: [{}, "x"]}
     made = []
     for number, (name, value) in enumerate(sorted(found.items())):
-        command = ("evaluate", "export_scored")[number % 2]
+        command = (evaluate_one, export_scored)[number % 2]
         if name in ("command", "device", "versions"):
-            command = "export_here"
-        others = {str: [5, ["x"]], int: ["x", -1], float: ["x", {}], bool: [{}, "x"]}
-        made += [(command, name, value) for value in others.get(type(value), ["x", "@deep 600@"])]
+            command = export_one
+        if not re.search(unread, name):
+            made += [(command, name, new) for new in others.get(type(value), ["x", "@deep 600@"])]
     hostile_text = f"{place}/\x1b]0;owned\x07\u202e.jsonl"
     for name in ("model.source", "model.format", "model.dtype", "data.path", "data.eval_path"):
-        made.append(("evaluate", f"config.{name}", hostile_text))
-    cases = [functools.partial(with_field, templates, place, *some) for some in made[::share]]
-    run_cases(cases, place, server, tiny, capfd)
-
-
-@pytest.mark.slow  # minutes
-@pytest.mark.usefixtures("without_steps")
-def test_more_folders_of_another_person(templates, place, server, tiny, capfd):
-    cases = range(CASES, 20 * CASES)
-    made = [functools.partial(make_case, n, templates, place, server) for n in cases]
-    run_cases(made, place, server, tiny, capfd)
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_commands_end_in_one_line(templates, place, server, tiny):
-    """What the cases above call is what the commands call."""
-    before = digest(place / "watched")
-    theirs = {}
-    for command in ("evaluate", "export_hf", "show", "sample"):
-        theirs[command] = place / "theirs" / command
-        shutil.copytree(templates / "run", theirs[command])
-    path = theirs["evaluate"] / "config.json"
-    saved = json.loads(path.read_text())
-    reward = {"function": server.url, "weight": 1.0, "token_env": TOKEN}
-    saved["config"]["rewards"] = {"correctness": reward, "format": reward}
-    path.write_text(json.dumps(saved))
-    shutil.rmtree(theirs["export_hf"] / "exports" / "peft")
-    put(theirs["export_hf"] / "exports" / ".peft.partial", "link", place / "watched")
-    row = {"step": 2, "prompt": "\x1b]0;owned\x07", "completion": "\x9b2J", "reward": 1}
-    (theirs["show"] / "completions.jsonl").write_text(json.dumps(row) + "\n")
-    os.remove(theirs["sample"] / "config.json")
-    os.mkfifo(theirs["sample"] / "config.json")
-    arguments = {"export_hf": ["--format=peft", "--score-problems=0"], "sample": ["t1 t2"]}
-    pipe = subprocess.PIPE
-    started = {
-        command: subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                f"experiments.{command}",
-                str(folder),
-                *arguments.get(command, []),
-            ],
-            env=tiny.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-        )
-        for command, folder in theirs.items()
-    }
-    said = {command: process.communicate(timeout=300) for command, process in started.items()}
-    for command, process in started.items():
-        assert process.returncode == (0 if command == "show" else 2), (command, said[command])
-        # On a slow machine a command shows what it waits for.
-        lines = [x for x in said[command][1].splitlines() if not x.startswith("importing ")]
-        assert len(lines) == (command != "show"), (command, said[command])
-        check_outcome(place, before, server, "".join(said[command]), command)
-    assert r"\x1b]0;owned\x07" in said["show"][0]
+        made.append((evaluate_one, f"config.{name}", hostile_text))
+    run_cases(field_cases(made[::share], templates, place), place, server[1], tiny, capfd)

@@ -13,7 +13,7 @@ from tiny_rollout import TinyTokenizer
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn, transformer
-from qerl_jax.policy.lora import FUSED
+from qerl_jax.policy.layers.kinds import FUSED
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig

@@ -11,8 +11,8 @@ import pytest
 from tiny_checkpoints import gguf_name, model_config, random_tensors, write_gguf
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.attention import rotary_frequencies
 from qerl_jax.policy.config import RopeScaling
+from qerl_jax.policy.layers.attention import rotary_frequencies
 from qerl_jax.weights import gguf, names
 
 F32 = np.dtype(np.float32)

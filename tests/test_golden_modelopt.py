@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
-from qerl_jax.policy.lora import FUSED
+from qerl_jax.policy.layers.kinds import FUSED
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module

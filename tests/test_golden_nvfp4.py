@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from qerl_jax.policy import transformer
-from qerl_jax.policy.lora import ALL_FUSED
+from qerl_jax.policy.layers.kinds import ALL_FUSED
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 from pallas_kernels.attention import PART_BITS, segments
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
-from qerl_jax.policy.attention import rotary_angles
+from qerl_jax.policy.layers import kinds
+from qerl_jax.policy.layers.attention import rotary_angles
 from qerl_jax.rollout.scheduler import pad_prompts
 from qerl_jax.weights import names
 from qerl_jax.weights.load import load
@@ -52,10 +53,11 @@ def test_hidden_states_after_each_layer():
     x = model.params["embed_tokens"][tokens]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     angles = rotary_angles(positions, model.config)
-    forward = jax.jit(functools.partial(transformer.layer_with_inputs, config=model.config))
+    forward = functools.partial(transformer.layer_with_inputs, config=model.config)
+    forward = jax.jit(forward, static_argnums=0)
     for number, layer in enumerate(model.params["layers"]):
-        x, inputs = forward(layer, x, lengths, angles)
-        assert set(inputs) == set(lora_lib.fused_of(model.config, number))
+        x, inputs = forward(kinds.layer_of(model.config, number), layer, x, lengths, angles)
+        assert set(inputs) == set(kinds.fused_of(model.config, number))
         for row in ROWS:
             want = expected[f"hidden_{row}_{number}"]
             np.testing.assert_allclose(x[row, : len(want)], want, atol=5e-4, rtol=0)  # up to 20
@@ -154,7 +156,7 @@ def test_gradients_of_a_packed_buffer(recompute):
     np.testing.assert_allclose(value, expected["loss"], rtol=1e-5)
     checked = 0
     for number, layer in enumerate(gradient["layers"]):
-        shapes = lora_lib.projection_shapes(model.config)
+        shapes = kinds.projection_shapes(model.config)
         for array, tensors in names.stored_tensors(model.config, number).items():
             rows = 0
             for tensor in tensors:

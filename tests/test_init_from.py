@@ -11,7 +11,6 @@ import optax
 import pytest
 import tiny_run
 from ml_collections import ConfigDict
-from tiny_checkpoints import model_config
 
 from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import Device, plan_run
@@ -176,7 +175,7 @@ def test_other_data_begin_at_the_first_problem(origin, begun, tmp_path, change):
 
 
 @pytest.fixture
-def best(origin, tmp_path, monkeypatch):
+def best(origin, tiny, tmp_path, monkeypatch):
     """A run with a best adapter, and a function that saves another one as the run does.
 
     Before the function writes best.json, it calls its argument.
@@ -188,7 +187,7 @@ def best(origin, tmp_path, monkeypatch):
     options = LoraConfig(**lora, targets=tuple(saved["lora"]["targets"]))
 
     def save(step, between=lambda: None):
-        trainable = load_peft_adapter(run / "adapter", model_config(), options)
+        trainable = load_peft_adapter(run / "adapter", tiny_run.architecture(tiny.model), options)
         trainable = jax.tree.map(lambda x: x + step, trainable)
         write = saving.write_atomic
 
@@ -206,7 +205,7 @@ def best(origin, tmp_path, monkeypatch):
         return checksum(trainable)
 
     method = types.SimpleNamespace(lora_config=options)
-    model = types.SimpleNamespace(config=model_config())
+    model = types.SimpleNamespace(config=tiny_run.architecture(tiny.model))
     config = ConfigDict({"init_from": f"{run}:best"})
     setup = types.SimpleNamespace(config=config, method=method, model=model)
 
@@ -318,8 +317,9 @@ def test_another_adapter_is_refused(origin, begun, tmp_path, changes, words):
     assert not (tmp_path / "new").exists()
 
 
-def test_another_base_is_refused(origin, begun, tmp_path):
-    model = tiny_run.write_model(tmp_path / "model", model_type="qwen2")
+def test_another_base_is_refused(origin, begun, tiny, tmp_path):
+    layers = tiny_run.architecture(tiny.model).num_layers
+    model = tiny_run.write_model(tmp_path / "model", model_type="qwen2", num_layers=layers)
     with pytest.raises(UserError, match="trained on other weights"):
         begun({"init_from": str(origin), "model.source": str(model)})
 
@@ -344,7 +344,7 @@ def test_the_plan_counts_the_adapter_that_the_kl_is_measured_to(tiny):
     sizes = [
         plan_run(
             tiny.config({"rl.kl_coef": 0.1, **changes}),
-            model_config(),
+            tiny_run.architecture(tiny.model),
             Device(pool=None, kernel="xla"),
         ).training
         for changes in ({}, {"init_from": "run"}, {"lora.init": "adapter"})

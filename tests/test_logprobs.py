@@ -30,7 +30,7 @@ SMALL_CHUNKS = 5 * 4 * VOCAB
 
 @functools.cache
 def policy():
-    config, params = tiny_policy("qwen3", quantized=True, mlp_dim=64)
+    config, params = tiny_policy("qwen3", quantized=True, mlp_dim=64, num_layers=1)
     noisy = aqn.perturb_norms(jax.random.key(0), params, 0.2, final_norm=True)
     return config, params, noisy, random_lora(config)
 
@@ -180,7 +180,7 @@ def test_gradients_are_those_of_a_log_softmax(tied, chunk_bytes, entropy_gradien
     """Those of the states by the adapter and the norms, and of the head, which may be tied."""
     if chunk_bytes:
         monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", chunk_bytes)
-    config, params = tiny_policy("qwen2", tie_embeddings=tied)
+    config, params = tiny_policy("qwen2", tie_embeddings=tied, num_layers=1)
     lora, packed, (a, b) = random_lora(config), buffer(), np.random.default_rng(0).random((2, 32))
     options = {"model_config": config, "temperature": 0.7, "entropy_gradient": entropy_gradient}
 

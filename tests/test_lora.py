@@ -9,7 +9,8 @@ from tiny_model import KINDS, random_lora, random_tokens, tiny_policy
 from qerl_jax.errors import UserError
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
-from qerl_jax.policy.lora import FUSED, PROJECTIONS, LoraConfig, projection_shapes
+from qerl_jax.policy.layers.kinds import FUSED, PROJECTIONS, projection_shapes
+from qerl_jax.policy.lora import LoraConfig
 
 TARGETS = [PROJECTIONS, ("q_proj", "v_proj", "down_proj"), ("k_proj",), ("up_proj", "o_proj")]
 

@@ -6,7 +6,8 @@ import pytest
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.policy import transformer
-from qerl_jax.policy.lora import FUSED, PROJECTIONS, merge_layer
+from qerl_jax.policy.layers.kinds import FUSED, PROJECTIONS
+from qerl_jax.policy.lora import merge_layer
 
 
 @pytest.mark.parametrize(

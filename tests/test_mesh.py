@@ -275,7 +275,7 @@ def part(ended):
                 if step == fails_after:
                     raise UserError("no memory")
                 work = Statistics(prefilled_prompts=1, decoded=step, live=step)
-                yield RolloutProgress(1, 0, step, work, rollout=np.array([step]))
+                yield RolloutProgress(np.zeros(1, bool), step, work, rollout=np.array([step]))
         finally:
             ended.append(number)
 

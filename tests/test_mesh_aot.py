@@ -25,7 +25,8 @@ from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.memory.update_plan import update_memory
 from qerl_jax.policy import lora, sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
-from qerl_jax.policy.lora import FUSED, PROJECTIONS, LoraConfig, projection_shapes
+from qerl_jax.policy.layers.kinds import FUSED, PROJECTIONS, projection_shapes
+from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.sharding import abstract_on, specs
 from qerl_jax.policy.tensor_parallel import shard_of
@@ -171,7 +172,7 @@ def test_a_decode_step(compile_for_mesh, rows):
     assert logits[:2] == ("all-gather", "f32")
     # One for the embedding, and one for each of the two blocks of the layer.
     assert sums == [("all-reduce", "bf16", f"{rows},8192")] * 3
-    cache = sum(x.size * x.dtype.itemsize for x in (*state.keys, *state.values)) // shards
+    cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.layers)) // shards
     assert program.memory_analysis().alias_size_in_bytes >= cache  # which is updated in place
     text = program.as_text()
     assert "jit(decode_layer)/linears/fp4_matmul_sm90" in text

@@ -142,7 +142,7 @@ TEMPERATURE = np.float32(0.9)
 
 @functools.cache
 def policy():
-    config, params = tiny_policy("qwen3", quantized=True, num_layers=2)
+    config, params = tiny_policy("qwen3", quantized=True, num_layers=1)
     return config, params, random_lora(config)
 
 

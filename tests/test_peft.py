@@ -12,6 +12,7 @@ from tiny_checkpoints import model_config
 from qerl_jax.errors import UserError
 from qerl_jax.policy import config as config_lib
 from qerl_jax.policy import lora as lora_lib
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.weights import names, peft
@@ -98,7 +99,7 @@ def test_the_written_files(tmp_path):
     assert (written["r"], written["lora_alpha"]) == (4, 8)
     assert isinstance(written["lora_alpha"], int)
     assert written["task_type"] == "CAUSAL_LM"
-    assert set(written["target_modules"]) == set(lora_lib.PROJECTIONS)
+    assert set(written["target_modules"]) == set(kinds.PROJECTIONS)
 
 
 @pytest.mark.parametrize("kind", ["plain", "rslora"])
@@ -244,7 +245,7 @@ PEFT_DEFAULTS = {
 def test_harmless_options_and_the_targets_of_all_linear(tmp_path, whole):
     """PEFT writes whole paths for 'all-linear' below 20 targets, and ends of paths beyond."""
     folder, adapter = saved(tmp_path)
-    paths = [names.layer_module(i, p) for i in range(2) for p in lora_lib.PROJECTIONS]
+    paths = [names.layer_module(i, p) for i in range(2) for p in kinds.PROJECTIONS]
     targets = paths if whole else [path.split(".", 3)[-1] for path in paths]
     path = folder / "adapter_config.json"
     changes = PEFT_DEFAULTS | {"target_modules": targets}
@@ -260,8 +261,8 @@ def test_harmless_options_and_the_targets_of_all_linear(tmp_path, whole):
 
 
 def test_every_setting_of_targets_is_read_back(tmp_path):
-    for mask in range(1, 1 << len(lora_lib.PROJECTIONS)):
-        targets = tuple(p for i, p in enumerate(lora_lib.PROJECTIONS) if mask >> i & 1)
+    for mask in range(1, 1 << len(kinds.PROJECTIONS)):
+        targets = tuple(p for i, p in enumerate(kinds.PROJECTIONS) if mask >> i & 1)
         (tmp_path / "adapter_config.json").write_text(
             json.dumps(
                 peft._peft_config(LoraConfig(rank=4, alpha=-1e6, targets=targets), "x", norms=False)

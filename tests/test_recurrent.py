@@ -22,9 +22,10 @@ from qerl_jax.errors import UserError
 from qerl_jax.export.merge import merged_layers
 from qerl_jax.memory.report import format_plan
 from qerl_jax.memory.run_plan import Device, plan_run
-from qerl_jax.policy import aqn, lora, recurrent, sizes, tensor_parallel, transformer
+from qerl_jax.policy import aqn, lora, sizes, tensor_parallel, transformer
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import RecurrentConfig, from_hf_config, to_hf_config
+from qerl_jax.policy.layers import delta, kinds, recurrent
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.quant import QuantTensor
@@ -44,7 +45,7 @@ from qerl_jax.weights.tokenizer import from_folder
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "qwen3_5"
 SHAPES = RecurrentConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=6, window=4)
 TOKENS = 300
-TARGETS = (*lora.PROJECTIONS, "in_proj_qkv", "in_proj_z", "out_proj")
+TARGETS = (*kinds.PROJECTIONS, "in_proj_qkv", "in_proj_z", "out_proj")
 
 
 @functools.cache
@@ -64,10 +65,10 @@ def inputs():
 def chunked(x, ba, buffer_segments, *, packed=True):
     """The outputs and the last state of the chunked form."""
     layer = inputs()[2]
-    layout = recurrent.layout_of(buffer_segments, SHAPES) if packed else None
-    mixed = recurrent.convolve(x, layer["conv"], layout)
-    heads = recurrent.split_heads(mixed, SHAPES)
-    return recurrent.delta_rule(*heads, recurrent.gates(ba, layer), layout)
+    layout = delta.layout_of(buffer_segments, SHAPES) if packed else None
+    mixed = delta.convolve(x, layer["conv"], layout)
+    heads = delta.split_heads(mixed, SHAPES)
+    return delta.delta_rule(*heads, delta.gates(ba, layer), layout)
 
 
 def test_steps_are_the_chunks():
@@ -79,9 +80,9 @@ def test_steps_are_the_chunks():
     @jax.jit
     def step(carry, token):
         state, window = carry
-        mixed, window = recurrent.convolve_step(token[0], window, layer["conv"])
-        heads = recurrent.split_heads(mixed, SHAPES)
-        out, state = recurrent.delta_step(*heads, recurrent.gates(token[1], layer), state)
+        mixed, window = delta.convolve_step(token[0], window, layer["conv"])
+        heads = delta.split_heads(mixed, SHAPES)
+        out, state = delta.delta_step(*heads, delta.gates(token[1], layer), state)
         return (state, window), out
 
     zeros = (jnp.zeros((1, 4, 8, 6)), jnp.zeros((1, SHAPES.channels, 3)))
@@ -90,7 +91,7 @@ def test_steps_are_the_chunks():
     np.testing.assert_allclose(out.swapaxes(0, 1), expected, atol=2e-6)
     np.testing.assert_allclose(state, last, atol=2e-6)
     lengths = np.array([length])
-    np.testing.assert_array_equal(window, recurrent.last_window(x, lengths, 4))
+    np.testing.assert_array_equal(window, delta.last_window(x, lengths, 4))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -185,13 +186,13 @@ def test_a_step_rounds_where_rows_do():
     batch, length = 2, 66
     x = jax.random.normal(jax.random.key(0), (batch, length, config.embed_dim), jnp.bfloat16)
     lengths = jnp.full(batch, length)
-    rows, *_ = transformer._layer(layer, {}, x, lengths, None, config=config)
-    state = jnp.zeros((batch, heads.value_heads, heads.key_dim, heads.value_dim))
-    window = jnp.zeros((batch, heads.channels, heads.window - 1))
-    steps = []
+    options = {"kind": kinds.layer_of(config, 0), "config": config}
+    rows, _ = transformer._layer(layer, {}, x, lengths, None, **options)
+    shapes, steps = recurrent.row_shapes(config, 0, jnp.dtype("float32")), []
+    kept = jax.tree.map(lambda row: jnp.zeros((batch, *row.shape)), shapes)
     for token in range(length):
-        out, state, window = transformer._decode_layer(
-            layer, {}, state, window, x[:, token : token + 1], lengths, None, config=config
+        out, kept = transformer._decode_layer(
+            layer, {}, kept, x[:, token : token + 1], lengths, None, **options
         )
         steps.append(out)
     different = np.mean(np.asarray(jnp.concatenate(steps, axis=1) != rows))
@@ -254,7 +255,7 @@ def test_merged_weights_are_the_adapted_policy(quantized):
     layers = []
     for layer, adapters in zip(made.params["layers"], made.lora.layers, strict=True):
         merged, updates = lora.merge_layer(layer, adapters, config, scale=made.lora.scale)
-        assert set(updates) == set(lora.ALL_FUSED) & set(layer)
+        assert set(updates) == set(kinds.ALL_FUSED) & set(layer)
         layers.append(merged)
     tokens, lengths = random_tokens(2, 70), np.array([70, 66], np.int32)
     forward = jax.jit(functools.partial(transformer.forward, config=config))
@@ -444,7 +445,7 @@ def test_calibration_packs_attention_and_mlp(tmp_path):
     dense = load(str(tmp_path), format="bf16").params["layers"]
     for number, layer in enumerate(calibrated_layers(checkpoint, tokens, options)):
         packed = {name for name, array in layer.arrays.items() if isinstance(array, QuantTensor)}
-        assert packed == set(lora.FUSED) & set(lora.fused_of(config, number))
+        assert packed == set(kinds.FUSED) & set(kinds.fused_of(config, number))
         for name in layer.arrays.keys() - packed:
             np.testing.assert_array_equal(
                 np.asarray(layer.arrays[name], np.float32),

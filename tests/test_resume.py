@@ -72,6 +72,12 @@ def rewards_that(act, *, at):
 
 
 @pytest.fixture(scope="module")
+def tiny(tmp_path_factory, compile_cache):
+    """A model of two layers, for which the calls are counted."""
+    return tiny_run.write_tiny(tmp_path_factory.mktemp("tiny"), compile_cache)
+
+
+@pytest.fixture(scope="module")
 def uninterrupted(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
     return train(tiny.config(CHANGES), workdir=folder)

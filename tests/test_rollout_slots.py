@@ -22,6 +22,7 @@ from qerl_jax.rollout.completions import Completions
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.decode import Samples
 from qerl_jax.rollout.progress import live_fraction
+from qerl_jax.rollout.row import Row
 from qerl_jax.weights.tokenizer import from_folder
 
 policy = functools.partial(tiny_rollout.policy, layers=1)
@@ -48,7 +49,7 @@ def chunks(monkeypatch):
 
     def recording(key, params, lora_layers, state, cache_rows, *others, **options):
         slots, active = cache_rows
-        assert len(state.keys[0]) == len(slots) == len(active)
+        assert len(state.layers[0].keys) == len(slots) == len(active)
         seen.append(len(active))
         return decode_chunk(key, params, lora_layers, state, cache_rows, *others, **options)
 
@@ -113,7 +114,7 @@ def test_prefilled_prompts_are_freed_before_others_are_prefilled(monkeypatch):
     def recording(*arguments, **options):
         assert all(keys() is None for keys in kept)
         prefilled = prefill(*arguments, **options)
-        kept.append(weakref.ref(prefilled.cache.keys[0]))
+        kept.append(weakref.ref(prefilled.cache.layers[0].keys))
         return prefilled
 
     monkeypatch.setattr(decode, "prefill", recording)
@@ -127,7 +128,7 @@ def test_prompts_are_prefilled_in_full_batches_of_few_widths(monkeypatch):
 
     def recording(params, lora, tokens, lengths, **options):
         prefilled = prefill(params, lora, tokens, lengths, **options)
-        seen.append((tokens.shape, prefilled.cache.keys[0].shape[2]))
+        seen.append((tokens.shape, prefilled.cache.layers[0].keys.shape[2]))
         return prefilled
 
     monkeypatch.setattr(decode, "prefill", recording)
@@ -214,8 +215,7 @@ def test_a_row_that_is_not_active_attends_to_nothing():
     # Slot 1 was compacted away.
     slots = np.array([0, 2, 3, 4], np.int32)
     state = state.replace(
-        keys=[keys[slots] for keys in state.keys],
-        values=[values[slots] for values in state.values],
+        layers=jax.tree.map(lambda x: x[slots], state.layers),
         lengths=jnp.array([5, 1, 7, 9, 11]),
         rows=jnp.array([0, 9, 1, 2, 3]),
         counts=jnp.array([1, 1, 1, 22, 1]),
@@ -326,11 +326,14 @@ def test_a_stop_string_may_hold_a_special_token(stop, length, chunk, tmp_path):
     ids = np.array([[3, 4, tiny_checkpoints.VOCAB - 1, 5, 6, 7]], np.int32)
     zeros = np.zeros((1, chunk), np.float32)
     completions = Completions(1, SamplingConfig(max_new_tokens=6, stop=stop), tokenizer)
-    for start in range(0, 6, chunk):
+    row, ended = Row(0, identity=0, group=0, prompt=[1]), {}
+    row.begin_turn(0, 6)
+    while not ended:
+        start = completions.rollout.lengths[0]
         part = ids[:, start : start + chunk]
-        completions.append(np.array([0]), Samples(part, zeros, zeros))
-    assert completions.rollout.lengths[0] == length
-    assert completions.rollout.finished[0] == (length < 6)
+        ended = completions.append([row], np.zeros(1, int), Samples(part, zeros, zeros))
+    np.testing.assert_array_equal(completions.turn(row), ids[0, :length])
+    assert ended == {row: length < 6}
 
 
 # --- Memory ---------------------------------------------------------------------------------------
@@ -418,7 +421,7 @@ def test_a_chunk_holds_the_cache_once():
     model, params, lora = policy(layers=3)
     config = decode_config(model, max_new_tokens=2000)
     state = decode.empty_state(8, 2048, model_config=model, dtype=jnp.dtype(jnp.float32))
-    size = sum(x.nbytes for x in [*state.keys, *state.values])
+    size = sum(x.nbytes for x in jax.tree.leaves(state.layers))
     layers = decode.fuse_adapter(lora, model_config=model, dtype=jnp.dtype(jnp.float32))
     rows = decode.CacheRows(np.arange(8, dtype=np.int32), np.ones(8, bool))
     lowered = decode.decode_chunk.lower(

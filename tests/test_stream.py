@@ -17,7 +17,7 @@ from tiny_checkpoints import model_config, random_tensors, write_folder, write_g
 from benchmarks.random_checkpoint import write_random
 from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
-from qerl_jax.policy.lora import FUSED
+from qerl_jax.policy.layers.kinds import FUSED
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, quantize
 from qerl_jax.system.threads import run_within
 from qerl_jax.weights import load, names, safetensors

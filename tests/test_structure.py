@@ -23,7 +23,11 @@ def product():
     return {path: text for name in PRODUCT for path, text in read(f"{name}/**/*.py").items()}
 
 
-parsed = functools.cache(ast.parse)
+@functools.cache
+def nodes(text):
+    """The imports and functions of a module."""
+    kinds = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
 
 
 def long_functions(files):
@@ -31,7 +35,7 @@ def long_functions(files):
     return [
         (path, node.name, node.end_lineno - node.lineno + 1)
         for path, text in files.items()
-        for node in ast.walk(parsed(text))
+        for node in nodes(text)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno - node.lineno >= FUNCTION_LINES
     ]
@@ -40,7 +44,7 @@ def long_functions(files):
 def imports(files):
     """Path, line and full name of everything that is imported, inside functions too."""
     for path, text in files.items():
-        for node in ast.walk(parsed(text)):
+        for node in nodes(text):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
                 for alias in node.names:
@@ -53,10 +57,11 @@ def private_imports(files):
 
 
 def imports_of_tests(files):
-    """The imports of modules that pytest collects."""
+    """The imports of modules that pytest collects; most tests have none and are not parsed."""
+    some = {p: text for p, text in files.items() if re.search(r"\b(from|import)\b.*\btest_", text)}
     return [
         (path, line, name)
-        for path, line, name in imports(files)
+        for path, line, name in imports(some)
         if any(f"tests/{part}.py" in files for part in name.split(".") if part.startswith("test_"))
     ]
 

@@ -14,7 +14,7 @@ from pallas_kernels.fp4_matmul import tiling
 from qerl_jax.errors import UserError
 from qerl_jax.policy import lora, quant, sharding
 from qerl_jax.policy.architectures import ARCHITECTURES
-from qerl_jax.policy.lora import FUSED, projection_shapes
+from qerl_jax.policy.layers.kinds import FUSED, projection_shapes
 from qerl_jax.policy.quant import checkpoint_order, dequantize, quantize
 from qerl_jax.policy.sharding import COLUMNS, ROWS, WHOLE
 from qerl_jax.policy.tensor_parallel import cut, shard_of

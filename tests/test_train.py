@@ -73,6 +73,11 @@ def assert_finite(rows, allowed=()):
                 assert math.isfinite(value)
 
 
+def norms(tiny):
+    """The number of norms that noise perturbs."""
+    return 2 * tiny_run.architecture(tiny.model).num_layers
+
+
 def same_adapters(a, b):
     return all(
         np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
@@ -80,7 +85,7 @@ def same_adapters(a, b):
 
 
 @pytest.mark.e2e
-def test_rows(finished):
+def test_rows(finished, tiny):
     written = read_jsonl(finished / "metrics.jsonl")
     assert [row["step"] for row in written] == [0, 1, 2, 2, 3, 4, 4]
     assert all(len(row.pop("eval_answers")) == 2 for row in written if "eval_seconds" in row)
@@ -97,7 +102,7 @@ def test_rows(finished):
         assert expected <= row.keys()
         assert row.keys() - expected <= {"clip_fraction_low", "clip_fraction_high"}
         assert row["rollout_tokens"] == row["length"] * 8
-    assert [row["perturbed_norms"] for row in rows] == [0, 4, 4, 4]
+    assert [row["perturbed_norms"] for row in rows] == [0, *[norms(tiny)] * 3]
     assert [row["sigma"] for row in rows] == pytest.approx(
         [0, 1e-2, 1e-2 * 0.05 ** (1 / 3), 1e-2 * 0.05 ** (2 / 3)]
     )
@@ -404,18 +409,18 @@ def test_variants_are_finite(variant, name):
 
 
 @pytest.mark.slow  # `test_trainable` compares the policies in one step
-def test_noisy_forward_trains_the_policy_that_sampled(variant):
+def test_noisy_forward_trains_the_policy_that_sampled(variant, tiny):
     rows = variant("noisy_forward")
     assert [row["sigma"] for row in rows] == pytest.approx([5e-3, 1e-2])
-    assert [row["perturbed_norms"] for row in rows] == [5, 5]
+    assert [row["perturbed_norms"] for row in rows] == [norms(tiny) + 1] * 2
     assert all(row["logprob_diff_max"] < 1e-4 for row in rows)
     # The reference is the policy without adapter and without noise.
     assert all(row["kl"] > 0 for row in rows)
 
 
-def test_dapo_with_several_updates(variant):
+def test_dapo_with_several_updates(variant, tiny):
     rows = variant("dapo")
-    assert [row["perturbed_norms"] for row in rows] == [0, 4]
+    assert [row["perturbed_norms"] for row in rows] == [0, norms(tiny)]
     assert all(row["ratio_max"] > 1 for row in rows)
     assert all(-1 <= row["reward/overlong"] < 0 for row in rows)
     assert rows[0]["tis_weight"] == pytest.approx(1, abs=1e-5)

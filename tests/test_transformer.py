@@ -14,6 +14,7 @@ from pallas_kernels import device
 from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy import lora as lora_lib
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.quant import QuantTensor, tile_order
 
 LENGTHS = np.array([10, 7, 4], np.int32)
@@ -127,7 +128,7 @@ def test_dequantized_layers_give_the_same_logits():
     dense = transformer.dequantize_params(params)
     assert isinstance(params["layers"][0]["o_proj"], QuantTensor)
     for layer in dense["layers"]:
-        for name in lora_lib.FUSED:
+        for name in kinds.FUSED:
             assert isinstance(layer[name], jax.Array)
             assert layer[name].dtype == jnp.float32
     assert_valid_close(forward(dense, lora, config), expected, atol=1e-5)
@@ -158,7 +159,7 @@ def test_dense_weights_in_float32_have_the_values_of_bfloat16(monkeypatch):
         monkeypatch.setattr(device, "_has_amx", lambda has_amx=has_amx: has_amx)
         found.append(transformer.dequantize_params(params))
     narrow, wide = found
-    for name in lora_lib.FUSED:
+    for name in kinds.FUSED:
         values, stored = narrow["layers"][0][name], wide["layers"][0][name]
         assert (values.dtype, stored.dtype) == (jnp.bfloat16, jnp.float32)
         np.testing.assert_array_equal(values.astype(jnp.float32), stored)

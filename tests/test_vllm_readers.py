@@ -16,7 +16,7 @@ import pytest
 
 from qerl_jax.export import model_card as card_lib
 from qerl_jax.export.write import ExportConfig, export
-from qerl_jax.policy.lora import projection_shapes
+from qerl_jax.policy.layers.kinds import projection_shapes
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module
 

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 from tiny_checkpoints import VOCAB, model_config
 
-from qerl_jax.policy.lora import (
+from qerl_jax.policy.layers.kinds import (
     ALL_PROJECTIONS,
-    RECURRENT,
-    Lora,
+    FUSED,
+    array_shapes,
     fused_of,
     projection_shapes,
-    targets_of,
 )
+from qerl_jax.policy.lora import Lora, targets_of
 from qerl_jax.policy.quant import quantize_nvfp4
 
 KINDS = ("qwen2", "qwen3", "llama")
@@ -32,7 +32,7 @@ def tiny_policy(model_type="qwen3", *, quantized=False, seed=0, **changes):
             rng.standard_normal(shapes[name], np.float32) / shapes[name][1] ** 0.5
             for name in members
         ]
-        if quantized and fused not in RECURRENT:
+        if quantized and fused in FUSED:
             return jax.tree.map(jnp.asarray, quantize_nvfp4(weights))
         return jnp.asarray(np.concatenate(weights))
 
@@ -41,25 +41,15 @@ def tiny_policy(model_type="qwen3", *, quantized=False, seed=0, **changes):
         weights = {fused: projection(fused, members) for fused, members in groups.items()}
         weights["input_layernorm"] = norm(config.embed_dim)
         weights["post_attention_layernorm"] = norm(config.embed_dim)
-        if number in config.recurrent_layers:
-            return weights | recurrent_arrays()
-        if config.qk_norm:
-            weights |= {"q_norm": norm(config.head_dim), "k_norm": norm(config.head_dim)}
-        if config.attention_bias:
-            outputs = weights["qkv_proj"].shape[0]
-            weights["qkv_bias"] = jnp.asarray(0.3 * rng.standard_normal(outputs), jnp.float32)
+        for name, shape in array_shapes(config, number).items():
+            if name.endswith("norm"):
+                weights[name] = norm(shape)
+            elif name == "a_log":
+                weights[name] = jnp.asarray(rng.uniform(-3, 1, shape), jnp.float32)
+            else:
+                size = 0.3 if name == "qkv_bias" else 1.0
+                weights[name] = jnp.asarray(size * rng.standard_normal(shape), jnp.float32)
         return weights
-
-    def recurrent_arrays():
-        shapes = config.recurrent
-        return {
-            "conv": jnp.asarray(
-                rng.standard_normal((shapes.channels, 1, shapes.window)), jnp.float32
-            ),
-            "a_log": jnp.asarray(rng.uniform(-3, 1, shapes.value_heads), jnp.float32),
-            "dt_bias": jnp.asarray(rng.standard_normal(shapes.value_heads), jnp.float32),
-            "gated_norm": norm(shapes.value_dim),
-        }
 
     table = (config.vocab_size, config.embed_dim)
     params = {

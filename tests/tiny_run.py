@@ -18,6 +18,7 @@ from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.weights import names
+from qerl_jax.weights.checkpoint import open_checkpoint
 from qerl_jax.weights.peft import load_peft_adapter
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -156,14 +157,20 @@ def evaluations(run):
 
 def adapter(run, name="adapter"):
     """An adapter of a run folder, with the targets, rank and alpha of the run's config."""
-    saved = json.loads((run / "config.json").read_text())["config"]["lora"]
+    config = json.loads((run / "config.json").read_text())["config"]
+    saved = config["lora"]
     lora_config = LoraConfig(
         rank=saved["rank"],
         alpha=saved["alpha"],
         rslora=saved["rslora"],
         targets=tuple(saved["targets"]),
     )
-    return load_peft_adapter(run / name, tiny_checkpoints.model_config(), lora_config).lora
+    return load_peft_adapter(run / name, architecture(config["model"]["source"]), lora_config).lora
+
+
+def architecture(model):
+    """The architecture of a model folder."""
+    return open_checkpoint(str(model)).config
 
 
 def contents(run):

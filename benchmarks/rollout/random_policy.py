@@ -14,7 +14,14 @@ from jax.typing import DTypeLike
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import RECURRENT, Lora, fused_of, projection_shapes
+from qerl_jax.policy.layers.kinds import (
+    FUSED,
+    array_shapes,
+    fused_of,
+    layer_of,
+    projection_shapes,
+)
+from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.sharding import shard_params
 
@@ -57,9 +64,8 @@ def random_lora(key: jax.Array, model_config: ModelConfig, *, rank: int) -> Lora
 
 def _first_like(model_config: ModelConfig, layer: int) -> int:
     """Returns the first layer of a layer's kind, so that all of a kind share their programs."""
-    is_recurrent = layer in model_config.recurrent_layers
-    layers = range(model_config.num_layers)
-    return next(n for n in layers if (n in model_config.recurrent_layers) == is_recurrent)
+    layers, kind = range(model_config.num_layers), layer_of(model_config, layer)
+    return next(n for n in layers if layer_of(model_config, n) == kind)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -83,29 +89,26 @@ def _random_layer(
 ) -> dict:
     keys = iter(jax.random.split(key, 16))
     shapes = projection_shapes(model_config)
-    norms = {
-        "input_layernorm": model_config.embed_dim,
-        "post_attention_layernorm": model_config.embed_dim,
-    }
-    is_recurrent = number in model_config.recurrent_layers
-    if model_config.qk_norm and not is_recurrent:
-        norms |= {"q_norm": model_config.head_dim, "k_norm": model_config.head_dim}
+    others = array_shapes(model_config, number)
+    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), model_config.embed_dim)
+    norms |= {name: others[name][0] for name in ("q_norm", "k_norm") if name in others}
     layer: dict = {name: _norm_scale(next(keys), size) for name, size in norms.items()}
     for fused, members in fused_of(model_config, number).items():
         rows, own_format = sum(shapes[name][0] for name in members), format
-        if fused in RECURRENT:
+        if fused not in FUSED:
             own_format = "bf16"
         layer[fused] = _projection(next(keys), rows, shapes[members[0]][1], own_format, dtype)
-        if fused == "qkv_proj" and model_config.attention_bias:
+        if fused == "qkv_proj" and "qkv_bias" in others:
             layer["qkv_bias"] = normal(next(keys), (rows,), dtype)
-    if is_recurrent and (recurrent := model_config.recurrent) is not None:
-        heads = (recurrent.value_heads,)
-        window = (recurrent.channels, 1, recurrent.window)
-        layer["conv"] = normal(next(keys), window, dtype, 0.5)
+    random_arrays = {
+        "conv": lambda key, shape: normal(key, shape, dtype, 0.5),
         # A state keeps between about half and almost all of itself at a token.
-        layer["a_log"] = jax.random.uniform(next(keys), heads, minval=-5.0, maxval=-0.5)
-        layer["dt_bias"] = normal(next(keys), heads, jnp.float32, 1.0)
-        layer["gated_norm"] = _norm_scale(next(keys), recurrent.value_dim)
+        "a_log": lambda key, shape: jax.random.uniform(key, shape, minval=-5.0, maxval=-0.5),
+        "dt_bias": lambda key, shape: normal(key, shape, jnp.float32, 1.0),
+        "gated_norm": lambda key, shape: _norm_scale(key, shape[0]),
+    }
+    for name in (name for name in others if name not in layer):
+        layer[name] = random_arrays[name](next(keys), others[name])
     return layer
 
 

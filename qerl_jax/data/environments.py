@@ -38,12 +38,8 @@ class RunEnvironments:
     ) -> tuple[list[Prompt], Episodes]:
         """Begins the episodes of a rollout.
 
-        Args:
-            key: PRNG key; the environments of a group have one seed, which follows from it.
-            prompts: P prompts.
-            group_size: G, number of rows of each prompt.
-            on_wait: as in `Environments.resets`.
-            numbers: number of each prompt, which its seed depends on; by default its index.
+        The environments of a group have one seed, which follows from the key and from the number of
+        the prompt, by default its index.
 
         Returns:
             The prompts with what the environments say at their reset, and the episodes of all rows.

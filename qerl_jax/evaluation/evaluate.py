@@ -20,18 +20,13 @@ import jax
 import numpy as np
 
 from qerl_jax.compile.run_cache import keep_programs, user_folder
-from qerl_jax.data.environments import RunEnvironments, conversation_columns
+from qerl_jax.data.environments import RunEnvironments
+from qerl_jax.data.prompt_rollout import Ended, PromptRollout
 from qerl_jax.data.prompts import Prompt
-from qerl_jax.environments.episodes import Episode, Episodes
-from qerl_jax.environments.roles import ENDINGS, FAILURE, OPEN
+from qerl_jax.environments.episodes import Episode
+from qerl_jax.environments.roles import ENDINGS, FAILURE
 from qerl_jax.errors import UserError, memory_errors, visible
 from qerl_jax.evaluation import results_folder
-from qerl_jax.evaluation.conversations import (
-    check_trusted,
-    environments_of,
-    has_environment,
-    turns_of,
-)
 from qerl_jax.evaluation.greedy import is_correct, score_completions, tokens_of_examples
 from qerl_jax.evaluation.load_policy import (
     LoadedPolicy,
@@ -40,14 +35,21 @@ from qerl_jax.evaluation.load_policy import (
     read_run,
     trusts_run,
 )
-from qerl_jax.evaluation.prompts import TaskPrompts, encode_task
 from qerl_jax.evaluation.results_folder import EvaluateConfig
+from qerl_jax.evaluation.run_environments import (
+    check_trusted,
+    environments_of,
+    has_environment,
+    turns_of,
+)
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
+from qerl_jax.evaluation.task_prompts import TaskPrompts, encode_task
 from qerl_jax.evaluation.tasks import RUN, Task, extracted_answer, make_tasks, same_answer
 from qerl_jax.rewards.calls import announce_hosts, check_columns, resolve
 from qerl_jax.rewards.functions import CONVERSATION_COLUMNS, Reward
-from qerl_jax.rollout.completions import Rollout
+from qerl_jax.rewards.scored import Completion
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
+from qerl_jax.rollout.progress import RolloutProgress
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import bucket, dequantize_mode, rows_left
 from qerl_jax.run.folder import RunFolder
@@ -130,7 +132,11 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
             print(visible(f"{name or config.source}: {folder}"), flush=True)
             for task in tasks:
                 job = _Job(
-                    *(policy, task, prompts[task.name].prompts, scorers[task.name], config),
+                    policy,
+                    task,
+                    prompts[task.name].prompts,
+                    scorers[task.name],
+                    config,
                     environments=conversations if task.source == RUN else None,
                 )
                 entry = results["tasks"][task.name]
@@ -168,15 +174,7 @@ def _encode_tasks(
     config: EvaluateConfig,
     environments: RunEnvironments | None,
 ) -> dict[str, TaskPrompts]:
-    """Returns the prompts of the training, or else of the first start, also where they have a date.
-
-    Args:
-        policy: policy to evaluate.
-        tasks: the tasks.
-        folder: folder of the results.
-        config: settings of the evaluation.
-        environments: what the policy of a run talks to; None without environments.
-    """
+    """Returns the prompts of the training, or else of the first start, where they have a date."""
 
     def encode(task: Task) -> TaskPrompts:
         if environments is None or task.source != RUN or policy.run is None:
@@ -273,28 +271,25 @@ def _complete(
     that has ended. An evaluation of very many tokens is divided into several rollouts. All of them
     use the same programs, which are compiled before, and so does an evaluation that is continued.
 
-    Args:
-        job: policy and task.
-        path: file of the task's completions.
-        max_rows: number of rows that decode together.
-        received: signals that arrived, as in `signals.stop_signals`.
+    Returns the lines of the file for P prompts, with S samples each.
 
     Returns:
         The lines of the file for P prompts, with S samples each.
     """
-    samples, order = job.config.samples, _sort_by_length(job.prompts)
+    samples, prompts = job.config.samples, job.prompts
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
     sample_ids = {(problem, sample) for problem in order for sample in range(samples)}
     lines = read_jsonl(path) if path.exists() else []
     rows: _Rows = {_sample_id(path, row): row for row in lines}
     rows |= _score(
         job, [row for sample_id, row in rows.items() if sample_id in sample_ids], received
     )
-    _write_rows(path, rows)  # This drops an incomplete last line.
+    write_atomic(path, _lines(rows))  # This drops an incomplete last line.
     incomplete = {problem for problem, _ in sample_ids - rows.keys()}
     if problems := [problem for problem in order if problem in incomplete]:
         _complete_problems(job, path, rows, problems, max_rows=max_rows, received=received)
-    _write_rows(path, dict(sorted(rows.items())))
-    return [[rows[problem, s] for s in range(samples)] for problem in range(len(job.prompts))]
+    write_atomic(path, _lines(dict(sorted(rows.items()))))
+    return [[rows[problem, s] for s in range(samples)] for problem in range(len(prompts))]
 
 
 def _complete_problems(
@@ -308,13 +303,7 @@ def _complete_problems(
 ) -> None:
     """Completes problems, scores the completions and adds them to `rows` and to the file.
 
-    Args:
-        job: policy and task.
-        path: file of the task's completions.
-        rows: the lines of the file.
-        problems: numbers of the problems, the longest prompts first.
-        max_rows: number of rows that decode together.
-        received: signals that arrived.
+    The longest prompts come first in `problems`.
     """
     samples, total = job.config.samples, len(job.prompts) * job.config.samples
     size = min(_max_problems(job), len(job.prompts))
@@ -329,7 +318,7 @@ def _complete_problems(
         compact="once",
     )
 
-    def done() -> list[dict[str, Any]]:
+    def completed() -> list[dict[str, Any]]:
         return [row for (p, s), row in rows.items() if p < len(job.prompts) and s < samples]
 
     live = LiveLine()
@@ -340,12 +329,12 @@ def _complete_problems(
         sampler = _compile(job, _sampler(job, engine), received)
         for first in range(0, len(problems), size):
             began = time.perf_counter()
-            watch = _watch(live, job.task.name, len(done()), total, received)
+            watch = _watch(live, job.task.name, len(completed()), total, received)
             batch = problems[first : first + size]
             for drafts in _completions(job, batch, sampler, watch):
                 additions = [d for d in drafts if (d["problem"], d["sample"]) not in rows]
                 rows |= _append(job, path, additions, received)
-                scores = [row["correct"] for row in done()]
+                scores = [row["correct"] for row in completed()]
                 correct = [score for score in scores if score is not None]
                 share = f"{100 * np.mean(correct):.1f}" if correct else "-"
                 rate = sum(draft["tokens"] for draft in drafts) / (time.perf_counter() - began)
@@ -393,10 +382,6 @@ def _append(
 def _max_problems(job: _Job) -> int:
     """Returns the number of problems whose completions the host holds in one rollout."""
     return max(1, _ROLLOUT_TOKENS // (job.config.samples * job.task.max_new_tokens))
-
-
-def _sort_by_length(prompts: Sequence[Prompt]) -> list[int]:
-    return sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
 
 
 def _watch(
@@ -449,60 +434,51 @@ def _completions(
 
     Before a StoppedError of `on_progress` leaves the generator, it yields all that have ended.
     """
-    samples, limit = job.config.samples, job.task.max_new_tokens
-    yielded = np.zeros(len(problems) * samples, bool)
+    rollout = PromptRollout(
+        sampler,
+        _key(job),
+        job.policy.policy,
+        [job.prompts[problem] for problem in problems],
+        ids=problems,
+        environments=job.environments,
+    )
 
-    def take(rollout: Rollout) -> list[dict[str, Any]]:
-        over = rollout.finished | (rollout.lengths == limit)
-        if rollout.endings is not None:
-            over = rollout.endings != OPEN
-        indices = np.flatnonzero(over & ~yielded)
-        yielded[indices] = True
-        return [_draft(job, problems, rollout, row, episodes) for row in indices.tolist()]
+    def drafts(progress: RolloutProgress) -> list[dict[str, Any]]:
+        taken = rollout.take(progress)
+        return [_draft(job, problems, row, ended) for row, ended in taken.items()]
 
-    batch, episodes = [job.prompts[problem] for problem in problems], None
-    if job.environments is not None:
-        batch, episodes = job.environments.begin(_key(job), batch, samples, numbers=problems)
-    prompts = [prompt.ids for prompt in batch]
-    steps = sampler.steps(_key(job), job.policy.policy, prompts, ids=problems, dialog=episodes)
-    for step in steps:
-        if (
-            step.ended_rows - yielded.sum() >= sampler.engine.max_rows
-            or step.ended_rows == step.rows
-        ):
-            yield take(step.rollout)
-        if step.ended_rows == step.rows:
-            return
-        try:
-            on_progress(step.ended_rows, step.tokens)
-        except StoppedError:
-            if ended := take(step.rollout):
-                yield ended
-            raise
+    with rollout:
+        for progress in rollout:
+            has_ended = progress.ended_rows == progress.rows
+            if has_ended or progress.ended_rows - len(rollout.texts) >= sampler.engine.max_rows:
+                yield drafts(progress)
+            if has_ended:
+                return
+            try:
+                on_progress(progress.ended_rows, progress.tokens)
+            except StoppedError:
+                if ended := drafts(progress):
+                    yield ended
+                raise
 
 
-def _draft(
-    job: _Job, problems: list[int], rollout: Rollout, row: int, episodes: Episodes | None
-) -> dict[str, Any]:
-    """Returns a completion of a rollout of these problems, without its scores."""
+def _draft(job: _Job, problems: list[int], row: int, ended: Ended) -> dict[str, Any]:
+    """Returns the line of a completion of a rollout of these problems, without its scores."""
     index, sample = divmod(row, job.config.samples)
-    prompt, length = job.prompts[problems[index]], int(rollout.lengths[row])
+    problem, episode = job.prompts[problems[index]].problem, ended.episode
     draft = {
         "task": job.task.name,
         "problem": problems[index],
         "sample": sample,
-        "question": prompt.problem.question,
-        "gold": prompt.problem.answer,
-        "completion": job.policy.model.tokenizer.decode(rollout.tokens[row, :length].tolist()),
-        "tokens": length,
-        "finished": bool(rollout.finished[row]),
+        "question": problem.question,
+        "gold": problem.answer,
+        "completion": ended.text,
+        "tokens": ended.tokens,
+        "finished": ended.finished,
     }
-    if episodes is None:
+    if episode is None:
         return draft
-    episode = episodes.episodes[row]
     return draft | {
-        "completion": episode.answer,
-        "tokens": int(rollout.sampled_lengths[row]),
         "conversation": [{"role": role, "text": text} for role, text in episode.parts],
         "ending": ENDINGS[episode.ending],
         "environment_reward": episode.reward,
@@ -540,11 +516,7 @@ def _score(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) 
 
     scores = score_completions(
         job.scorers,
-        [job.prompts[draft["problem"]] for draft in drafts],
-        [draft["completion"] for draft in drafts],
-        [draft["tokens"] for draft in drafts],
-        [draft["finished"] for draft in drafts],
-        columns=None if job.environments is None else [_columns(job, draft) for draft in drafts],
+        [_to_score(job, draft) for draft in drafts],
         # As in training, no scorer gets a conversation whose environment failed.
         unscored={i for i, d in enumerate(drafts) if d.get("ending") == ENDINGS[FAILURE]},
         time_limit=results_folder.time_limit_of(job.config, job.policy.run),
@@ -561,11 +533,14 @@ def _score(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) 
     return rows
 
 
-def _columns(job: _Job, draft: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a conversation, from its line in the file."""
-    parts = [(turn["role"], turn["text"]) for turn in draft["conversation"]]
-    episode = Episode(parts, reward=draft["environment_reward"], facts=draft["environments"])
-    return {**job.prompts[draft["problem"]].problem.columns, **conversation_columns(episode)}
+def _to_score(job: _Job, draft: Mapping[str, Any]) -> Completion:
+    """Returns what scorers get of a completion, from its line in the file."""
+    episode = None
+    if job.environments is not None:
+        parts = [(turn["role"], turn["text"]) for turn in draft["conversation"]]
+        episode = Episode(parts, reward=draft["environment_reward"], facts=draft["environments"])
+    prompt, text = job.prompts[draft["problem"]], draft["completion"]
+    return Ended(prompt, text, draft["tokens"], draft["finished"], episode).to_score()
 
 
 def _estimate_rows(job: _Job) -> int:
@@ -589,10 +564,6 @@ def _engine(job: _Job) -> EngineConfig:
         dequantize=dequantize_mode(job.policy.model.params),
         kv_cache_dtype=job.task.kv_cache_dtype,
     )
-
-
-def _write_rows(path: Path, rows: _Rows) -> None:
-    write_atomic(path, _lines(rows))
 
 
 def _lines(rows: _Rows) -> str:

@@ -9,11 +9,6 @@ from qerl_jax.errors import UserError, check_limits
 def check_sampling(temperature: float, *, top_p: float, seed: int) -> None:
     """Refuses settings of the sampler that are out of range, or that greedy decoding ignores.
 
-    Args:
-        temperature: sampling temperature; 0 is greedy.
-        top_p: cumulative probability of the tokens that are sampled from; 1 keeps all tokens.
-        seed: seed of the samples; 0 is the default.
-
     Raises:
         UserError: a setting is invalid.
     """
@@ -35,9 +30,6 @@ def check_sampling(temperature: float, *, top_p: float, seed: int) -> None:
 def template_arguments(text: str) -> dict[str, Any]:
     """Reads the arguments of a chat template from the command line.
 
-    Args:
-        text: a JSON object.
-
     Raises:
         UserError: the text is no JSON object.
     """
@@ -47,10 +39,7 @@ def template_arguments(text: str) -> dict[str, Any]:
 def json_object(flag: str, text: str, example: str) -> dict[str, Any]:
     """Reads a JSON object from the command line.
 
-    Args:
-        flag: the flag, for the message.
-        text: a JSON object.
-        example: an object that the message shows.
+    The message of the error has the flag and an example.
 
     Raises:
         UserError: the text is no JSON object.

@@ -3,7 +3,6 @@
 `evaluate` uses the same parts: what a run reports is what the command measures.
 """
 
-import contextlib
 import dataclasses
 import math
 import sys
@@ -13,15 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.data.environments import RunEnvironments, conversation_columns
+from qerl_jax.data.environments import RunEnvironments
+from qerl_jax.data.prompt_rollout import Ended, PromptRollout
 from qerl_jax.data.prompts import Prompt
-from qerl_jax.environments.roles import FAILURE
 from qerl_jax.policy.policy import Policy
 from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rewards.functions import Reward
-from qerl_jax.rewards.score import score
-from qerl_jax.rewards.scored import Scores
-from qerl_jax.rollout.completions import detokenize
+from qerl_jax.rewards.score import Scoring
+from qerl_jax.rewards.scored import Completion, Scores
 from qerl_jax.rollout.replicas import deal
 from qerl_jax.rollout.sampler import Sampler, shared_tokens
 
@@ -77,44 +75,28 @@ def greedy_accuracy(
     """
     shares = deal([len(prompt.ids) for prompt in prompts], processes.count)
     own_prompts = [prompts[i] for i in shares[processes.index]]
-    own_correct, finished, texts = np.zeros(0), np.zeros(0, bool), list[str]()
+    own_correct, ended = np.zeros(0), list[Ended]()
     if own_prompts:  # There may be fewer prompts than processes.
-        key, episodes = jax.random.key(0, impl="threefry2x32"), None
-        if environments is not None:
-            own_prompts, episodes = environments.begin(key, own_prompts, 1, on_wait)
-        ids = [prompt.ids for prompt in own_prompts]
-        with (
-            contextlib.nullcontext() if episodes is None else episodes,
-            contextlib.closing(sampler.greedy().steps(key, policy, ids, dialog=episodes)) as steps,
-        ):
-            for step in steps:
-                if on_progress is not None and step.ended_rows < step.rows:
-                    on_progress(step.ended_rows, step.tokens)
-        rollout = step.rollout
-        texts, columns = detokenize(rollout, sampler.tokenizer.decode), None
-        failed: set[int] = set()
-        if episodes is not None:
-            texts = [episode.answer for episode in episodes.episodes]
-            columns = [
-                {**prompt.problem.columns, **conversation_columns(episode)}
-                for prompt, episode in zip(own_prompts, episodes.episodes, strict=True)
-            ]
-            failed.update(np.flatnonzero(rollout.endings == FAILURE).tolist())
+        key = jax.random.key(0, impl="threefry2x32")
+        rollout = PromptRollout(
+            sampler.greedy(), key, policy, own_prompts, environments=environments, on_wait=on_wait
+        )
+        with rollout:
+            for progress in rollout:
+                if on_progress is not None and progress.ended_rows < progress.rows:
+                    on_progress(progress.ended_rows, progress.tokens)
+        ended = list(rollout.take(progress).values())
         scores = score_completions(
             {"correct": correctness},
-            own_prompts,
-            texts,
-            rollout.sampled_lengths,
-            rollout.finished,
-            columns=columns,
-            unscored=failed,
+            [one.to_score() for one in ended],
+            unscored={row for row, one in enumerate(ended) if one.has_failed},
             time_limit=time_limit,
             on_wait=on_wait,
         )
-        own_correct, finished = is_correct(scores.parts["correct"]), rollout.finished
-        if episodes is not None:
-            for error in episodes.failures():
-                print(f"warning: {error}", file=sys.stderr, flush=True)
+        own_correct = is_correct(scores.parts["correct"])
+        for error in rollout.failures():
+            print(f"warning: {error}", file=sys.stderr, flush=True)
+    finished = np.array([one.finished for one in ended], bool)
     results = processes.exchange({"right": own_correct, "finished": finished})
     correct = np.concatenate([share["right"] for share in results])
     judged = correct[~np.isnan(correct)]
@@ -124,15 +106,13 @@ def greedy_accuracy(
         missing=correct.size - judged.size,
         answers=[
             {
-                "question": prompt.problem.question,
-                "answer": prompt.problem.answer,
-                "completion": text,
-                "finished": bool(ended),
+                "question": one.prompt.problem.question,
+                "answer": one.prompt.problem.answer,
+                "completion": one.text,
+                "finished": one.finished,
                 "correct": None if np.isnan(right) else bool(right),
             }
-            for prompt, text, ended, right in zip(
-                own_prompts[:_SHOWN], texts, finished, own_correct, strict=False
-            )
+            for one, right in zip(ended[:_SHOWN], own_correct, strict=False)
         ],
     )
 
@@ -142,54 +122,31 @@ def tokens_of_examples(prompts: Sequence[Prompt], examples: Sequence[str]) -> in
 
     What all prompts begin with rounds differently when it is shared. So rollouts compute whole
     prompts, as updates do, and a system prompt alone, which is short, is not shared.
-
-    Args:
-        prompts: all prompts of the evaluation.
-        examples: the solved examples that they begin with; empty without.
     """
     return shared_tokens([prompt.ids for prompt in prompts]) if prompts and examples else 0
 
 
 def score_completions(
     scorers: Mapping[str, Reward],
-    prompts: Sequence[Prompt],
-    completions: Sequence[str],
-    lengths: Sequence[int] | np.ndarray,
-    finished: Sequence[bool] | np.ndarray,
+    completions: Sequence[Completion],
     *,
-    columns: Sequence[Mapping[str, Any]] | None = None,
     unscored: Set[int] = frozenset(),
     time_limit: float,
     on_wait: Callable[[], None] | None = None,
 ) -> Scores:
-    """Scores completions, one per prompt, and prints a warning for each kind of failure.
+    """Scores completions, and prints a warning for each kind of failure.
 
-    Args:
-        scorers: rewards by name.
-        prompts: B prompts.
-        completions: B completions as text.
-        lengths: B completion lengths in tokens.
-        finished: B flags, True where the completion ended by itself.
-        columns: B rows of columns; None for those of the problems.
-        unscored: as in `score.score`.
-        time_limit: time limit for one call of a reward in seconds, for rewards without their own.
-        on_wait: as in `score.Scoring`.
+    Those of the indices `unscored` go to no reward, and their scores are NaN. The time limit is
+    that of one call, in seconds, for rewards without their own; `on_wait` is as in `score.Scoring`.
 
     Returns:
         The scores, unweighted.
     """
-    scores = score(
-        {name: (scorer, 1.0) for name, scorer in scorers.items()},
-        [prompt.text for prompt in prompts],
-        completions,
-        [prompt.problem.answer for prompt in prompts],
-        lengths,
-        finished,
-        columns=columns or [prompt.problem.columns for prompt in prompts],
-        unscored=unscored,
-        time_limit=time_limit,
-        on_wait=on_wait,
-    )
+    rewards = {name: (scorer, 1.0) for name, scorer in scorers.items()}
+    count = len(completions)
+    with Scoring(rewards, count, time_limit=time_limit, on_wait=on_wait) as scoring:
+        scoring.add({i: one for i, one in enumerate(completions) if i not in unscored})
+        scores = scoring.finish()
     for error in scores.errors:
         print(f"warning: {error}", file=sys.stderr, flush=True)
     return scores

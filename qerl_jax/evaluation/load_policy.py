@@ -27,7 +27,7 @@ from qerl_jax.system.safe_files import sha256_of
 from qerl_jax.weights import peft
 from qerl_jax.weights.load import LoadedModel, describe, load
 
-OWN = "own"  # beside the content of config.json
+OWN = "own"  # added to the content of config.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ def open_policy(
             Where neither names one, as for a model, it is an error.
         format: format of the weights, as in `load`. '' is the format of the run, for a model that
             `adapter` names the stored format; without a run it is the format of the run in whose
-            folder the adapter lies, or the stored format.
+            folder the adapter is, or the stored format.
         dtype: dtype of the activations, as in `load`; '' is the dtype of the run, or bfloat16.
         bases: holds the base that was loaded last, which is not loaded again; {} at first. None
             loads it.
@@ -156,12 +156,7 @@ def describe_policy(
 
     Its model is that of `load.describe`.
 
-    Args:
-        source: as in `open_policy`.
-        adapter: as in `open_policy`.
-        base: as in `open_policy`.
-        format: as in `open_policy`.
-        dtype: as in `open_policy`.
+    Its arguments are those of `open_policy`, and its model is that of `load.describe`.
 
     Returns:
         The policy; None where only loading tells what it is.
@@ -376,7 +371,7 @@ def _sha256(path: pathlib.Path) -> str:
 
 def _run_of(adapter: pathlib.Path | None) -> tuple[RunFolder, dict[str, Any] | None]:
     """Returns the run in whose folder an adapter lies, and its content; None outside of a run."""
-    # An adapter lies in the run folder itself or, if it was exported, in the folder of exports.
+    # An adapter is in the run folder itself or, if it was exported, in the folder of exports.
     for folder in [] if adapter is None else adapter.resolve().parents[:2]:
         if (run := read_run(folder)) is not None:
             return RunFolder(folder), run

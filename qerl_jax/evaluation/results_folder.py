@@ -16,7 +16,7 @@ from typing import Any
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.flags import check_sampling
 from qerl_jax.evaluation.load_policy import LoadedPolicy
-from qerl_jax.evaluation.prompts import check_prompts
+from qerl_jax.evaluation.task_prompts import check_prompts
 from qerl_jax.evaluation.tasks import Task, TaskOverrides
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.provenance import provenance
@@ -109,24 +109,14 @@ def temperature_of(config: EvaluateConfig) -> float:
 
 
 def time_limit_of(config: EvaluateConfig, run: Mapping[str, Any] | None) -> float:
-    """Returns the time limit for one call of a scorer without its own, in seconds.
-
-    Args:
-        config: settings of the evaluation.
-        run: content of config.json of the run that the policy comes from, or None.
-    """
+    """Returns the time limit for one call of a scorer without its own, in seconds."""
     if config.time_limit is not None:
         return config.time_limit
     return _SECONDS if run is None else run["config"]["reward_time_limit"]
 
 
 def locate_results(policy: LoadedPolicy, config: EvaluateConfig) -> tuple[str, Path]:
-    """Returns the name of a policy and its folder, which need not exist.
-
-    Args:
-        policy: policy to evaluate.
-        config: settings of the evaluation.
-    """
+    """Returns the name of a policy and its folder, which need not exist."""
     name = _policy_name(policy, config)
     return name, _folder_path(name, policy, _settings(policy, config), config)
 
@@ -170,12 +160,7 @@ def open_folder(
 ) -> dict[str, Any]:
     """Opens the folder of a policy, or creates it.
 
-    Args:
-        folder: folder of the policy.
-        policy: policy to evaluate.
-        tasks: tasks of the evaluation.
-        digests: digest of the prompts by the name of the task.
-        config: settings of the evaluation.
+    Takes the digest of the prompts by the name of the task.
 
     Returns:
         The content of results.json so far.

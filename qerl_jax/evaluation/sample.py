@@ -11,13 +11,14 @@ import jax
 
 from qerl_jax.compile.run_cache import keep_programs, user_folder
 from qerl_jax.data.environments import RunEnvironments
+from qerl_jax.data.prompt_rollout import PromptRollout
 from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
 from qerl_jax.environments.episodes import environment_of
 from qerl_jax.environments.roles import ENDINGS
 from qerl_jax.errors import UserError, check_limits, memory_errors, visible
-from qerl_jax.evaluation.conversations import environments_of, has_environment, turns_of
 from qerl_jax.evaluation.flags import check_sampling, json_object, template_arguments
 from qerl_jax.evaluation.load_policy import OWN, LoadedPolicy, open_policy
+from qerl_jax.evaluation.run_environments import environments_of, has_environment, turns_of
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -137,10 +138,6 @@ def stream_text(tokenizer: Tokenizer, write: Callable[[str], object]) -> Callabl
     The function is called as `show(ids)` with all ids so far and writes the text that is new. A
     character whose bytes are spread over several tokens is written after the last of these tokens;
     `show(ids, final=True)` also writes incomplete characters.
-
-    Args:
-        tokenizer: tokenizer that decodes the ids.
-        write: function that receives each new piece of text.
     """
     written = 0
 
@@ -188,14 +185,7 @@ def _answer(
     lora: Lora | None,
     messages: tuple[tuple[str, str], ...] = (),
 ) -> str:
-    """Prints the answer to the question while it is decoded, and returns it.
-
-    Args:
-        config: the question and the sampling settings.
-        policy: the model, with its run.
-        lora: adapter of the policy, or None.
-        messages: role and content of the messages before the question.
-    """
+    """Prints the answer to the question while it is decoded, and returns it."""
     model = policy.model
     settings: dict[str, Any] = {} if policy.run is None else policy.run["config"]["rollout"]
     own = policy.run is not None and policy.run[OWN]
@@ -243,10 +233,10 @@ def _converse(
     environments: RunEnvironments,
 ) -> str:
     """Prints a conversation with an environment turn by turn, and returns the last turn."""
-    (prompt,), episodes = environments.begin(key, [prompt], 1)
-    episode, shown = episodes.episodes[0], 0
-    with episodes:
-        for _ in _compile_first(sampler.steps(key, policy, [prompt.ids], dialog=episodes)):
+    rollout = PromptRollout(sampler, key, policy, [prompt], environments=environments)
+    (episode,), shown = rollout.episodes, 0
+    with rollout:
+        for _ in _compile_first(rollout):
             for role, text in episode.parts[shown:]:
                 _write(f"[{role}] {text}\n")
             shown = len(episode.parts)

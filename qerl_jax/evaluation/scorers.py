@@ -90,10 +90,6 @@ def reader(scorer: str, *, imports: bool = True) -> Reward:
     """Returns a scorer, or where it cannot be imported a function that may need any answer.
 
     The scorers that are called are imported again, which raises the error.
-
-    Args:
-        scorer: import path or URL.
-        imports: whether it may be imported, see `check_scorers`.
     """
     if is_url(scorer):
         return UrlReward(scorer)

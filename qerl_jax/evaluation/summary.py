@@ -18,9 +18,8 @@ def task_figures(
     A completion without a score counts neither as right nor as wrong; `not_judged` counts them. A
     problem without enough scores takes no part in a figure.
 
-    Args:
-        rows: completions of P problems with S samples each, as they are saved.
-        same: whether two extracted answers that are both wrong are one answer, see `same_answer`.
+    Takes the completions of P problems with S samples each, and whether two extracted answers that
+    are both wrong are one answer, see `same_answer`.
 
     Returns:
         The figures, as results.json holds them, and the fraction of correct samples of each
@@ -91,9 +90,7 @@ def _majority(group: Sequence[Mapping[str, Any]], same: Callable[[str, str], boo
 def _estimate(values: np.ndarray, judged: np.ndarray) -> dict[str, Any]:
     """Returns a mean over problems with its interval.
 
-    Args:
-        values: [P] a value per problem; NaN takes no part.
-        judged: [P] number of samples with a score per problem.
+    A value that is NaN takes no part; `judged` [P] counts the samples with a score.
     """
     present = ~np.isnan(values)
     if not present.any():
@@ -112,10 +109,8 @@ def format_table(
 ) -> str:
     """Formats figures for the terminal, in percent with 95 % intervals.
 
-    Args:
-        table: rows (policy, task, figures).
-        columns: width of the table, from which figures are left out until it fits; accuracy, and
-            how many completions lack a score, always stay. None is no limit.
+    The table has rows (policy, task, figures). Figures are left out until it fits the columns;
+    accuracy, and how many completions lack a score, always stay.
     """
     names = list(dict.fromkeys(key for *_, figures in table for key in figures))
     keys = [key for key in names if any(isinstance(f.get(key), Mapping) for *_, f in table)]

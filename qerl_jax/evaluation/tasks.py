@@ -317,12 +317,8 @@ def _held_out_problems(
 ) -> list[Problem]:
     """Returns the evaluation problems of a run, the same as during its training.
 
-    Args:
-        run: config of the run.
-        folder: its folder, as in `make_tasks`.
-        scorers: functions that score the completions, if they are known.
-        flag_values: values of the command line; of a run that is not trusted, only rewards that
-            are among them, or built in, are imported. None imports all.
+    Of a run that is not trusted, only rewards that are among `flag_values`, the values of the
+    command line, or built in, are imported; None imports all.
     """
     if run is None:
         raise UserError(
@@ -403,11 +399,6 @@ def extracted_answer(completion: str, scorer: str, prompt: str = "") -> str | No
     line. Numbers are normalized: `1,000.0` becomes `1000`. Other answers lose spaces, dollar signs
     and a final period.
 
-    Args:
-        completion: completion as text.
-        scorer: import path of the reward that scores the completion.
-        prompt: its prompt as text, which may open the reasoning.
-
     Returns:
         The answer, or None if no answer is found. (A completion without a mark may still be
         correct, because `math_answer` lets math-verify read its end.)
@@ -439,9 +430,6 @@ def same_answer(scorer: str) -> Callable[[str, str], bool]:
 
     Numbers and formulas are compared by the built-in scorers: `\frac12` equals `0.5` for
     `math_answer`. For any other scorer equal answers are equal texts.
-
-    Args:
-        scorer: import path of the reward that scores the completions.
     """
     reward = _COMPARING.get(scorer)
     if reward is None:

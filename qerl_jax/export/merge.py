@@ -17,7 +17,8 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.policy.aqn import LAYER_NORMS
-from qerl_jax.policy.lora import ALL_FUSED, RECURRENT, Lora, member_bounds, merge_layer
+from qerl_jax.policy.layers.kinds import ALL_FUSED, FUSED, member_bounds
+from qerl_jax.policy.lora import Lora, merge_layer
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize
 from qerl_jax.weights.load import LoadedModel
 
@@ -57,7 +58,7 @@ def merged_layers(
     """Yields the layers of a model with the adapter merged into them, as NumPy arrays.
 
     With `packed` the weights are rounded to NVFP4, as llm-compressor would round the merged
-    bfloat16 weights, instead of to bfloat16; those of `lora.RECURRENT` never are. The measures of
+    bfloat16 weights, instead of to bfloat16; only those of `kinds.FUSED` are. The measures of
     the kept update go into `retention` by projection, where there is an update.
 
     Raises:
@@ -70,7 +71,7 @@ def merged_layers(
         for fused, members in ALL_FUSED.items():
             if fused not in layer:
                 continue
-            packs = packed and fused not in RECURRENT
+            packs = packed and fused in FUSED
             bounds = member_bounds(fused, model.config)
             before = _round(layer[fused], bounds, packed=packs)
             after = _round(merged[fused], bounds, packed=packs)

@@ -41,7 +41,7 @@ from qerl_jax.export.model_card import (
     serve_lines,
 )
 from qerl_jax.export.push import check_name, check_names_no_folder, check_push, push
-from qerl_jax.policy.lora import ALL_FUSED
+from qerl_jax.policy.layers.kinds import ALL_FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.system import json_file

@@ -10,10 +10,9 @@ import dataclasses
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.config import ModelConfig, RecurrentConfig
-from qerl_jax.policy.lora import ALL_FUSED, fused_counts, projection_shapes
-from qerl_jax.policy.recurrent import CHUNK
-from qerl_jax.policy.transformer import ALIASES, PRODUCTS
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.layers import kinds
+from qerl_jax.policy.layers.linear import PRODUCTS
 from qerl_jax.rl.logprobs import logits_chunk
 from qerl_jax.rl.packing import layout
 
@@ -31,10 +30,6 @@ RECOMPUTATIONS: tuple[tuple[str, ...], ...] = (
 _LARGEST_BUFFER = 12288  # tokens; a larger buffer is no faster
 _TOKENS_OF_A_CALL = 400  # what a call costs besides its tokens: dequantized weights, the launch
 _MULTIPLE = 128  # tokens of a tile of the attention kernel
-# With recurrent layers XLA packs what the layers keep, but for gate_up_proj, less tightly. Compiled
-# for an H200, 4, 8, 16 and 64 layers of Qwen3.5-27B take 2.40, 3.66, 6.16 and 21.19 GB (4,352
-# tokens, gate_up_proj computed again), and 8 of 4B 6.87 GB (8,704 tokens, nothing computed again).
-_PACKING = 1.14
 _CPU_BUFFER = 512  # tokens; on a CPU the mask of the attention is dense
 _CPU_MULTIPLE = 8
 
@@ -148,12 +143,12 @@ def _relative_time(model: ModelConfig, again: tuple[str, ...]) -> float:
     A frozen weight has one product in the forward pass and one in the backward pass. Computing the
     first one again makes three of two.
     """
-    shapes = projection_shapes(model)
+    shapes = kinds.projection_shapes(model)
     sizes: dict[str, int] = {}
-    for fused, count in fused_counts(model).items():
-        product = ALIASES.get(fused, fused)
-        size = sum(shapes[name][0] * shapes[name][1] for name in ALL_FUSED[fused])
-        sizes[product] = sizes.get(product, 0) + count * size
+    for fused, count in kinds.fused_counts(model).items():
+        weight = kinds.WEIGHTS[fused]
+        size = sum(shapes[name][0] * shapes[name][1] for name in weight.members)
+        sizes[weight.product] = sizes.get(weight.product, 0) + count * size
     return 1 + sum(sizes.get(name, 0) for name in again) / (2 * sum(sizes.values()))
 
 
@@ -178,68 +173,43 @@ def recomputation(value: str) -> tuple[str, ...] | None:
 def update_memory(
     model: ModelConfig, *, tokens: int, recompute: tuple[str, ...], itemsize: int, adapter: int
 ) -> MemoryPlan:
-    """Returns the bytes of an update on one buffer.
+    """Returns the bytes of an update on a buffer of `tokens` positions.
 
     They equal those of XLA's memory analysis of the compiled program to 1 %, and with recurrent
     layers about to 10 %. The forward pass keeps the results of the products of every layer.
     `tokens` are the positions of the buffer; `adapter` and `itemsize` as in `plan_update`.
     """
-    heads = model.num_heads * model.head_dim
-    kv_heads = model.num_kv_heads * model.head_dim
-    widths = {
-        "qkv_proj": (2 if model.gated_attention else 1) * heads + 2 * kv_heads,
-        "attention": heads + 4 * model.num_heads // itemsize,  # and the log-sum-exp in float32
-        "o_proj": model.embed_dim,
-        "gate_up_proj": 2 * model.mlp_dim,
+    costs = {
+        part: part.memory(model, itemsize, tokens, recompute) for part in kinds.parts_of(model)
     }
-    kept_width = model.attention_layers * _kept_width(model, widths, recompute)
-    recurrence = 0
-    if (recurrent := model.recurrent) is not None:
-        of_recurrence = widths | {
-            "qkv_proj": recurrent.channels + recurrent.values + 2 * recurrent.value_heads,
-            "attention": recurrent.values,
-        }
-        count = len(model.recurrent_layers)
-        kept_width += count * _kept_width(model, of_recurrence, recompute)
-        loose = kept_width
-        if "gate_up_proj" not in recompute:
-            loose -= model.num_layers * widths["gate_up_proj"]
-        kept_width += int((_PACKING - 1) * loose)
-        recurrence = 4 * tokens * _recurrence_width(recurrent)
-        widths = {name: max(size, of_recurrence[name]) for name, size in widths.items()}
+    layers, widths, kept_width = kinds.layers_of(model), {}, 0
+    for mixer, mlp in layers:
+        own = costs[mixer].kept | costs[mlp].kept
+        kept_width += model.embed_dim
+        kept_width += sum(size for name, size in own.items() if name not in recompute)
+        widths |= {name: max(size, widths.get(name, 0)) for name, size in own.items()}
+    loose = kept_width
+    if "gate_up_proj" not in recompute:
+        loose -= model.num_layers * widths["gate_up_proj"]
+    kept_width += int((max(mixer.SPREAD for mixer, _ in layers) - 1) * loose)
     # One layer while its backward pass runs: its adapter; its states, and where weights are cut
-    # two that are summed over devices; the products that it computes again; the gradients of gate
-    # and up; and the larger of the dequantized weights of gate and up and of what the gradient of
-    # SwiGLU reads and writes.
+    # two that are summed over devices; the products that it computes again; and the temporary
+    # arrays of its parts, of which those of mixers and of MLPs do not exist at the same time.
     states = model.embed_dim * (4 if model.shards == 1 else 6)
     recomputed_width = sum(widths[name] for name in recompute if name != "gate_up_proj")
-    swiglu = tokens * model.mlp_dim * (3 if "gate_up_proj" in recompute else 1)
-    layer = tokens * (states + recomputed_width + 2 * model.mlp_dim)
-    layer += max(swiglu, 2 * model.mlp_dim * model.embed_dim)
+    layer = itemsize * tokens * (states + recomputed_width)
+    layer += max(costs[mlp].backward for _, mlp in layers)
+    mixing = max(costs[mixer].backward for mixer, _ in layers)
     # Final states and their gradients; the logits of a chunk in float32, and their gradient.
     logits = min(logits_chunk(model.vocab_size), tokens) * model.vocab_size
     head = itemsize * 4 * tokens * model.embed_dim
     return MemoryPlan(
         activations=itemsize * tokens * kept_width,
         head=head + (4 + itemsize) * logits,
-        layer=max(itemsize * layer, recurrence) + adapter // model.num_layers,
+        layer=max(layer, mixing) + adapter // model.num_layers,
         buffer_tokens=tokens,
         recompute=recompute,
     )
-
-
-def _kept_width(model: ModelConfig, widths: dict[str, int], recompute: tuple[str, ...]) -> int:
-    """Numbers of a token that a layer keeps: its input, and products by their widths."""
-    return model.embed_dim + sum(size for name, size in widths.items() if name not in recompute)
-
-
-def _recurrence_width(shapes: RecurrentConfig) -> int:
-    """Numbers of a token in the arrays of the chunks of a recurrent layer.
-
-    They are what the loop reads and returns, and the two states in front of each chunk.
-    """
-    heads = 2 * CHUNK + 3 * shapes.value_dim + 2 * shapes.key_dim * shapes.value_dim // CHUNK
-    return shapes.value_heads * heads + 2 * shapes.key_heads * shapes.key_dim + shapes.channels
 
 
 def _round_up(number: int, multiple: int) -> int:

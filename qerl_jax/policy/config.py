@@ -18,6 +18,7 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+NESTED_TYPES = ("qwen3_5",)  # a file may hold other parts beside the text model
 _HEAD_DIMS = {"qwen3": 128, "qwen3_5": 256}  # where a file does not state them
 _LARGEST_NUMBER = 1e30
 
@@ -102,16 +103,6 @@ class RecurrentConfig:
         """Number of values of a token in all heads."""
         return self.value_heads * self.value_dim
 
-    @property
-    def row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of what a row keeps of its tokens in a layer, in float32.
-
-        They are those of the state, [N, Dk, Dv], and of the window, [channels, W - 1], which holds
-        the last inputs of the convolution.
-        """
-        state = (self.value_heads, self.key_dim, self.value_dim)
-        return state, (self.channels, self.window - 1)
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -166,11 +157,6 @@ class ModelConfig:
     rotary_dim: int = 0
     gated_attention: bool = False
     centered_norms: bool = False
-
-    @property
-    def attention_layers(self) -> int:
-        """Number of layers that have keys and values."""
-        return self.num_layers - len(self.recurrent_layers)
 
     @property
     def digest(self) -> str:
@@ -261,13 +247,10 @@ def text_section(hf: dict[str, Any]) -> dict[str, Any]:
 
     It is the whole file, but for a model with a vision tower, whose section `text_config` it is.
 
-    Args:
-        hf: the parsed config.json.
-
     Raises:
         UserError: the section is no object.
     """
-    if hf.get("model_type") != "qwen3_5" or "text_config" not in hf:
+    if hf.get("model_type") not in NESTED_TYPES or "text_config" not in hf:
         return hf
     text = hf["text_config"]
     if not isinstance(text, dict):

@@ -1,7 +1,6 @@
 """LoRA (https://arxiv.org/abs/2106.09685) as a tree that is separate from the frozen weights."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Collection
 
@@ -11,27 +10,18 @@ from flax import struct
 
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
+from qerl_jax.policy.collectives import own_rows
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.layers.kinds import (
+    ALL_FUSED,
+    ALL_PROJECTIONS,
+    PROJECTIONS,
+    WEIGHTS,
+    fused_of,
+    projection_shapes,
+)
 from qerl_jax.policy.quant import QuantTensor, dequantize
-from qerl_jax.policy.tensor_parallel import own_channels
 
-# The projections that a layer stores stacked in one weight, by the name of that weight.
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "o_proj": ("o_proj",),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
-# Those that a recurrent layer has in place of the first two. A format of 4 bits leaves them in 16,
-# as llm-compressor does.
-RECURRENT = {
-    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-    "out_proj": ("out_proj",),
-}
-ALL_FUSED = FUSED | RECURRENT
-_OF_ATTENTION = ("qkv_proj", "o_proj")
-PROJECTIONS = tuple(name for members in FUSED.values() for name in members)
-ALL_PROJECTIONS = tuple(name for members in ALL_FUSED.values() for name in members)
 LARGEST_ALPHA = 1e6
 
 
@@ -84,51 +74,6 @@ class Lora:
     scale: float = struct.field(pytree_node=False)
 
 
-def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Returns the shape (outputs, inputs) of each projection that layers of the model have."""
-    heads = config.num_heads * config.head_dim
-    kv_heads = config.num_kv_heads * config.head_dim
-    shapes = {
-        "q_proj": (2 * heads if config.gated_attention else heads, config.embed_dim),
-        "k_proj": (kv_heads, config.embed_dim),
-        "v_proj": (kv_heads, config.embed_dim),
-        "o_proj": (config.embed_dim, heads),
-        "gate_proj": (config.mlp_dim, config.embed_dim),
-        "up_proj": (config.mlp_dim, config.embed_dim),
-        "down_proj": (config.embed_dim, config.mlp_dim),
-    }
-    if (recurrent := config.recurrent) is not None:
-        shapes |= {
-            "in_proj_qkv": (recurrent.channels, config.embed_dim),
-            "in_proj_z": (recurrent.values, config.embed_dim),
-            "in_proj_b": (recurrent.value_heads, config.embed_dim),
-            "in_proj_a": (recurrent.value_heads, config.embed_dim),
-            "out_proj": (config.embed_dim, recurrent.values),
-        }
-    return shapes
-
-
-def fused_of(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
-    """Returns the part of `ALL_FUSED` that a layer has, by the number of the layer."""
-    others = _OF_ATTENTION if layer in config.recurrent_layers else RECURRENT
-    return {fused: members for fused, members in ALL_FUSED.items() if fused not in others}
-
-
-def fused_counts(config: ModelConfig) -> dict[str, int]:
-    """Returns how many layers have each weight of `ALL_FUSED`, at least one."""
-    counts = {
-        fused: (
-            config.attention_layers
-            if fused in _OF_ATTENTION
-            else len(config.recurrent_layers)
-            if fused in RECURRENT
-            else config.num_layers
-        )
-        for fused in ALL_FUSED
-    }
-    return {fused: count for fused, count in counts.items() if count}
-
-
 def check_targets(config: ModelConfig, targets: Collection[str]) -> None:
     """Checks that the layers of a model have the projections that an adapter is for.
 
@@ -152,12 +97,6 @@ def targets_of(config: ModelConfig, layer: int, targets: Collection[str]) -> lis
     check_targets(config, targets)
     members = [name for names in fused_of(config, layer).values() for name in names]
     return [name for name in ALL_PROJECTIONS if name in members and name in targets]
-
-
-def member_bounds(fused: str, config: ModelConfig) -> list[int]:
-    """The rows of a fused weight, of `ALL_FUSED`, at which its second and later members begin."""
-    rows = [projection_shapes(config)[member][0] for member in ALL_FUSED[fused]]
-    return list(itertools.accumulate(rows))[:-1]
 
 
 def init(key: jax.Array, config: ModelConfig, lora_config: LoraConfig) -> Lora:
@@ -214,12 +153,13 @@ def fuse(
     if lora is None:
         return [{} for _ in range(config.num_layers)]
     shapes = projection_shapes(config)
+    stacked = {name: rows for weight in WEIGHTS.values() for name, rows in weight.stacked}
 
     def of_device(name: str, adapters: dict) -> dict[str, jax.Array] | None:
         adapter = adapters.get(name)
-        if adapter is None or name != "in_proj_qkv":
+        if adapter is None or name not in stacked:
             return adapter
-        return adapter | {"b": own_channels(adapter["b"], config)}
+        return adapter | {"b": own_rows(adapter["b"], stacked[name](config), config)}
 
     return [
         {

@@ -338,8 +338,7 @@ def _pad_table(table: np.ndarray) -> np.ndarray:
 def _e2m1_thresholds(scaled: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Returns int16 [256, 8]: the bits of the first magnitude above 0, and of codes 1 to 7.
 
-    Args:
-        scaled: function from float32 magnitudes [256, 8] to their ratios to the scale of each row.
+    `scaled` returns the ratios of float32 magnitudes [256, 8] to the scale of each row.
     """
     midpoints = np.array((0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), np.float32)
     # A tie goes to the even one of the two neighboring codes.
@@ -386,11 +385,9 @@ def _encode(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the packed codes uint8 [N, K/2] and the scales [N, K/block] of stacked weights.
 
-    Args:
-        weights: bits of bfloat16 weights, uint16 [N_i, K].
-        scale_table: scale byte of each largest magnitude, uint8 [2^15], or None in NF4.
-        thresholds: int16 [2^15, 15] by largest magnitude in NF4, otherwise [256, 8] by scale byte.
-        format: name of the format.
+    The weights are bits of bfloat16, uint16 [N_i, K]. `scale_table` has the scale byte of each
+    largest magnitude, uint8 [2^15]; None in NF4. `thresholds` are int16 [2^15, 15] by largest
+    magnitude in NF4, otherwise [256, 8] by scale byte.
     """
     form = FORMATS[format]
     bits = jnp.concatenate(weights)

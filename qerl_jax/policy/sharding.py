@@ -6,9 +6,10 @@ the policy, the trained parameters and the state of the optimizer together, and 
 of them.
 """
 
+import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,30 +18,44 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qerl_jax.errors import UserError
+from qerl_jax.policy.collectives import TENSOR
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.quant import in_machine_order
-from qerl_jax.policy.tensor_parallel import TENSOR, cut, shard_of
+from qerl_jax.policy.tensor_parallel import cut, shard_of
 
 DATA = "data"  # the axis of a mesh that rows are dealt out along; TENSOR is the other one
 
 WHOLE, ROWS, COLUMNS, HEADS = P(), P(TENSOR), P(None, TENSOR), P(None, TENSOR)
-# How arrays are cut along `tensor`, by the end of their path in a tree. LoRA's A and B are "a" and
-# "b" as they are trained, in the state of the optimizer too, and 0 and 1 as a rollout fuses them.
-_RULES = (
-    (r"embed_tokens|(qkv_proj|gate_up_proj|lm_head)(/packed|/scales|/global_scale)?", ROWS),
-    (r"(qkv_proj|gate_up_proj|lm_head)/tiles/\w+", ROWS),
-    (r"qkv_bias|(q|k|v|gate|up)_proj/b|(qkv|gate_up)_proj/1", ROWS),
-    (r"(q|k|v|gate|up)_proj/a|(qkv|gate_up)_proj/0", WHOLE),
-    (r"(o_proj|down_proj)(/packed|/scales|/tiles/codes|/tiles/scales|/a|/0)?", COLUMNS),
-    (r"(o_proj|down_proj)/(global_scale|tiles/divisor|b|1)", WHOLE),
-    (r"in_proj|conv|a_log|dt_bias|in_proj_[zba]/b|in_proj/1", ROWS),
-    (r"in_proj_\w+/a|in_proj_qkv/b|in_proj/0|gated_norm|out_proj/(b|1)", WHOLE),
-    (r"out_proj(/a|/0)?", COLUMNS),
-    (r"(keys|values)/\d+", HEADS),
-    (r"norm|(input|post_attention)_layernorm|q_norm|k_norm", WHOLE),
-    (r"lengths|rows|counts|last|done|logits|slots|active", WHOLE),  # of a rollout
-    (r"key|sigma|count|skipped_in_a_row", WHOLE),  # of the noise and of the optimizer
-)
+
+
+def _rules() -> Iterator[tuple[str, P]]:
+    """Yields how arrays are cut along `tensor`, by the end of their path in a tree.
+
+    LoRA's A and B are "a" and "b" as they are trained, in the state of the optimizer too, and 0 and
+    1 as a rollout fuses them.
+    """
+    yield r"embed_tokens|lm_head(/packed|/scales|/global_scale|/tiles/\w+)?", ROWS
+    for weight in kinds.WEIGHTS.values():
+        name, members = weight.name, "|".join(weight.members)
+        if weight.by_rows:
+            yield rf"{name}(/packed|/scales|/global_scale|/tiles/\w+|/1)?", ROWS
+            yield rf"{name}/0|({members})/a", WHOLE
+            yield from ((f"{member}/b", WHOLE) for member, _ in weight.stacked)
+            yield rf"({members})/b", ROWS
+        else:
+            yield rf"({name}|{members})(/packed|/scales|/tiles/codes|/tiles/scales|/a|/0)?", COLUMNS
+            yield rf"({name}|{members})/(global_scale|tiles/divisor|b|1)", WHOLE
+    for name, array in kinds.ARRAYS.items():
+        yield name, ROWS if array.by_rows else WHOLE
+    for mixer in kinds.MIXERS:  # what rows keep
+        yield "|".join(field.name for field in dataclasses.fields(mixer.KEPT)), HEADS
+    yield r"norm|(input|post_attention)_layernorm", WHOLE
+    yield r"lengths|rows|counts|last|done|logits|slots|active", WHOLE  # of a rollout
+    yield r"key|sigma|count|skipped_in_a_row", WHOLE  # of the noise and of the optimizer
+
+
+_RULES = tuple(_rules())
 
 
 def check_mesh(data: int, *, prompts: int) -> None:
@@ -99,10 +114,7 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
 def _remedy_for_fewer(mesh_devices: int, all_devices: int, processes: int) -> str:
     """Returns the end of a sentence that says how a run gets fewer devices, '' if it cannot.
 
-    Args:
-        mesh_devices: number of devices of the mesh.
-        all_devices: number of devices of all processes.
-        processes: number of processes.
+    There are `all_devices` in all `processes` together.
     """
     if mesh_devices > all_devices:
         return ""
@@ -278,7 +290,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def head_sharding(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
-    """Returns the sharding of keys and values [R, K, S, H] where other arrays have `sharding`."""
+    """Returns the sharding of what rows keep where other arrays have `sharding`."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.shape[TENSOR] == 1:
         return sharding
     return NamedSharding(sharding.mesh, HEADS)

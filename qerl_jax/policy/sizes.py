@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import ALL_FUSED, FUSED, check_targets, fused_counts, projection_shapes
+from qerl_jax.policy.layers.kinds import (
+    ALL_FUSED,
+    ARRAYS,
+    FUSED,
+    array_shapes,
+    fused_counts,
+    projection_shapes,
+)
+from qerl_jax.policy.lora import check_targets
 
 
 def weight_bytes(config: ModelConfig, *, format: str, itemsize: int) -> int:
@@ -132,13 +140,8 @@ def _unpacked_numbers(config: ModelConfig) -> tuple[int, int]:
     layers.
     """
     tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.embed_dim
-    biases = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    layers, attention = config.num_layers, config.attention_layers
-    wide = (2 * layers + 1) * config.embed_dim
-    wide += 2 * attention * config.head_dim if config.qk_norm else 0
-    dense = tables + (layers * biases if config.attention_bias else 0)
-    if (recurrent := config.recurrent) is not None:
-        count = len(config.recurrent_layers)
-        dense += count * recurrent.channels * recurrent.window
-        wide += count * (2 * recurrent.value_heads + recurrent.value_dim)
-    return dense, wide
+    numbers = {False: tables, True: (2 * config.num_layers + 1) * config.embed_dim}
+    for layer in range(config.num_layers):
+        for name, shape in array_shapes(config, layer).items():
+            numbers[ARRAYS[name].is_wide] += math.prod(shape)
+    return numbers[False], numbers[True]

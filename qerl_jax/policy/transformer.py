@@ -1,25 +1,17 @@
 """The policy: Qwen2, Qwen3, Qwen3.5 and Llama as pure functions of a parameter tree.
 
-Parameters are plain dicts and lists (D embed, F mlp, N query heads, K kv heads, H head dim):
+Parameters are plain dicts and lists (V vocabulary, D embed):
 
     embed_tokens [V, D]; lm_head [V, D], absent when tied; norm [D];
     layers: a list of
         input_layernorm [D], post_attention_layernorm [D]    float32
-        qkv_proj [(N + 2 K) H, D], qkv_bias                  bias: Qwen2
-        q_norm [H], k_norm [H]                               float32, Qwen3 and Qwen3.5
-        o_proj [D, N H], gate_up_proj [2 F, D], down_proj [D, F]
-
-    Qwen3.5's qkv_proj has 2 N + 2 K heads: each query is followed by its gate. Its recurrent layers
-    (see `recurrent`) have in place of the projections of attention
-
-        in_proj [channels + values + 2 heads, D], out_proj [D, values]
-        conv [channels, 1, window]
-        a_log [heads], dt_bias [heads], gated_norm [Dv]      float32
+        the arrays of its mixer and its MLP                  see the modules of `layers`
 
 The projections and `lm_head` are dense arrays or `QuantTensor`s. The dtype of `embed_tokens` is the
 dtype of the computation; norms, rotations and logits are float32.
 
-Where weights are cut between devices, the functions run on each of them, see `tensor_parallel`.
+This module iterates over layers: what a layer is, `layers.kinds` knows. Where weights are cut
+between devices, the functions run on each of them, see `tensor_parallel`.
 """
 
 import functools
@@ -27,38 +19,33 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from flax import struct
 
-from pallas_kernels import decode, device, fp4_matmul
-from pallas_kernels.attention import Segments, attend_packed
-from pallas_kernels.decode import to_cache
+from pallas_kernels import device, fp4_matmul
+from pallas_kernels.attention import Segments
 from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy import recurrent
-from qerl_jax.policy.attention import (
-    KVCache,
-    attend,
-    attend_from,
-    attend_to_cache,
-    rotary_angles,
-    rotate,
-)
+from qerl_jax.policy.collectives import TENSOR, embed, enter_shards, whole_vocabulary
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.linear import linear
+from qerl_jax.policy.layers import kinds
+from qerl_jax.policy.layers.attention import rotary_angles
+from qerl_jax.policy.layers.kinds import Layer
+from qerl_jax.policy.layers.linear import PRODUCTS, rms_norm
+from qerl_jax.policy.layers.part import Kept, Own
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor, dequantize, kernel_weight
-from qerl_jax.policy.tensor_parallel import (
-    BY_COLUMNS,
-    TENSOR,
-    embed,
-    enter_shards,
-    leave_shards,
-    whole_vocabulary,
-)
 
-# The products of a layer whose results the backward pass reads, in the order of a layer. In a
-# recurrent layer in_proj, the delta rule and out_proj have the first three names.
-PRODUCTS = ("qkv_proj", "attention", "o_proj", "gate_up_proj")
-ALIASES = {"in_proj": "qkv_proj", "out_proj": "o_proj"}
+
+@struct.dataclass
+class Cache:
+    """What rows keep of their tokens so far.
+
+    Attributes:
+        layers: what they keep in every layer, of the type `KEPT` of its mixer: keys and values.
+        lengths: int32 [B], number of tokens of each row.
+    """
+
+    layers: list[Kept]
+    lengths: jax.Array
 
 
 def forward(
@@ -106,7 +93,7 @@ def hidden_states(
         [B, T, D] hidden states, which are undefined after a row's end.
     """
     x, _ = _run_layers(params, lora, tokens, lengths, config=config)
-    return _rms_norm(enter_shards(x, config), params["norm"], config.norm_eps)
+    return rms_norm(enter_shards(x, config), params["norm"], config.norm_eps)
 
 
 def packed_hidden_states(
@@ -140,18 +127,22 @@ def packed_hidden_states(
 
     # The adapter is fused inside of the checkpoint, so that the backward pass fuses it again and
     # nothing keeps that of all layers, which takes 1.4 GB with 72B.
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*keep))
-    def layer_fn(layer, lora, x):
+    @functools.partial(
+        jax.checkpoint,
+        policy=jax.checkpoint_policies.save_only_these_names(*keep),
+        static_argnums=0,
+    )
+    def layer_fn(kind, layer, lora, x):
         adapters = lora_lib.fuse(lora, config, x.dtype)[0]
-        visible = segments if layout is None or "in_proj" not in layer else layout
-        return _layer(layer, adapters, x, visible, angles, config=config)[0]
+        layout = layouts[kind.mixer]
+        return _layer(layer, adapters, x, layout, angles, kind=kind, config=config)[0]
 
-    layout = recurrent.layout_of(segments, config.recurrent) if config.recurrent else None
+    layouts = {mixer: mixer.layout_of(segments, config) for mixer in kinds.mixers_of(config)}
     x = embed(params["embed_tokens"], tokens[None], config)
-    for number, layer in enumerate(params["layers"]):
+    for number, (kind, layer) in enumerate(_layers(params, config)):
         lora_of_layer = lora and Lora(layers=[lora.layers[number]], scale=lora.scale)
-        x = layer_fn(layer, lora_of_layer, x)
-    return _rms_norm(enter_shards(x[0], config), params["norm"], config.norm_eps)
+        x = layer_fn(kind, layer, lora_of_layer, x)
+    return rms_norm(enter_shards(x[0], config), params["norm"], config.norm_eps)
 
 
 @jax.named_scope("head")
@@ -199,8 +190,8 @@ def prefill(
     *,
     config: ModelConfig,
     cache_positions: int,
-) -> tuple[jax.Array, KVCache]:
-    """Runs the policy on prompts and keeps their keys and values.
+) -> tuple[jax.Array, Cache]:
+    """Runs the policy on prompts and keeps what their rows go on from.
 
     Args:
         params: the frozen policy.
@@ -213,29 +204,22 @@ def prefill(
     Returns:
         float32 logits [B, V] after each prompt's last token, and the cache.
     """
-    x, (keys, values) = _run_layers(params, lora, tokens, lengths, config=config)
+    x, layers = _run_layers(params, lora, tokens, lengths, config=config)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    padding = ((0, 0), (0, 0), (0, cache_positions - tokens.shape[1]), (0, 0))
-
-    def padded(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [
-            array if number in config.recurrent_layers else jnp.pad(array.swapaxes(1, 2), padding)
-            for number, array in enumerate(arrays)
-        ]
-
-    cache = KVCache(keys=padded(keys), values=padded(values), lengths=lengths)
-    last = logits(params, _rms_norm(last, params["norm"], config.norm_eps))
-    return whole_vocabulary(last, config), cache
+    pairs = zip(kinds.layers_of(config), layers, strict=True)
+    layers = [kind.mixer.in_cache(kept, cache_positions) for kind, kept in pairs]
+    last = logits(params, rms_norm(last, params["norm"], config.norm_eps))
+    return whole_vocabulary(last, config), Cache(layers=layers, lengths=lengths)
 
 
 def decode_step(
     params: dict,
     lora_layers: list[dict],
     tokens: jax.Array,
-    cache: KVCache,
+    cache: Cache,
     *,
     config: ModelConfig,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, Cache]:
     """Appends one token to every row.
 
     Args:
@@ -243,7 +227,7 @@ def decode_step(
         lora_layers: the policy's adapter as `lora.fuse` returns it, computed once before the
             decode loop.
         tokens: int32 [B] new tokens.
-        cache: keys and values so far; every row has at least one position that is not filled.
+        cache: what the rows keep; every row has at least one position that is not filled.
         config: the architecture.
 
     Returns:
@@ -251,21 +235,23 @@ def decode_step(
     """
     angles = rotary_angles(cache.lengths[:, None], config)
     x = embed(params["embed_tokens"], tokens, config)
-    # The fused kernels know neither a state nor a gate.
-    if config.recurrent is None and decode.supports_layer(x.dtype, cache.keys[0]):
-        x, keys, values = _fused_layers(params, lora_layers, x, cache, angles, config=config)
+    if all(
+        kind.mlp.FUSES and kind.mixer.fuses(config, x.dtype, kept)
+        for kind, kept in zip(kinds.layers_of(config), cache.layers, strict=True)
+    ):
+        x, layers = _fused_layers(params, lora_layers, x, cache, angles, config=config)
         # A head for a few rows is slow in some libraries, and never faster than for 16.
         x = jnp.pad(x, ((0, max(0, 16 - len(tokens))), (0, 0)))
     else:
-        x, keys, values = x[:, None], [], []
-        layers = zip(params["layers"], lora_layers, cache.keys, cache.values, strict=True)
-        for layer in layers:
-            x, k, v = _decode_layer(*layer, x, cache.lengths, angles, config=config)
-            keys.append(k)
-            values.append(v)
+        x, layers = x[:, None], []
+        parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
+        for (kind, layer), adapters, kept in parts:
+            arrays = layer, adapters, kept, x, cache.lengths, angles
+            x, kept = _decode_layer(*arrays, kind=kind, config=config)
+            layers.append(kept)
         x = x[:, 0]
-    x = _rms_norm(x, params["norm"], config.norm_eps)
-    cache = KVCache(keys=keys, values=values, lengths=cache.lengths + 1)
+    x = rms_norm(x, params["norm"], config.norm_eps)
+    cache = Cache(layers=layers, lengths=cache.lengths + 1)
     return whole_vocabulary(logits(params, x)[: len(tokens)], config), cache
 
 
@@ -275,10 +261,10 @@ def extend(
     tokens: jax.Array,
     positions: jax.Array,
     last: jax.Array,
-    cache: KVCache,
+    cache: Cache,
     *,
     config: ModelConfig,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, Cache]:
     """Appends several tokens to every row of a cache.
 
     Args:
@@ -286,29 +272,29 @@ def extend(
         lora_layers: the policy's adapter as `lora.fuse` returns it.
         tokens: int32 [B, T] new tokens.
         positions: int32 [B, T], cache position of each token; S for padding, which is not written.
-            With recurrent layers the first token of a row is its first one again, at position 0,
-            which rows that do not decode overwrite; their state has it already.
+            Unless all mixers rewind, the first token of a row is its first one again, at position
+            0, which rows that do not decode overwrite; a state has it already.
         last: int32 [B], index of the last token of each row, after which the logits are wanted.
-        cache: keys and values so far, of S positions; its lengths are not read.
+        cache: what the rows keep, of S positions; its lengths are not read.
         config: the architecture.
 
     Returns:
         float32 logits [B, V], and the cache with the tokens.
     """
     angles = rotary_angles(positions, config)
-    x, keys, values = embed(params["embed_tokens"], tokens, config), [], []
-    layers = zip(params["layers"], lora_layers, cache.keys, cache.values, strict=True)
-    for layer in layers:
-        x, k, v = _extend_layer(*layer, x, positions, last, angles, config=config)
-        keys.append(k)
-        values.append(v)
+    x, layers = embed(params["embed_tokens"], tokens, config), []
+    parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
+    for (kind, layer), adapters, kept in parts:
+        arrays = layer, adapters, kept, x, positions, last, angles
+        x, kept = _extend_layer(*arrays, kind=kind, config=config)
+        layers.append(kept)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-    x = logits(params, _rms_norm(x, params["norm"], config.norm_eps))
-    cache = KVCache(keys=keys, values=values, lengths=cache.lengths)
-    return whole_vocabulary(x, config), cache
+    x = logits(params, rms_norm(x, params["norm"], config.norm_eps))
+    return whole_vocabulary(x, config), Cache(layers=layers, lengths=cache.lengths)
 
 
 def layer_with_inputs(
+    kind: Layer,
     layer: dict,
     x: jax.Array,
     lengths: jax.Array,
@@ -319,6 +305,7 @@ def layer_with_inputs(
     """Computes one layer without an adapter, and keeps what its projections read.
 
     Args:
+        kind: what `kinds.layer_of` says of the layer.
         layer: one of `params["layers"]`.
         x: [B, T, D] input of the layer.
         lengths: int32 [B], number of tokens in each row.
@@ -326,21 +313,12 @@ def layer_with_inputs(
         config: the architecture.
 
     Returns:
-        The layer's output [B, T, D], and the inputs [B, T, K] of its projections, which for a layer
-        with attention are 'qkv_proj', 'o_proj', 'gate_up_proj' and 'down_proj'.
+        The layer's output [B, T, D], and the inputs [B, T, K] of its weights by their names, which
+        for a layer with attention are 'qkv_proj', 'o_proj', 'gate_up_proj' and 'down_proj'.
     """
-    inputs = {}
-
-    def project(layer, adapters, name, x, config):
-        inputs[name] = x
-        return _project(layer, adapters, name, x, config)
-
-    if "in_proj" in layer:
-        mixed, *_ = _recur(layer, {}, x, lengths, config, project)
-    else:
-        q, k, v, gate = _project_qkv(layer, {}, x, angles, config, project)
-        mixed = _gated(attend(q, k, v, lengths), gate)
-    return _finish_layer(layer, {}, x, mixed, config, project), inputs
+    own = Own(layer, {}, config, inputs={})
+    mixed, _ = kind.mixer.mix(own, x, lengths, angles)
+    return _add(kind, own, x, mixed), own.inputs or {}
 
 
 def packed_weights(params: dict, *, rows: int = 0) -> list[QuantTensor | jax.Array]:
@@ -409,71 +387,52 @@ def _is_packed(leaf, rows):
     return leaf.tiles is None or not fp4_matmul.reads_tiles(rows)
 
 
+def _layers(params, config):
+    """Returns pairs of the kinds and the arrays of each layer."""
+    return zip(kinds.layers_of(config), params["layers"], strict=True)
+
+
 def _run_layers(params, lora, tokens, lengths, *, config):
+    """Returns the states [B, T, D] after the layers, and what the rows keep in each of them."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     angles = rotary_angles(positions, config)
-    x = embed(params["embed_tokens"], tokens, config)
+    x, layers = embed(params["embed_tokens"], tokens, config), []
     lora_layers = lora_lib.fuse(lora, config, x.dtype)
-    keys, values = [], []
-    for layer, adapters in zip(params["layers"], lora_layers, strict=True):
-        x, k, v = _layer(layer, adapters, x, lengths, angles, config=config)
-        keys.append(k)
-        values.append(v)
-    return x, (keys, values)
+    for (kind, layer), adapters in zip(_layers(params, config), lora_layers, strict=True):
+        x, kept = _layer(layer, adapters, x, lengths, angles, kind=kind, config=config)
+        layers.append(kept)
+    return x, layers
 
 
-# One jit per layer function: the layers share a trace and a lowering.
-@functools.partial(jax.jit, static_argnames="config")
-def _layer(layer, adapters, x, visible, angles, *, config):
-    """One block over whole rows, or over one packed buffer; also returns its keys and values.
-
-    `visible` are the lengths of the rows, or the segments of the buffer, of which a recurrent layer
-    takes the layout. It returns the state and the window after each row.
-    """
-    if "in_proj" in layer:
-        mixed, state, window = _recur(layer, adapters, x, visible, config)
-        return _finish_layer(layer, adapters, x, mixed, config), state, window
-    q, k, v, gate = _project_qkv(layer, adapters, x, angles, config)
-    with jax.named_scope("attention"):
-        if isinstance(visible, Segments):
-            attended = attend_packed(q[0], k[0], v[0], visible)[None]
-        else:
-            attended = attend(q, k, v, visible)
-    return _finish_layer(layer, adapters, x, _gated(attended, gate), config), k, v
+# One jit per layer function: the layers of a kind share a trace and a lowering.
+@functools.partial(jax.jit, static_argnames=("kind", "config"))
+def _layer(layer, adapters, x, visible, angles, *, kind, config):
+    """One layer over whole rows, or over one packed buffer; see `part.Mixer.mix`."""
+    own = Own(layer, adapters, config)
+    mixed, kept = kind.mixer.mix(own, x, visible, angles)
+    return _add(kind, own, x, mixed), kept
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _decode_layer(layer, adapters, keys, values, x, lengths, angles, *, config):
-    """One block over one new token per row; returns the output and the extended cache."""
-    if "in_proj" in layer:
-        mixed, keys, values = _recur_step(layer, adapters, x, keys, values, lengths, config)
-        return _finish_layer(layer, adapters, x, mixed, config), keys, values
-    q, k, v, gate = _project_qkv(layer, adapters, x, angles, config)
-    with jax.named_scope("attention"):
-        rows, heads = jnp.ogrid[: keys.shape[0], : keys.shape[1]]
-        position = rows, heads, lengths[:, None]
-        keys = keys.at[position].set(to_cache(k[:, 0], keys.dtype), unique_indices=True)
-        values = values.at[position].set(to_cache(v[:, 0], values.dtype), unique_indices=True)
-        attended = attend_to_cache(q, keys.astype(q.dtype), values.astype(q.dtype), lengths + 1)
-    return _finish_layer(layer, adapters, x, _gated(attended, gate), config), keys, values
+@functools.partial(jax.jit, static_argnames=("kind", "config"))
+def _decode_layer(layer, adapters, kept, x, lengths, angles, *, kind, config):
+    """One layer over one new token per row; see `part.Mixer.mix_step`."""
+    own = Own(layer, adapters, config)
+    mixed, kept = kind.mixer.mix_step(own, x, kept, lengths, angles)
+    return _add(kind, own, x, mixed), kept
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _extend_layer(layer, adapters, keys, values, x, positions, last, angles, *, config):
-    """One block over several new tokens per row; returns the output and the extended cache."""
-    if "in_proj" in layer:
-        first, *_ = _recur(layer, adapters, x[:, :1], jnp.ones_like(last), config)
-        others, *cache = _recur(layer, adapters, x[:, 1:], last, config, before=(keys, values))
-        mixed = jnp.concatenate([first, others], axis=1)
-        return _finish_layer(layer, adapters, x, mixed, config), *cache
-    q, k, v, gate = _project_qkv(layer, adapters, x, angles, config)
-    with jax.named_scope("attention"):
-        rows, heads = jnp.ogrid[: keys.shape[0], : keys.shape[1]]
-        place = rows[..., None], heads[..., None], positions[:, None, :]
-        keys = keys.at[place].set(to_cache(k.swapaxes(1, 2), keys.dtype), mode="drop")
-        values = values.at[place].set(to_cache(v.swapaxes(1, 2), values.dtype), mode="drop")
-        attended = attend_from(q, keys.astype(q.dtype), values.astype(q.dtype), positions)
-    return _finish_layer(layer, adapters, x, _gated(attended, gate), config), keys, values
+@functools.partial(jax.jit, static_argnames=("kind", "config"))
+def _extend_layer(layer, adapters, kept, x, positions, last, angles, *, kind, config):
+    """One layer over several new tokens per row; see `part.Mixer.mix_extend`."""
+    own = Own(layer, adapters, config)
+    mixed, kept = kind.mixer.mix_extend(own, x, kept, positions, last, angles)
+    return _add(kind, own, x, mixed), kept
+
+
+def _add(kind, own, x, mixed):
+    """Adds what the mixer and the MLP return to x."""
+    x = x + mixed
+    return x + kind.mlp.mlp(own, x)
 
 
 def _fused_layers(params, lora_layers, x, cache, angles, *, config):
@@ -486,9 +445,8 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
 
     residual = x, jnp.zeros_like(x)
     cosines, sines = (part[:, 0, 0] for part in angles)
-    new_keys, new_values = [], []
-    layers = zip(params["layers"], lora_layers, cache.keys, cache.values, strict=True)
-    for layer, adapters, keys, values in layers:
+    layers = []
+    for layer, adapters, kept in zip(params["layers"], lora_layers, cache.layers, strict=True):
         arrays = {
             name: kernel_weight(leaf) if isinstance(leaf, QuantTensor) else leaf
             for name, leaf in layer.items()
@@ -497,131 +455,12 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
             arrays,
             adapters,
             residual,
-            keys,
-            values,
+            kept.keys,
+            kept.values,
             cache.lengths,
             (cosines, sines),
             eps=config.norm_eps,
             axis=TENSOR if config.shards > 1 else None,
         )
-        new_keys.append(keys)
-        new_values.append(values)
-    return residual[0] + residual[1], new_keys, new_values
-
-
-def _project(layer, adapters, name, x, config):
-    bias = layer.get("qkv_bias") if name == "qkv_proj" else None
-    y = linear(x, layer[name], adapter=adapters.get(name), bias=bias)
-    # What the backward pass keeps is the sum, so that it does not add it up again.
-    y = leave_shards(y, config) if name in BY_COLUMNS else y
-    return checkpoint_name(y, ALIASES.get(name, name))
-
-
-def _project_qkv(layer, adapters, x, angles, config, project=_project):
-    batch, length, _ = x.shape
-    h = _rms_norm(enter_shards(x, config), layer["input_layernorm"], config.norm_eps)
-    qkv = project(layer, adapters, "qkv_proj", h, config)
-    qkv = qkv.reshape(batch, length, -1, config.head_dim)
-    heads = config.num_heads * (2 if config.gated_attention else 1)
-    q, k, v = jnp.split(qkv, (heads, heads + config.num_kv_heads), axis=2)
-    gate = None
-    if config.gated_attention:
-        q, gate = q[:, :, ::2], q[:, :, 1::2]
-    if config.qk_norm:
-        q = _rms_norm(q, layer["q_norm"], config.norm_eps)
-        k = _rms_norm(k, layer["k_norm"], config.norm_eps)
-    return rotate(q, angles), rotate(k, angles), v, gate
-
-
-def _gated(attended, gate):
-    """Returns what attention returns, times the sigmoid of the gates [B, T, N, H] if there are."""
-    if gate is None:
-        return attended
-    return (attended * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(gate.dtype)
-
-
-def _project_in(layer, adapters, x, config, project=_project):
-    """Returns the inputs of the convolution, the output gate and the gates of a recurrent layer."""
-    shapes = config.recurrent
-    h = _rms_norm(enter_shards(x, config), layer["input_layernorm"], config.norm_eps)
-    parts = project(layer, adapters, "in_proj", h, config)
-    ends = shapes.channels, shapes.channels + shapes.values
-    mixed, z, ba = jnp.split(parts, ends, axis=-1)
-    return mixed, z, recurrent.gates(ba, layer)
-
-
-def _recur(layer, adapters, x, visible, config, project=_project, before=(None, None)):
-    """Returns [B, T, values] of a recurrent layer over rows or a packed buffer, state and window.
-
-    `visible` are lengths or a layout; of a buffer the state and the window mean nothing. `before`
-    are the state and the window that rows go on from, by default zeros.
-    """
-    state, window = before
-    shapes = config.recurrent
-    layout = visible if isinstance(visible, recurrent.Layout) else None
-    mixed, z, gates = _project_in(layer, adapters, x, config, project)
-    with jax.named_scope("recurrence"):
-        if layout is None:
-            # Tokens after a row's end leave its state as it is.
-            is_token = (jnp.arange(x.shape[1]) < visible[:, None])[..., None]
-            gates = jax.tree.map(lambda gate: jnp.where(is_token, gate, 0.0), gates)
-        convolved = recurrent.convolve(mixed, layer["conv"], layout, window)
-        inputs = recurrent.split_heads(convolved, shapes)
-        out, state = recurrent.delta_rule(*inputs, gates, layout, state)
-        out = checkpoint_name(_rounded(out, x.dtype), "attention")
-        lengths = jnp.full(1, x.shape[1]) if layout is not None else visible
-        window = recurrent.last_window(mixed, lengths, shapes.window, window).astype(jnp.float32)
-    return _gated_norm(out, z, layer["gated_norm"], config.norm_eps), state, window
-
-
-def _recur_step(layer, adapters, x, state, window, lengths, config):
-    """Does what `_recur` does for one new token of each row [B, 1, D].
-
-    A row of length 0 has ended or waits for an environment: its state and window stay as they are.
-    """
-    mixed, z, gates = _project_in(layer, adapters, x, config)
-    with jax.named_scope("recurrence"):
-        live = (lengths > 0)[:, None]
-        mixed, moved = recurrent.convolve_step(mixed[:, 0], window, layer["conv"])
-        window = jnp.where(live[..., None], moved, window)
-        gates = jax.tree.map(lambda gate: jnp.where(live, gate[:, 0], 0.0), gates)
-        inputs = recurrent.split_heads(mixed, config.recurrent)
-        out, state = recurrent.delta_step(*inputs, gates, state)
-    out = _rounded(out, x.dtype)[:, None]
-    return _gated_norm(out, z, layer["gated_norm"], config.norm_eps), state, window
-
-
-def _rounded(x, dtype):
-    """Returns x in a narrower dtype, rounded in every program.
-
-    XLA leaves out a conversion to bfloat16 whose result becomes float32 again, in the program of a
-    decode step and not in that of rows: rollout and trainer then differ by this rounding.
-    """
-    kind = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, kind.nexp, kind.nmant).astype(dtype)
-
-
-def _gated_norm(x, gate, scale, eps):
-    """Normalizes each head of x [B, T, Kh, R, Dv] and multiplies it by SiLU of the gate."""
-    out = _rms_norm(x, scale, eps).astype(jnp.float32).reshape(gate.shape)
-    return (out * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
-
-
-def _finish_layer(layer, adapters, x, mixed, config, project=_project):
-    """Adds what mixes tokens, [B, T, ...] of attention or recurrence, and the MLP, to x."""
-    batch, length, _ = x.shape
-    mixed = mixed.reshape(batch, length, -1)
-    name = "out_proj" if "in_proj" in layer else "o_proj"
-    x = x + project(layer, adapters, name, mixed, config)
-    h = _rms_norm(enter_shards(x, config), layer["post_attention_layernorm"], config.norm_eps)
-    gate, up = jnp.split(project(layer, adapters, "gate_up_proj", h, config), 2, axis=-1)
-    with jax.named_scope("mlp"):
-        hidden = jax.nn.silu(gate) * up
-    return x + project(layer, adapters, "down_proj", hidden, config)
-
-
-@jax.named_scope("norms")
-def _rms_norm(x, scale, eps):
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype)
+        layers.append(kept.replace(keys=keys, values=values))
+    return residual[0] + residual[1], layers

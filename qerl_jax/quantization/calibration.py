@@ -18,9 +18,10 @@ from qerl_jax.compile.aot import compile_operations
 from qerl_jax.compile.operation import Operation, Programs, abstract, commit
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
-from qerl_jax.policy.attention import rotary_angles
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import FUSED, member_bounds, projection_shapes
+from qerl_jax.policy.layers import kinds
+from qerl_jax.policy.layers.attention import rotary_angles
+from qerl_jax.policy.layers.kinds import FUSED, Layer, member_bounds, projection_shapes
 from qerl_jax.policy.quant import QuantTensor, check_inputs, dequantize, quantize_on_device
 from qerl_jax.quantization.gptq import SAME_PROGRAM, block_scales, gptq, pack_codes
 from qerl_jax.quantization.rounding import PackedLayer
@@ -66,8 +67,8 @@ def calibrated_layers(
     """
     config = checkpoint.config
     shapes = projection_shapes(config)
-    for member, *_ in FUSED.values():
-        check_inputs(shapes[member], "nvfp4")
+    for fused in FUSED.keys() & kinds.fused_counts(config).keys():
+        check_inputs(shapes[FUSED[fused][0]], "nvfp4")
     rows = _batch_rows(len(tokens))
     tokens = tokens[: len(tokens) // rows * rows]
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -75,17 +76,16 @@ def calibrated_layers(
     x = jnp.asarray(embedding[tokens], dtype).reshape(-1, rows, tokens.shape[1], config.embed_dim)
     del embedding
     read = functools.partial(read_layer, checkpoint, dtype=DTYPES["bfloat16"])
-    # Programs by whether the layer is recurrent.
-    programs_of: dict[bool, Programs] = {}
+    programs_of: dict[Layer, Programs] = {}
     for number, dense in enumerate(each_layer(read, config.num_layers, label="calibrating")):
         layer = {
             name: jnp.asarray(array, None if names.is_wide(name) else dtype)
             for name, array in dense.items()
         }
-        is_recurrent = number in config.recurrent_layers
-        if is_recurrent not in programs_of:
-            programs_of[is_recurrent] = _programs(layer, x, options, config)
-        programs = programs_of[is_recurrent]
+        kind = kinds.layer_of(config, number)
+        if kind not in programs_of:
+            programs_of[kind] = _programs(kind, layer, x, options, config)
+        programs = programs_of[kind]
         arrays, errors, rounded_errors = dict(dense), {}, {}
         for fused in (fused for fused in FUSED if fused in layer):
             members = FUSED[fused]
@@ -113,7 +113,7 @@ def _batch_rows(windows: int) -> int:
 
 
 def _programs(
-    layer: dict, x: jax.Array, options: CalibrationOptions, config: ModelConfig
+    kind: Layer, layer: dict, x: jax.Array, options: CalibrationOptions, config: ModelConfig
 ) -> Programs:
     """Returns the programs of a layer; on a GPU all are compiled now, several at a time.
 
@@ -128,7 +128,7 @@ def _programs(
 
     for fused in (fused for fused in FUSED if fused in arrays):
         weight = arrays[fused]
-        moments = {"name": fused, "config": config}
+        moments = {"name": fused, "kind": kind, "config": config}
         hessian = add(("moments", fused), _moments, moments, arrays, rows).eval_shape()
         scaling = add(("scales", fused), _scales, {"grow": options.grow}, weight, hessian)
         scales, divisor, _ = scaling.eval_shape()
@@ -138,7 +138,7 @@ def _programs(
         codes, _ = add(("gptq", fused), gptq, static, *arguments).eval_shape()
         packed = add(("pack", fused), _pack, {}, codes, scales, divisor).eval_shape()
         add(("dense", fused), _dense, {"dtype": weight.dtype}, packed)
-    add("outputs", _outputs, {"config": config}, arrays, rows)
+    add("outputs", _outputs, {"kind": kind, "config": config}, arrays, rows)
     if jax.default_backend() != "gpu":
         return Programs(table)
     table = {
@@ -222,15 +222,19 @@ def _output_squares(
     return squares(wide - dequantize(packed, jnp.float32)), squares(wide)
 
 
-@functools.partial(jax.jit, static_argnames=("name", "config"), compiler_options=SAME_PROGRAM)
-def _moments(layer: dict, x: jax.Array, *, name: str, config: ModelConfig) -> jax.Array:
+@functools.partial(
+    jax.jit, static_argnames=("name", "kind", "config"), compiler_options=SAME_PROGRAM
+)
+def _moments(
+    layer: dict, x: jax.Array, *, name: str, kind: Layer, config: ModelConfig
+) -> jax.Array:
     """Returns the mean of x x^T, float32 [K, K], over the inputs of the fused projection `name`.
 
     In the layer, with inputs x [batches, B, T, D], the projections before it are quantized.
     """
 
     def add(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:
-        _, inputs = _run(layer, batch, config)
+        _, inputs = _run(kind, layer, batch, config)
         rows = inputs[name].reshape(-1, inputs[name].shape[-1])
         product = jax.lax.dot_general(
             rows,
@@ -252,16 +256,18 @@ def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
 
 
 @functools.partial(
-    jax.jit, static_argnames="config", donate_argnames="x", compiler_options=SAME_PROGRAM
+    jax.jit, static_argnames=("kind", "config"), donate_argnames="x", compiler_options=SAME_PROGRAM
 )
-def _outputs(layer: dict, x: jax.Array, *, config: ModelConfig) -> jax.Array:
+def _outputs(layer: dict, x: jax.Array, *, kind: Layer, config: ModelConfig) -> jax.Array:
     """Returns the outputs [batches, B, T, D] of a layer."""
-    return jax.lax.map(lambda batch: _run(layer, batch, config)[0], x)
+    return jax.lax.map(lambda batch: _run(kind, layer, batch, config)[0], x)
 
 
-def _run(layer: dict, x: jax.Array, config: ModelConfig) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _run(
+    kind: Layer, layer: dict, x: jax.Array, config: ModelConfig
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the outputs of a layer, and the inputs of its projections by name."""
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
     angles = rotary_angles(positions, config)
-    return transformer.layer_with_inputs(layer, x, lengths, angles, config=config)
+    return transformer.layer_with_inputs(kind, layer, x, lengths, angles, config=config)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.lora import FUSED, member_bounds
+from qerl_jax.policy.layers.kinds import FUSED, member_bounds
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint

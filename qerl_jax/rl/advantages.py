@@ -78,9 +78,7 @@ def differ(rewards: np.ndarray, is_present: np.ndarray) -> np.ndarray:
     They are equal where the largest and the smallest differ by at most 1e-8, and 1e-12 of their
     size. TRL counts a group as one without a difference if its standard deviation is at most 1e-8.
 
-    Args:
-        rewards: [P, G] rewards.
-        is_present: bool [P, G], False where a reward takes no part.
+    A reward takes part where `is_present` [P, G].
 
     Returns:
         bool [P, 1].

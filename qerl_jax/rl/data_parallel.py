@@ -6,7 +6,7 @@ and run the whole kernel on every device. Inside of it a device runs the functio
 its share: buffers and totals have a first axis with one entry for each group.
 
 Where weights are cut, so is the gradient of their part of the adapter. The gradient of an array
-that lies whole on every device is a part on each (see `tensor_parallel`), and its totals have one
+that lies whole on every device is a part on each (see `collectives`), and its totals have one
 entry for each device. `apply_gradient` adds all totals up, in the order of the devices, so that
 repeated runs give the same bits; an all-reduce promises no order. Numerators, denominators and
 maxima of the metrics are combined as those of buffers are, so that the result does not depend on
@@ -25,8 +25,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from qerl_jax.policy.collectives import TENSOR
 from qerl_jax.policy.sharding import DATA, batch_sharding, on_mesh, put_on, shardings, specs
-from qerl_jax.policy.tensor_parallel import TENSOR, shard_of
+from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import train_step
 from qerl_jax.rl.losses import add_metrics
@@ -125,13 +126,8 @@ def _on_each(
 ) -> Callable[..., Any]:
     """Returns a function that runs on every device; its results have a first axis of groups.
 
-    Args:
-        function: function of `train_step`.
-        mesh: mesh of the run.
-        donates: whether the first argument is donated.
-        gathers: whether every device gets the results of all, such as those that the host reads.
-        results: function from the specs of totals to those of the results.
-        **static: static arguments of the function.
+    The first argument is donated if it `donates`; if it `gathers`, every device gets the results of
+    all, such as those that the host reads. `results` makes their specs from those of totals.
     """
 
     def local(*arguments: Any) -> Any:
@@ -164,7 +160,7 @@ def _find_trainable(arguments: tuple) -> Trainable | None:
 
 
 def _specs_of_totals(trainable: Trainable | None, mesh: Mesh) -> Totals:
-    """Returns where totals lie, whose gradient is a tree like the trainable."""
+    """Returns the specs of totals, whose gradient is a tree like the trainable."""
     gradient = jax.tree.map(
         lambda spec: P(DATA, *spec) if TENSOR in spec else P((DATA, TENSOR)),
         specs(trainable, mesh.shape[TENSOR]),

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.policy import transformer
+from qerl_jax.policy.collectives import over_vocabulary, own_tokens
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
-from qerl_jax.policy.tensor_parallel import over_vocabulary, own_tokens
 from qerl_jax.rl.packing import PackedBuffer
 
 _CHUNK_BYTES = 256 << 20  # size of the float32 logits that are held at a time
@@ -30,16 +30,9 @@ def packed_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the log-probability of each predicted token and the entropy of its distribution.
 
-    Args:
-        params: parameters of the policy.
-        lora: LoRA of the policy, or None.
-        buffer: buffer of N positions.
-        model_config: architecture of the policy.
-        temperature: sampling temperature, above 0.
-        recompute: products of a layer that the backward pass computes again, as in
-            `transformer.packed_hidden_states`.
-        entropy_gradient: whether the entropies have a gradient, which costs one more pass over
-            the logits.
+    The backward pass computes the products `recompute` of a layer again, as in
+    `transformer.packed_hidden_states`. With `entropy_gradient` the entropies have a gradient, which
+    costs one more pass over the logits. The temperature is above 0.
 
     Returns:
         float32 [N] log-probabilities and float32 [N] entropies, in nats, in the order of
@@ -66,14 +59,6 @@ def packed_kl(
     """Returns the sum of KL(policy | other policy) over the predicted tokens of a buffer.
 
     The KL is exact: it sums over the whole vocabulary. Both policies use the same LoRA.
-
-    Args:
-        params: parameters of the policy.
-        other_params: parameters of the other policy.
-        lora: LoRA of both policies, or None.
-        buffer: buffer of N positions.
-        model_config: architecture of both policies.
-        temperature: sampling temperature, above 0.
 
     Returns:
         float32 scalar, in nats.

@@ -161,13 +161,6 @@ def token_weights(
     counts as a row, as in TRL. A batch without any tokens has weights of 0. The last micro-batch
     counts as much as the others, even if it has fewer rows.
 
-    Args:
-        mask: float32 [B, C] mask of all rows of one update, 1 for the tokens in the loss.
-        aggregation: one of the names above.
-        max_new_tokens: limit on sampled tokens per completion; needed by 'constant'.
-        micro_batch_rows: number of consecutive rows that form a micro-batch; needed by
-            'micro_batch'.
-
     Returns:
         float32 [B, C] weights, 0 outside the mask.
 
@@ -202,14 +195,8 @@ def custom_weights(
     """Returns the weight of each token in the loss, computed by a user function.
 
     The function is called on the host, once per rollout, as `f(mask, advantages, logprobs)` with
-    the arrays of all rows. It returns what `token_weights` returns, and chooses the denominator.
-
-    Args:
-        mask: float32 [B, C] mask, 1 for the tokens in the loss.
-        function: import path 'package.module:function'.
-        advantages: float32 [B] advantages.
-        logprobs: float32 [B, C] log-probabilities that the sampler recorded; NaN for a token
-            without a record.
+    the arrays [B, C], [B] and [B, C] of all rows; a token without a recorded log-probability has
+    NaN. It returns what `token_weights` returns, and chooses the denominator.
 
     Returns:
         float32 [B, C] weights, 0 outside the mask.
@@ -261,10 +248,6 @@ def k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """Estimates KL(policy | reference) at each sampled token as exp(ref - new) - (ref - new) - 1.
 
     The difference is clamped to 20 nats on either side, beyond which there is no gradient.
-
-    Args:
-        logprobs: log-probabilities of the sampled tokens under the policy.
-        ref_logprobs: log-probabilities of the same tokens under the reference policy, same shape.
 
     Returns:
         The estimates in nats, in the shape of the arguments, never negative.
@@ -472,9 +455,6 @@ def add_metrics(total: Metrics, part: Metrics) -> Metrics:
 def summarize_metrics(metrics: Metrics) -> dict[str, jax.Array]:
     """Returns the scalars of the combined metrics of an update.
 
-    Args:
-        metrics: metrics of all parts of the update, combined by `add_metrics`.
-
     Returns:
         Scalars by name: the mean over all tokens of each pair, and the maxima; NaN where there are
         no tokens, as nothing was measured.
@@ -490,11 +470,7 @@ def summarize_metrics(metrics: Metrics) -> dict[str, jax.Array]:
 
 
 def zero_metrics(shapes: Metrics) -> Metrics:
-    """Returns the metrics of no token, which change nothing in `add_metrics`.
-
-    Args:
-        shapes: metrics, or their shapes.
-    """
+    """Returns the metrics of no token, which change nothing in `add_metrics`."""
     return {
         name: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), value)
         if isinstance(value, tuple)
@@ -516,12 +492,7 @@ def _token_loss(
 ) -> tuple[jax.Array, Metrics]:
     """Returns L of `policy_loss` and the metrics of the ratio.
 
-    Args:
-        logprobs: float32 [M] log-probabilities of the tokens, 0 outside the mask.
-        ratio: float32 [M] probability ratios.
-        tokens: the tokens, of which the advantages and the rows are read.
-        in_loss: bool [M] mask.
-        config: definition of the loss.
+    All arrays are [M]; the log-probabilities are 0 outside the mask.
 
     Returns:
         float32 [M] losses, whose values outside the mask do not count, and the metrics.
@@ -549,14 +520,8 @@ def custom_loss(
 ) -> jax.Array:
     """Returns the losses of tokens [M], computed by a user function of JAX.
 
-    Args:
-        function: import path 'package.module:function'.
-        ratio: float32 [M] probability ratios; 1 in the first update on a rollout.
-        advantages: float32 [M] advantages.
-        logprobs: float32 [M] log-probabilities of the policy that is trained.
-        in_loss: bool [M] mask; the function gets it as float32.
-        rows: int32 [M] row of each token, ascending; a row is complete. The function gets it by
-            name, if it has an argument `rows`.
+    The function gets `in_loss` as float32 and, if it has an argument `rows`, the row of each token
+    by name: ascending, and complete.
 
     Raises:
         UserError: the function cannot be imported, raises, or returns another shape.
@@ -632,15 +597,7 @@ def off_policy_mask(
 
     A row with a negative advantage is masked if the policy that sampled gives its tokens a mean
     log-probability that is more than `delta` above that of the policy that is trained. A token
-    without a record counts as a difference of 0.
-
-    Args:
-        logprobs: float32 [M] log-probabilities of the policy that is trained, 0 outside the mask.
-        rollout_logprobs: [M] log-probabilities that the sampler recorded; NaN without a record.
-        advantages: [M] advantages.
-        in_loss: bool [M] mask.
-        rows: int32 [M] row of each token, ascending; a row is complete.
-        delta: largest mean difference in nats.
+    without a record (NaN) counts as a difference of 0. All arrays are [M], and rows are complete.
 
     Returns:
         float32 [M], 0 for the tokens of a masked row and 1 for others; it has no gradient.
@@ -663,13 +620,9 @@ def masked(x: jax.Array, in_loss: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def row_sums(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Sums the tokens of each row, and repeats the sum for each of its tokens.
+    """Sums the tokens [M] of each row, and repeats the sum for each of its tokens; rows ascend.
 
     The order of the sums is fixed, which scatter-adds on a GPU do not promise.
-
-    Args:
-        x: float32 [M] values.
-        rows: int32 [M] row of each value, ascending.
 
     Returns:
         float32 [M] sums.

@@ -83,7 +83,7 @@ def operations(
         buffer_tokens: positions of a buffer.
         update_config: static options.
         optimizer: options of the optimizer.
-        mesh: mesh of the run, on which all arrays lie, or None for one device.
+        mesh: mesh of the run, which holds all arrays, or None for one device.
     """
     state, params, noise, reference = abstract(commit((state, params, noise, reference)))
     dequantize = dequantization(params) if mesh is None and _widens(params) else None
@@ -106,18 +106,21 @@ def operations(
     arguments: dict[str, Callable[[], tuple]] = {
         "zero_totals": lambda: (state.trainable,),
         "add_gradient": lambda: (
-            *(totals(), state.trainable, params, noise, buffer),
-            *(np.bool_(True), temperature),
+            totals(),
+            state.trainable,
+            params,
+            noise,
+            buffer,
+            np.bool_(True),
+            temperature,
         ),
         "apply_gradient": lambda: (state, totals()),
     }
     if reference is not None:
         arguments["buffer_logprobs"] = lambda: (*reference, bare, temperature)
     if measures_kl:
-        arguments["buffer_kl"] = lambda: (
-            *(params, params, state.trainable.lora),
-            *(bare, temperature),
-        )
+        lora = state.trainable.lora
+        arguments["buffer_kl"] = lambda: (params, params, lora, bare, temperature)
     identity: tuple = update_config, buffer_tokens, tree_signature((state, noise, reference))
     if names_function(update_config.loss.objective):
         identity = *identity, custom_loss_digest(update_config.loss.objective, buffer_tokens)

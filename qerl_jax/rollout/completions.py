@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from flax import struct
 
-from qerl_jax.environments.roles import ENVIRONMENT, SAMPLED
+from qerl_jax.environments.roles import ANSWER, DONE, ENVIRONMENT, SAMPLED
 from qerl_jax.rollout.config import SamplingConfig, Tokenizer, TurnConfig
 from qerl_jax.rollout.decode import Samples
+from qerl_jax.rollout.row import Row, array_of
 
 Array = Any  # NumPy on the host, jax.Array inside of jit
 
@@ -60,19 +61,15 @@ def detokenize(rollout: Rollout, decode_text: Callable[[Sequence[int]], str]) ->
 
 
 class Completions:
-    """The completions so far, and which of them have ended.
-
-    Args:
-        rows: B, number of completions.
-        sampling: limit of their lengths, and stop strings.
-        tokenizer: tokenizer of the policy.
-        turns: limits of conversations with an environment; None without one.
+    """The token ids of B rows so far, which samples are appended to.
 
     Attributes:
         rollout: the completions; NumPy arrays that `append` writes to.
-        ended: bool [B], whether a completion, or its turn, is complete.
-        limits: int [B], length at which a completion, or its turn, is cut off.
-        starts: int [B], length at which the turn began.
+        ended: bool [B], whether a completion has ended.
+        tokens: number of sampled tokens.
+        turns: number of turns with a sampled token.
+        pad_id: the token id that fills up rows.
+        temperature: the number that the logits are divided by.
     """
 
     def __init__(
@@ -83,7 +80,8 @@ class Completions:
         turns: TurnConfig | None = None,
     ) -> None:
         width = sampling.max_new_tokens if turns is None else turns.context_tokens
-        self._sampling, self._tokenizer = sampling, tokenizer
+        self.pad_id, self.temperature = tokenizer.pad_id, sampling.divisor
+        self._eos_ids = tokenizer.eos_ids
         # Stop strings, and the function to the text in which they are looked for.
         self._stops: list[tuple[list[str], Callable[[Sequence[int]], str]]] = []
         for special in (False, True):
@@ -101,70 +99,60 @@ class Completions:
             endings=None if turns is None else np.zeros(rows, np.int8),
         )
         self.ended = np.zeros(rows, bool)
-        self.starts = np.zeros(rows, int)
-        first = sampling.max_new_tokens
-        if turns is not None:
-            first = turns.next_turn(0, 0, first)
-        self.limits = np.full(rows, first)
+        self.tokens = self.turns = 0
 
-    @property
-    def pad_id(self) -> int:
-        """The token id that fills up rows."""
-        return self._tokenizer.pad_id
+    def append(self, rows: Sequence[Row], indices: np.ndarray, samples: Samples) -> dict[Row, bool]:
+        """Appends samples [R, steps] to rows [N], up to the ends of their turns.
 
-    @property
-    def temperature(self) -> np.float32:
-        """The number that the logits are divided by."""
-        return self._sampling.divisor
-
-    def append(self, rows: np.ndarray, samples: Samples) -> None:
-        """Appends samples to the completions that have not ended, up to the ends of their turns.
-
-        Args:
-            rows: int [R], completion that each row of the samples belongs to, or -1.
-            samples: samples [R, steps] on the host.
+        Each row has the index of its samples. Returns the rows whose turns have ended, each with
+        whether an end-of-sequence token or a stop string ended it, and not the limit.
         """
-        rollout = self.rollout
-        live = np.flatnonzero((rows >= 0) & ~self.ended[rows])
-        rows, tokens = rows[live], np.asarray(samples.tokens)[live]
-        starts, limits = rollout.lengths[rows], self.limits[rows]
-        ends = np.isin(tokens, self._tokenizer.eos_ids)
-        ends &= np.arange(tokens.shape[1]) < (limits - starts)[:, None]
-        finished = ends.any(axis=1)
-        counts = np.where(finished, ends.argmax(axis=1) + 1, tokens.shape[1])
-        counts = np.minimum(counts, limits - starts)
+        rollout, tokens = self.rollout, np.asarray(samples.tokens)[indices]
+        numbers = array_of(rows, "number")
+        starts = rollout.lengths[numbers]
+        most = array_of(rows, "limit") - starts
+        ends = np.isin(tokens, self._eos_ids) & (np.arange(tokens.shape[1]) < most[:, None])
+        complete = ends.any(axis=1)
+        counts = np.where(complete, ends.argmax(axis=1) + 1, tokens.shape[1])
+        counts = np.minimum(counts, most)
         for i, row in enumerate(rows) if self._stops else ():
+            context = rollout.tokens[row.number, row.start : starts[i]]
             for stop, decode in self._stops:
-                context = rollout.tokens[row, self.starts[row] : starts[i]]
-                added = tokens[i, : counts[i]]
-                count = _tokens_to_stop(context, added, stop, decode)
+                count = _tokens_to_stop(context, tokens[i, : counts[i]], stop, decode)
                 if count is not None:
-                    counts[i], finished[i] = count, True
-        row, step = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
-        index = rows[row], starts[row] + step
-        rollout.tokens[index] = tokens[row, step]
-        rollout.logprobs[index] = samples.logprobs[live[row], step]
-        rollout.entropies[index] = samples.entropies[live[row], step]
+                    counts[i], complete[i] = count, True
+        i, step = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+        index = numbers[i], starts[i] + step
+        rollout.tokens[index] = tokens[i, step]
+        rollout.logprobs[index] = samples.logprobs[indices[i], step]
+        rollout.entropies[index] = samples.entropies[indices[i], step]
         if rollout.roles is not None:
             rollout.roles[index] = SAMPLED
-        rollout.lengths[rows] = starts + counts
-        rollout.finished[rows] = finished
-        self.ended[rows] = finished | (rollout.lengths[rows] == limits)
+        rollout.lengths[numbers] = starts + counts
+        self.tokens += int(counts.sum())
+        self.turns += int((starts == array_of(rows, "start")).sum())
+        ended = np.flatnonzero(complete | (counts == most))
+        return {rows[i]: bool(complete[i]) for i in ended.tolist()}
 
-    def go_on(self, row: int, ids: Sequence[int], *, limit: int) -> None:
-        """Appends what an environment wrote to a completion whose turn has ended.
+    def turn(self, row: Row) -> np.ndarray:
+        """Returns the sampled tokens of a row's turn."""
+        return self.rollout.tokens[row.number, row.start : self.rollout.lengths[row.number]]
 
-        Args:
-            row: number of the completion.
-            ids: the environment's tokens.
-            limit: length of the completion at which its next turn is cut off.
-        """
-        rollout, start = self.rollout, int(self.rollout.lengths[row])
-        end = start + len(ids)
-        rollout.tokens[row, start:end] = ids
-        rollout.roles[row, start:end] = ENVIRONMENT  # pyrefly: ignore[unsupported-operation]
-        rollout.lengths[row], self.starts[row], self.limits[row] = end, end, limit
-        rollout.finished[row] = self.ended[row] = False
+    def extend(self, row: Row) -> int:
+        """Appends what an environment wrote to a row, and returns the length of the completion."""
+        rollout, start = self.rollout, int(self.rollout.lengths[row.number])
+        end = start + len(row.reply)
+        rollout.tokens[row.number, start:end] = row.reply
+        rollout.roles[row.number, start:end] = ENVIRONMENT  # pyrefly: ignore[unsupported-operation]
+        rollout.lengths[row.number] = end
+        return end
+
+    def end(self, row: Row) -> None:
+        """Writes down what has ended a row."""
+        self.ended[row.number] = True
+        self.rollout.finished[row.number] = row.ending in (ANSWER, DONE)
+        if self.rollout.endings is not None:
+            self.rollout.endings[row.number] = row.ending
 
 
 def _tokens_to_stop(

@@ -87,7 +87,7 @@ class SamplingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TurnConfig:
-    """The limits of a conversation with an environment, beside that on all sampled tokens.
+    """The limits of a conversation with an environment, besides that on all sampled tokens.
 
     Attributes:
         max_turns: largest number of turns of the policy.
@@ -115,13 +115,7 @@ class TurnConfig:
         )
 
     def next_turn(self, length: int, sampled: int, max_new_tokens: int) -> int:
-        """Returns the largest number of tokens of the next turn of a completion.
-
-        Args:
-            length: number of its tokens so far.
-            sampled: number of those that were sampled.
-            max_new_tokens: largest number of its sampled tokens.
-        """
+        """Returns the largest number of tokens of the next turn of a completion."""
         left = max_new_tokens - sampled
         return min(left, self.turn_tokens or left, self.context_tokens - length)
 

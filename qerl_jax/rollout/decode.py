@@ -16,10 +16,12 @@ from flax import struct
 from pallas_kernels.decode import to_cache
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
-from qerl_jax.policy.attention import KVCache
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.layers import kinds
+from qerl_jax.policy.layers.part import Kept
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.sharding import head_sharding
+from qerl_jax.policy.transformer import Cache
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer, TurnConfig
 from qerl_jax.rollout.sampling import row_keys, sample
 
@@ -80,20 +82,18 @@ class DecodeState:
     only, and its values are undefined.
 
     Attributes:
-        keys: keys [R, K, S, H] of every layer, of the prompt and of all tokens but the last. As in
-            `KVCache`, a recurrent layer has a state in their place, float32 [R, N, Dk, Dv].
-        values: values [R, K, T, H] of every layer; or a window, float32 [R, channels, W - 1].
+        layers: what R rows keep in every layer, of the prompt and of all tokens but the last: keys
+            and values [R, K, S, H] where the layer has attention.
         lengths: int32 [B], number of filled cache positions.
         rows: int32 [B], identity of the row in each slot, which its samples depend on.
         counts: int32 [B], number of tokens sampled.
         last: int32 [B], the newest token.
         done: bool [B], whether the row has ended or the slot is empty.
-        limits: int32 [B], number of sampled tokens at which the row's turn is cut off: a state of
-            recurrence cannot go back to it. None where all rows have one turn.
+        limits: int32 [B], number of sampled tokens at which the row's turn is cut off: a state
+            cannot go back to it. None where all rows have one turn.
     """
 
-    keys: list[jax.Array]
-    values: list[jax.Array]
+    layers: list[Kept]
     lengths: jax.Array
     rows: jax.Array
     counts: jax.Array
@@ -108,12 +108,11 @@ class Prefilled:
 
     Attributes:
         logits: float32 [P, V] after the last token of each prompt.
-        cache: keys and values [P, K, T, H] of every layer, or the state and the window after each
-            prompt.
+        cache: what each prompt keeps, with T cache positions.
     """
 
     logits: jax.Array
-    cache: KVCache
+    cache: Cache
 
 
 class CacheRows(NamedTuple):
@@ -126,6 +125,16 @@ class CacheRows(NamedTuple):
 
     slots: jax.Array | np.ndarray
     active: jax.Array | np.ndarray
+
+
+class NextTurns(NamedTuple):
+    """The next turns of N rows, each int32 [N]."""
+
+    slots: jax.Array | np.ndarray  # B where there is no row
+    lengths: jax.Array | np.ndarray  # number of filled cache positions
+    rows: jax.Array | np.ndarray  # identities
+    counts: jax.Array | np.ndarray  # number of tokens sampled before
+    limits: jax.Array | np.ndarray  # number of sampled tokens at which the turn is cut off
 
 
 @struct.dataclass
@@ -161,23 +170,14 @@ def empty_state(
             uncommitted arrays would compile to two programs.
         has_turns: whether rows talk to environments.
     """
-    shards = model_config.shards
-    shape = (slots, shards * model_config.num_kv_heads, cache_positions, model_config.head_dim)
-    cache = head_sharding(sharding)
+    device, shards = head_sharding(sharding), model_config.shards
 
-    def empty(of_recurrence: tuple[int, ...]) -> list[jax.Array]:
-        first, *rest = of_recurrence
-        return [
-            jnp.zeros((slots, shards * first, *rest), jnp.float32, device=cache)
-            if layer in model_config.recurrent_layers
-            else jnp.zeros(shape, dtype, device=cache)
-            for layer in range(model_config.num_layers)
-        ]
+    def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        first, *rest = shape.shape
+        return jnp.zeros((slots, shards * first, *rest), shape.dtype, device=device)
 
-    state, window = model_config.recurrent.row_shapes if model_config.recurrent else ((0,), (0,))
     return DecodeState(
-        keys=empty(state),
-        values=empty(window),
+        layers=jax.tree.map(empty, kinds.row_shapes(model_config, cache_positions, dtype)),
         lengths=jnp.zeros(slots, jnp.int32, device=sharding),
         rows=jnp.zeros(slots, jnp.int32, device=sharding),
         counts=jnp.zeros(slots, jnp.int32, device=sharding),
@@ -201,7 +201,7 @@ def prefill(
     width: int,
     shared: int,
 ) -> Prefilled:
-    """Computes logits, keys and values of prompts.
+    """Computes the logits of prompts and what they keep.
 
     Args:
         params: the policy.
@@ -210,8 +210,7 @@ def prefill(
         lengths: int32 [P], number of tokens of each prompt.
         model_config: the architecture.
         dtype: dtype of the cache.
-        width: T >= W, number of positions that keys and values are padded to, so that
-            `insert_rows` does not depend on W.
+        width: T >= W, cache positions of a prompt, so that `insert_rows` does not depend on W.
         shared: number of tokens that all prompts begin with, less than all lengths. They are
             computed once, and the prompts are extended from them.
     """
@@ -221,22 +220,17 @@ def prefill(
     )
     if shared:
         cache = jax.tree.map(lambda x: jnp.repeat(x, len(tokens), axis=0), cache)
-        places = jnp.arange(shared, tokens.shape[1])
-        places = jnp.where(places < lengths[:, None], places, width)
+        positions = jnp.arange(shared, tokens.shape[1])
+        positions = jnp.where(positions < lengths[:, None], positions, width)
         fused = lora_lib.fuse(lora, model_config, params["embed_tokens"].dtype)
         logits, cache = transformer.extend(
-            *(params, fused, tokens[:, shared:], places, lengths - shared - 1, cache),
+            *(params, fused, tokens[:, shared:], positions, lengths - shared - 1, cache),
             config=model_config,
         )
 
-    def stored(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [
-            array if layer in model_config.recurrent_layers else to_cache(array, dtype)
-            for layer, array in enumerate(arrays)
-        ]
-
-    stored_cache = KVCache(keys=stored(cache.keys), values=stored(cache.values), lengths=lengths)
-    return Prefilled(logits=logits, cache=stored_cache)
+    stored = kinds.row_shapes(model_config, width, dtype)
+    layers = jax.tree.map(lambda x, row: to_cache(x, row.dtype), cache.layers, stored)
+    return Prefilled(logits=logits, cache=Cache(layers=layers, lengths=lengths))
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -251,20 +245,11 @@ def insert_rows(
     *,
     config: DecodeConfig,
 ) -> tuple[DecodeState, Samples]:
-    """Inserts N rows, each with a copy of its prompt's cache, and samples their first tokens.
+    """Inserts N rows, each with a copy of what its prompt keeps, and samples their first tokens.
 
-    Args:
-        key: PRNG key of the rollout.
-        state: the batch before any compaction; donated.
-        prefilled: P prompts.
-        slots: int32 [N], slot of each row; B where there is no row.
-        sources: int32 [N], index of each row's prompt among the P prompts.
-        rows: int32 [N], identity of each row.
-        temperature: float32 scalar that the logits are divided by.
-        config: static arguments.
-
-    Returns:
-        The state, and the samples [N, 1].
+    `state` is the batch before any compaction; it is donated. int32 [N] are the `slots` of the
+    rows, B where there is no row, their prompts among the P prefilled ones (`sources`), and their
+    identities (`rows`). Returns the state, and the samples [N, 1].
     """
     logits, positions = prefilled.logits[sources], jnp.zeros_like(rows)
     samples = _sample(key, logits, rows, positions, temperature, config)
@@ -275,8 +260,7 @@ def insert_rows(
     cache = prefilled.cache
     put_layer = functools.partial(_put_rows, slots=slots, sources=sources)
     state = DecodeState(
-        keys=[put_layer(*layer) for layer in zip(state.keys, cache.keys, strict=True)],
-        values=[put_layer(*layer) for layer in zip(state.values, cache.values, strict=True)],
+        layers=jax.tree.map(put_layer, state.layers, cache.layers),
         lengths=put(state.lengths, cache.lengths[sources]),
         rows=put(state.rows, rows),
         counts=put(state.counts, 1),
@@ -346,13 +330,12 @@ def decode_chunk(
         return (_without_keys(cache, done), counts, samples.tokens, done), samples
 
     done = state.done[slots] | ~active
-    cache = KVCache(keys=state.keys, values=state.values, lengths=state.lengths[slots])
+    cache = Cache(layers=state.layers, lengths=state.lengths[slots])
     carry = _without_keys(cache, done), state.counts[slots], state.last[slots], done
     (cache, counts, last, done), samples = jax.lax.scan(step, carry, length=steps)
     state = dataclasses.replace(
         state,
-        keys=cache.keys,
-        values=cache.values,
+        layers=cache.layers,
         lengths=state.lengths.at[slots].set(cache.lengths),
         counts=state.counts.at[slots].set(counts),
         last=state.last.at[slots].set(last),
@@ -364,52 +347,38 @@ def decode_chunk(
 @functools.partial(
     jax.jit,
     static_argnames="model_config",
-    donate_argnames=("keys", "values"),
+    donate_argnames="layers",
     compiler_options=UNTUNED,
 )
 def extend_rows(
     params: dict,
     lora_layers: list[dict],
-    keys: list[jax.Array],
-    values: list[jax.Array],
-    places: jax.Array,
+    layers: list[Kept],
+    cache_rows: jax.Array,
     tokens: jax.Array,
     positions: jax.Array,
     last: jax.Array,
     *,
     model_config: ModelConfig,
-) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-    """Appends tokens that were not sampled to N of R cache rows.
+) -> tuple[jax.Array, list[Kept]]:
+    """Appends tokens [N, T] that were not sampled to N of R cache rows.
 
-    The rows are computed in a copy, as few of them go on at the same time.
-
-    Args:
-        params: the policy.
-        lora_layers: result of `fuse_adapter`.
-        keys: keys [R, K, S, H] of every layer; donated.
-        values: values [R, K, S, H] of every layer; donated.
-        places: int32 [N], cache row of each row; R for a row that is not there.
-        tokens: int32 [N, T] tokens.
-        positions: int32 [N, T], cache position of each token; S for padding.
-        last: int32 [N], index of the last token of each row.
-        model_config: the architecture.
-
-    Returns:
-        float32 logits [N, V] after the last token, keys and values.
+    The rows are computed in a copy, as few of them go on at the same time. `layers` are what the R
+    rows keep; they are donated. int32 [N] are the `cache_rows`, R for a row that is not there, and
+    the index of the `last` token of each row; positions [N, T] are cache positions, S for padding.
+    Returns float32 logits [N, V] after the last token, and the layers.
     """
-
-    def put(caches, rows):
-        return [x.at[places].set(new, mode="drop") for x, new in zip(caches, rows, strict=True)]
-
-    cache = KVCache(
-        keys=[x.at[places].get(mode="clip") for x in keys],
-        values=[x.at[places].get(mode="clip") for x in values],
-        lengths=last,
+    cache = Cache(
+        layers=jax.tree.map(lambda x: x.at[cache_rows].get(mode="clip"), layers), lengths=last
     )
     logits, cache = transformer.extend(
         params, lora_layers, tokens, positions, last, cache, config=model_config
     )
-    return logits, put(keys, cache.keys), put(values, cache.values)
+
+    def put(x, rows):
+        return x.at[cache_rows].set(rows, mode="drop")
+
+    return logits, jax.tree.map(put, layers, cache.layers)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -417,32 +386,17 @@ def resume_rows(
     key: jax.Array,
     state: DecodeState,
     logits: jax.Array,
-    slots: jax.Array,
-    lengths: jax.Array,
-    rows: jax.Array,
-    counts: jax.Array,
-    limits: jax.Array,
+    turns: NextTurns,
     temperature: jax.Array,
     *,
     config: DecodeConfig,
 ) -> tuple[DecodeState, Samples]:
     """Samples the first token of the next turn of N rows.
 
-    Args:
-        key: PRNG key of the rollout.
-        state: the batch without keys and values; donated.
-        logits: float32 [N, V] after the tokens of each row.
-        slots: int32 [N], slot of each row; B where no row goes on.
-        lengths: int32 [N], number of filled cache positions.
-        rows: int32 [N], identity of each row.
-        counts: int32 [N], number of tokens sampled before.
-        limits: int32 [N], number of sampled tokens at which the turn is cut off.
-        temperature: float32 scalar that the logits are divided by.
-        config: static arguments.
-
-    Returns:
-        The state, and the samples [N, 1].
+    `state` is the batch without its layers; it is donated. The float32 logits [N, V] are those
+    after the tokens of each row. Returns the state, and the samples [N, 1].
     """
+    slots, lengths, rows, counts, limits = turns
     samples = _sample(key, logits, rows, counts, temperature, config)
     counts = counts + 1
     done = _ends(samples.tokens, config) | (counts >= limits)
@@ -463,29 +417,28 @@ def resume_rows(
 
 
 @jax.jit
-def take_row(keys: list[jax.Array], values: list[jax.Array], place: jax.Array) -> list[jax.Array]:
-    """Returns what a cache row holds: one array for each shape of the caches [R, ...] of L layers.
+def take_row(layers: list[Kept], cache_row: jax.Array) -> list[jax.Array]:
+    """Returns what a cache row keeps: the arrays of all layers, those of equal shapes stacked.
 
-    Where all layers have attention, it is one array [2 L, K, S, H].
+    Where all L layers have attention, it is one array [2 L, K, S, H].
     """
-    kinds: dict[tuple, list[jax.Array]] = {}
-    for cache in (*keys, *values):
-        kinds.setdefault((cache.shape, cache.dtype), []).append(cache[place])
-    return [jnp.stack(rows) for rows in kinds.values()]
+    stacks: dict[tuple, list[jax.Array]] = {}
+    for x in jax.tree.leaves(layers):
+        stacks.setdefault(row_shape(x), []).append(x[cache_row])
+    return [jnp.stack(rows) for rows in stacks.values()]
 
 
-@functools.partial(jax.jit, donate_argnames=("keys", "values"))
-def put_row(
-    keys: list[jax.Array], values: list[jax.Array], taken: list[jax.Array], place: jax.Array
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Writes what `take_row` returned to a cache row of keys and values; donates these."""
-    kinds = dict.fromkeys((cache.shape, cache.dtype) for cache in (*keys, *values))
-    rows = dict(zip(kinds, map(iter, taken), strict=True))
+@functools.partial(jax.jit, donate_argnames="layers")
+def put_row(layers: list[Kept], taken: list[jax.Array], cache_row: jax.Array) -> list[Kept]:
+    """Writes what `take_row` returned to a cache row; donates the layers."""
+    stacks = dict.fromkeys(map(row_shape, jax.tree.leaves(layers)))
+    rows = dict(zip(stacks, map(iter, taken), strict=True))
+    return jax.tree.map(lambda x: x.at[cache_row].set(next(rows[row_shape(x)])), layers)
 
-    def put(caches):
-        return [x.at[place].set(next(rows[x.shape, x.dtype])) for x in caches]
 
-    return put(keys), put(values)
+def row_shape(x: jax.Array) -> tuple[tuple[int, ...], jnp.dtype]:
+    """Returns the shape and the dtype of a row of an array [R, ...]."""
+    return x.shape[1:], x.dtype
 
 
 @jax.jit

@@ -8,7 +8,7 @@ together, has 42 programs: 19 batch sizes, 18 compactions, 3 prompt widths, one 
 fusion of the adapter. With 256 rows that decode together it has 28, as slots are refilled in 3
 sizes. An insertion for each prompt width, and a compaction program for each kind of array, would
 make 80 and 54 of them. So prefill pads keys and values to one width, and compaction leaves the
-state of the slots in place.
+state of the slots as it is.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from jax.sharding import Mesh
 
 from qerl_jax.compile.operation import Operation, Programs, abstract, digest
 from qerl_jax.policy import transformer
-from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.dequantize import DEQUANTIZE, dequantization
+from qerl_jax.policy.layers.part import Kept
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.sharding import abstract_on, mesh_of
 from qerl_jax.rollout import decode, tensor_parallel
@@ -137,7 +137,7 @@ def operations(
         ),
         *cache,
     )
-    for name, array in _compactions(model).items():
+    for name, array in _gathered(state(rows).layers).items():
         add(
             *(name, itertools.pairwise(shapes.batch_sizes), functions.gather_rows, {}),
             lambda rows, fewer, array=array: (array(state(rows)), _int32(fewer)),
@@ -148,26 +148,26 @@ def operations(
     return table
 
 
-def compaction(model: ModelConfig, layer: int, *, keys: bool) -> str:
-    """Returns the name of the program that gathers rows of a layer's keys, or of its values."""
-    if layer not in model.recurrent_layers:
-        return "compact"
-    return "compact_states" if keys else "compact_windows"
+def compactions(layers: list[Kept]) -> list[str]:
+    """Returns for each array of the tree `layers` the name of the program that gathers its rows.
+
+    Arrays with rows of one shape, as all keys and values, share a program.
+    """
+    shapes = [decode.row_shape(array) for array in jax.tree.leaves(layers)]
+    different = list(dict.fromkeys(shapes))
+    names = ["compact", *(f"compact_{number}" for number in range(1, len(different)))]
+    return [names[different.index(shape)] for shape in shapes]
 
 
-def _compactions(
-    model: ModelConfig,
-) -> dict[str, Callable[[decode.DecodeState], jax.Array]]:
+def _gathered(layers: list[Kept]) -> dict[str, Callable[[decode.DecodeState], jax.Array]]:
     """Returns for each such program a function from a state to an array that it gathers."""
-    table: dict[str, Callable[[decode.DecodeState], jax.Array]] = {}
-    for layer in range(model.num_layers):
-        for keys in (True, False):
-            name = compaction(model, layer, keys=keys)
-            table.setdefault(
-                name,
-                lambda state, layer=layer, keys=keys: (state.keys if keys else state.values)[layer],
-            )
-    return table
+    numbers: dict[str, int] = {}
+    for number, name in enumerate(compactions(layers)):
+        numbers.setdefault(name, number)
+    return {
+        name: lambda state, number=number: jax.tree.leaves(state.layers)[number]
+        for name, number in numbers.items()
+    }
 
 
 def _add_extensions(
@@ -190,23 +190,23 @@ def _add_extensions(
     if not sizes:
         return
     widths = [(count, width) for (count,) in sizes for width in shapes.extend_widths]
-    caches = state(rows).keys, state(rows).values
+    layers = state(rows).layers
     add(
         *("take", [()], decode.take_row, {}),
-        lambda: (*caches, np.int32(0)),
+        lambda: (layers, np.int32(0)),
         *(rows, *cache, config.model),
         of_any_policy=True,
     )
     add(
         *("put", [()], decode.put_row, {}),
-        lambda: (*caches, on_devices(result("take")), np.int32(0)),
+        lambda: (layers, on_devices(result("take")), np.int32(0)),
         *(rows, *cache, config.model),
         of_any_policy=True,
     )
     add(
         *("extend", widths, decode.extend_rows, {"model_config": config.model}),
         lambda count, width: (
-            *(dense(), on_devices(result("fuse_adapter")), *caches, _int32(count)),
+            *(dense(), on_devices(result("fuse_adapter")), layers, _int32(count)),
             *(_int32(count, width), _int32(count, width), _int32(count)),
         ),
         *(rows, *cache, config.dequantize),
@@ -214,9 +214,9 @@ def _add_extensions(
     add(
         *("resume", sizes, decode.resume_rows, {"config": config}),
         lambda count: (
-            *(key, dataclasses.replace(state(1), keys=[], values=[])),
+            *(key, dataclasses.replace(state(1), layers=[])),
             on_devices(result(("extend", *widths[0])))[0],
-            *(_int32(count) for _ in range(5)),
+            decode.NextTurns(*(_int32(count) for _ in range(5))),
             np.float32(1),
         ),
         *(rows, str(key.dtype)),
@@ -244,7 +244,7 @@ def _state_shapes(rows: int, shapes: RolloutShapes, config: DecodeConfig) -> dec
         )
         for size in (shapes.batch_sizes[0], rows)
     )
-    return dataclasses.replace(full, keys=part.keys, values=part.values)
+    return dataclasses.replace(full, layers=part.layers)
 
 
 def _int32(*shape: int) -> np.ndarray:

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from qerl_jax.rollout.completions import Rollout
 
 
@@ -31,40 +33,38 @@ class RolloutProgress:
     """A rollout so far.
 
     Attributes:
-        rows: number of completions.
-        ended_rows: number of completions that have ended.
+        ended: bool [B], whether a completion has ended.
         tokens: number of tokens sampled.
         statistics: work of the device.
         rollout: the completions so far. The sampler writes to its arrays when the generator
             continues; after the last step they are the result.
     """
 
-    rows: int
-    ended_rows: int
+    ended: np.ndarray
     tokens: int
     statistics: Statistics
     rollout: Rollout
 
+    @property
+    def rows(self) -> int:
+        """Number of completions."""
+        return len(self.ended)
 
-def combine(parts: Collection[RolloutProgress], rollout: Rollout) -> RolloutProgress:
-    """Returns the progress of several rollouts as one.
+    @property
+    def ended_rows(self) -> int:
+        """Number of completions that have ended."""
+        return int(self.ended.sum())
 
-    Args:
-        parts: the rollouts so far.
-        rollout: the completions of all of them.
-    """
-    work = [part.statistics for part in parts]
+
+def combine(
+    parts: Collection[RolloutProgress], ended: np.ndarray, rollout: Rollout
+) -> RolloutProgress:
+    """Returns the progress of several rollouts as one, with the completions of all of them."""
+    work = zip(*(dataclasses.astuple(part.statistics) for part in parts), strict=True)
     return RolloutProgress(
-        rows=len(rollout.lengths),
-        ended_rows=sum(part.ended_rows for part in parts),
+        ended=ended,
         tokens=sum(part.tokens for part in parts),
-        statistics=Statistics(
-            prefilled_prompts=sum(part.prefilled_prompts for part in work),
-            decoded=sum(part.decoded for part in work),
-            live=sum(part.live for part in work),
-            idle=sum(part.idle for part in work),
-            waiting_seconds=sum(part.waiting_seconds for part in work),
-        ),
+        statistics=Statistics(*(sum(values) for values in work)),
         rollout=rollout,
     )
 

@@ -37,9 +37,10 @@ from qerl_jax.rollout.decode import DecodeConfig, decode_config
 from qerl_jax.rollout.programs import RolloutPrograms
 from qerl_jax.rollout.progress import RolloutProgress, combine
 from qerl_jax.rollout.replicas import deal, in_threads, largest_share, rows_of
+from qerl_jax.rollout.row import Row
 from qerl_jax.rollout.scheduler import Scheduler
 from qerl_jax.rollout.shapes import RolloutShapes, plan_shapes
-from qerl_jax.rollout.turns import Dialog, TurnScheduler
+from qerl_jax.rollout.turns import Conversations, Dialog, OneTurn, TurnPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,30 +135,32 @@ class Sampler:
         shares = deal([len(prompt) for prompt in prompts], len(groups))
         identities = np.arange(len(prompts)) if ids is None else np.asarray(ids)
         samplers = self._group_samplers(len(groups), largest_share(len(prompts), len(groups)))
+        turns = self._turn_policy(dialog)
 
         def steps_on(number: int) -> Generator[RolloutProgress, None, Rollout]:
             own_key, own_policy = sharding.take_group((key, policy), groups[number])
             own_prompts = [prompts[i] for i in shares[number]]
             return samplers[number]._steps_on_group(
-                own_key, own_policy, own_prompts, identities[shares[number]], dialog
+                own_key, own_policy, own_prompts, identities[shares[number]], turns
             )
 
         if len(groups) == 1:
             return (yield from steps_on(0))
         rows = [rows_of(share, self.group_size) for share in shares]
         size = len(prompts) * self.group_size
-        rollout = Completions(size, self.sampling, self.tokenizer).rollout
+        whole = Completions(size, self.sampling, self.tokenizer)
         busy = [number for number, share in enumerate(shares) if len(share)] or [0]
         latest: dict[int, RolloutProgress] = {}
         steps = in_threads([lambda number=number: steps_on(number) for number in busy])
         with contextlib.closing(steps):
             for part, step in steps:
                 latest[part] = step
-                targets, sources = jax.tree.leaves(rollout), jax.tree.leaves(step.rollout)
+                targets = jax.tree.leaves((whole.ended, whole.rollout))
+                sources = jax.tree.leaves((step.ended, step.rollout))
                 for array, values in zip(targets, sources, strict=True):
                     array[rows[busy[part]]] = values
-                yield combine(latest.values(), rollout)
-        return rollout
+                yield combine(latest.values(), whole.ended.copy(), whole.rollout)
+        return whole.rollout
 
     def operations(self, key: jax.Array, policy: Policy, *, num_prompts: int) -> list[Operation]:
         """Returns every operation that a rollout on one group of devices can need.
@@ -238,63 +241,59 @@ class Sampler:
         arguments = model_config, self.sampling, self.engine, self.tokenizer, self.turns
         return shapes, decode_config(*arguments)
 
+    def _turn_policy(self, dialog: Dialog | None) -> TurnPolicy:
+        """Returns what rows do after a turn."""
+        limit = self.sampling.max_new_tokens
+        if self.turns is None:
+            return OneTurn(limit)
+        if dialog is None:
+            raise UserError("the sampler has turns: pass the environments of the rows as dialog")
+        return Conversations(dialog, self.turns, limit)
+
     def _steps_on_group(
         self,
         key: jax.Array,
         policy: Policy,
         prompts: Sequence[Sequence[int]],
         ids: np.ndarray,
-        dialog: Dialog | None,
+        turns: TurnPolicy,
     ) -> Generator[RolloutProgress, None, Rollout]:
         """Samples as `steps` does, on one group of devices that hold the policy together."""
         longest = _longest(prompts, self.engine, self.model_config.vocab_size)
         shapes, config = self._plan(policy, len(prompts), longest)
         key, policy = commit((sharding.replicate_like(key, policy.params), policy))
         table = Programs(programs.operations(key, policy, shapes, config), self.executables)
-        identities = rows_of(ids, self.group_size).astype(np.int32)
-        completions = Completions(len(identities), self.sampling, self.tokenizer, self.turns)
         dense = dequantized(policy.params, table, rows=shapes.batch_sizes[0])
-        policy = policy._replace(params=dense)
-        options = {"programs": RolloutPrograms(shapes, config, table), "completions": completions}
-        if self.turns is not None:
-            assert dialog is not None
-            scheduler: Scheduler = TurnScheduler(
-                *(key, policy, prompts, identities),
-                dialog=dialog,
-                turns=self.turns,
-                max_new_tokens=self.sampling.max_new_tokens,
-                **options,
-            )
-        else:
-            scheduler = Scheduler(key, policy, prompts, identities, **options)
+        size = self.group_size
+        identities = rows_of(ids, size).astype(np.int32).tolist()
+        rows = [
+            Row(number, identity, number // size, prompts[number // size])
+            for number, identity in enumerate(identities)
+        ]
+        scheduler = Scheduler(
+            key,
+            policy._replace(params=dense),
+            rows,
+            turns=turns,
+            programs=RolloutPrograms(shapes, config, table),
+            completions=Completions(len(rows), self.sampling, self.tokenizer, self.turns),
+        )
         try:
-            while not scheduler.over.all():
-                # 1. Rows whose environment has replied go on.
-                scheduler.resume_rows()
-                free = scheduler.free_slots()
-                while len(free) and scheduler.waiting:
-                    # 2. Prefill the next prompts, once for all rows of their groups.
-                    scheduler.prefill()
-                    # 3. Insert their rows into free slots, and sample their first tokens.
-                    free = free[scheduler.insert(free) :]
+            while not scheduler.has_ended:
+                # 1. Rows that come next get slots, and the first tokens of their turns.
+                scheduler.admit()
                 older = len(scheduler.in_flight)
-                if scheduler.active.any():
-                    # 4. Compact the batch, once no row waits.
-                    scheduler.compact()
-                    # 5. Decode a chunk.
-                    scheduler.decode_chunk()
-                # 6. Drain the samples that were in flight before, while the device decodes.
+                if decoding := scheduler.decoding():
+                    # 2. Compact the batch, once no row waits.
+                    scheduler.compact(decoding)
+                    # 3. Decode a chunk.
+                    scheduler.decode_chunk(decoding)
+                # 4. Drain the samples that were in flight before, while the device decodes.
                 scheduler.drain(older)
-                yield RolloutProgress(
-                    rows=len(identities),
-                    ended_rows=int(scheduler.over.sum()),
-                    tokens=int(completions.rollout.sampled_lengths.sum()),
-                    statistics=scheduler.statistics,
-                    rollout=completions.rollout,
-                )
+                yield scheduler.progress
         finally:
             scheduler.close()
-        return completions.rollout
+        return scheduler.progress.rollout
 
 
 def _longest(prompts: Sequence[Sequence[int]], engine: EngineConfig, vocab_size: int) -> int:

@@ -7,13 +7,7 @@ _BLOCK = 128  # tokens per block; a block is sampled first, then one of its toke
 
 
 def row_keys(key: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns keys [B] from (key, row, position), so that samples do not depend on the batching.
-
-    Args:
-        key: PRNG key of the rollout.
-        rows: int32 [B], identity of each row.
-        positions: int32 [B], index of the next token within its completion.
-    """
+    """Returns keys [B] from (key, row, position), so that samples do not depend on the batching."""
     fold = jax.vmap(
         lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position)
     )
@@ -29,15 +23,9 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Samples one token per row.
+    """Samples one token per row, with the keys [B] of `row_keys` and logits float32 [B, V].
 
-    Args:
-        keys: keys [B], as returned by `row_keys`.
-        logits: float32 [B, V].
-        temperature: divisor of the logits, above 0.
-        greedy: whether the largest logit is taken.
-        top_k: number of likeliest tokens that are sampled from; 0 is all tokens.
-        top_p: probability of the smallest set of likeliest tokens that is sampled from.
+    The options are those of `SamplingConfig`, but the temperature is above 0.
 
     Returns:
         int32 [B] tokens, their float32 [B] log-probabilities, and float32 [B] entropies in nats.
@@ -122,16 +110,10 @@ def _truncate(logprobs: jax.Array, *, top_k: int, top_p: float) -> jax.Array:
 
 
 def _largest_threshold(probs: jax.Array, weights: jax.Array, target: float) -> jax.Array:
-    """Finds the largest t for which the tokens with a probability of at least t reach the target.
+    """Finds the largest t for which the weights of tokens with a probability >= t reach the target.
 
     It bisects instead of sorting: floats from 0 to 1 are ordered as their 30 bits are, so 30 sums
     find the exact threshold, at a cost that does not depend on how many tokens are kept.
-
-    Args:
-        probs: float32 [B, V], from 0 to 1.
-        weights: float32 [B, V], at least 0; the sum over the kept tokens is compared with the
-            target.
-        target: smallest sum of weights.
 
     Returns:
         float32 [B, 1] thresholds; 0 where all tokens together do not reach the target.

@@ -1,220 +1,361 @@
-"""The host's side of a rollout: which row has which slot, which rows wait, what is in flight."""
+"""The host's side of a rollout: it gives slots to rows, and starts the programs of the device.
 
+Rows take slots in their order. The rows of a group need not do so together: the prefill of a prompt
+is kept until the last row of its group has a slot. A row that has lost its slot while it waited for
+an environment has its keys and values in memory of the host, so that it does not depend on it.
+"""
+
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from qerl_jax.environments.roles import OPEN
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.completions import Completions
 from qerl_jax.rollout.decode import Samples
-from qerl_jax.rollout.programs import RolloutPrograms, compaction
-from qerl_jax.rollout.progress import Statistics
+from qerl_jax.rollout.programs import RolloutPrograms, compactions
+from qerl_jax.rollout.progress import RolloutProgress, Statistics
+from qerl_jax.rollout.row import NO_SLOT, TICK, Row, State, array_of, next_rows
+from qerl_jax.rollout.turns import TurnPolicy
 
-_NO_ROW = -1
+
+class _InFlight(NamedTuple):
+    """Samples [R, steps] that the device computes, and the rows [N] of some of them.
+
+    Each row has the index of its samples, and its turn: if that has ended since, they are ignored.
+    """
+
+    rows: Sequence[Row]
+    indices: np.ndarray
+    turns: list[int]
+    samples: Samples
 
 
 class Scheduler:
-    """Assigns slots to rows, and starts the programs of the device.
+    """Takes the rows of a rollout from their prompts to their ends; rows of a group are neighbors.
 
-    Rows take slots in their order. The rows of a group need not do so together: the prefill of a
-    prompt is kept until the last row of its group has a slot.
-
-    Args:
-        key: PRNG key of the rollout.
-        policy: the policy, with parameters as decode steps read them.
-        prompts: P lists of token ids.
-        identities: int32 [B], identity of each row, which its samples depend on.
-        programs: the programs of the rollout, with its shapes.
-        completions: the completions [B] that samples are appended to.
+    The parameters of the policy are those that decode steps read.
 
     Attributes:
-        completions: the completions so far.
-        in_flight: samples that the device computes, in its order, each with the row of each of its
-            cache rows.
+        in_flight: samples that the device computes, in its order.
     """
 
     def __init__(
         self,
         key: jax.Array,
         policy: Policy,
-        prompts: Sequence[Sequence[int]],
-        identities: np.ndarray,
+        rows: Sequence[Row],
         *,
+        turns: TurnPolicy,
         programs: RolloutPrograms,
         completions: Completions,
     ) -> None:
         self._key, (self._params, self._lora) = key, policy
-        self._prompts, self._identities = prompts, identities
         self._shapes, config, self._programs = programs
-        self._model = config.model
-        self.completions = completions
-        self.over = completions.ended  # bool [B], whether a row needs no more steps
-        self.in_flight: list[tuple[np.ndarray, Samples]] = []
-        shapes = self._shapes
+        self._rows, self._turns, self._completions = rows, turns, completions
+        self.in_flight: list[_InFlight] = []
         self._state = decode.empty_state(
-            shapes.batch_sizes[0],
-            shapes.cache_positions,
+            self._shapes.batch_sizes[0],
+            self._shapes.cache_positions,
             model_config=config.model,
-            dtype=shapes.dtype,
+            dtype=self._shapes.dtype,
             sharding=self._key.sharding,
             has_turns=config.turn_limit is not None,
         )
-        # The slot of each cache row, and the row in it. Before a compaction slots are cache rows.
-        self._slots = np.arange(shapes.batch_sizes[0], dtype=np.int32)
-        self._rows = np.full(shapes.batch_sizes[0], _NO_ROW)
-        # Tokens that each row has once the device has finished what is in flight.
-        self._scheduled_tokens = np.zeros(len(identities), int)
-        self._next_row = 0  # the first row that waits
+        # The slot of each cache row. Before a compaction slots are cache rows.
+        self._slots = np.arange(self._shapes.batch_sizes[0], dtype=np.int32)
+        self._waiting = collections.deque(rows)
+        self._live: list[Row] = []  # the rows that have begun and have not ended
         self._prefilled: decode.Prefilled | None = None
-        self._first_prefilled = 0  # index of the first prompt in `_prefilled`
-        self._prefilled_prompts = self._decoded = 0
+        self._sources: dict[int, int] = {}  # group -> index of its prompt in `_prefilled`
+        self._prefilled_prompts = self._decoded = self._idle = 0
+        self._waiting_seconds = 0.0
 
     @property
-    def statistics(self) -> Statistics:
-        """The work so far; the first token of a completion comes from its prefill."""
-        lengths = self.completions.rollout.lengths
-        live = int(lengths.sum()) - int((lengths > 0).sum())
-        return Statistics(self._prefilled_prompts, decoded=self._decoded, live=live)
+    def has_ended(self) -> bool:
+        """Whether all rows have ended."""
+        return not (self._waiting or self._live)
 
     @property
-    def active(self) -> np.ndarray:
-        """Cache rows, bool [R], whose rows may continue after the samples in flight."""
-        rows, limits = self._rows, self.completions.limits
-        over = self.completions.ended[rows] | (self._scheduled_tokens[rows] >= limits[rows])
-        return (rows != _NO_ROW) & ~over
-
-    def resume_rows(self) -> None:
-        """Lets rows go on that have waited; completions of one turn do not wait."""
-
-    @property
-    def occupied(self) -> np.ndarray:
-        """Cache rows, bool [R], whose keys and values are still needed."""
-        return self.active
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a row has no slot yet."""
-        return self._next_row < len(self._identities)
-
-    def free_slots(self) -> np.ndarray:
-        """Returns the slots that are not occupied while rows wait, and none otherwise."""
-        return np.flatnonzero(~self.occupied) if self.waiting else np.array([], int)
-
-    def prefill(self) -> None:
-        """Starts the prefill of the next prompts, unless rows of the last ones still wait."""
-        if self._prefilled is not None:
-            return
-        shapes, first = self._shapes, self._first_prefilled
-        prompts = self._prompts[first : first + shapes.prefill_batch]
-        longest = max(map(len, prompts))
-        # The last batch is filled up, so that all batches have compiled shapes.
-        batch = [*prompts, *[prompts[0]] * (shapes.prefill_batch - len(prompts))]
-        width = next(width for width in shapes.prompt_widths if width >= longest)
-        tokens, lengths = pad_prompts(batch, width=width, pad_id=self.completions.pad_id)
-        self._prefilled_prompts += shapes.prefill_batch
-        self._prefilled = self._programs["prefill", width](
-            self._params, self._lora, tokens, lengths
+    def progress(self) -> RolloutProgress:
+        """The rollout so far."""
+        completions = self._completions
+        return RolloutProgress(
+            ended=completions.ended.copy(),
+            tokens=completions.tokens,
+            statistics=Statistics(
+                self._prefilled_prompts,
+                decoded=self._decoded,
+                # The first token of a turn comes from a prefill.
+                live=completions.tokens - completions.turns,
+                idle=self._idle,
+                waiting_seconds=self._waiting_seconds,
+            ),
+            rollout=completions.rollout,
         )
 
-    def insert(self, free: np.ndarray) -> int:
-        """Inserts rows of the prefilled prompts, and returns how many of the free slots they take.
+    def decoding(self) -> list[Row]:
+        """Returns the rows that may continue after the samples in flight."""
+        return [row for row in self._live if row.decodes]
 
-        Args:
-            free: slots without an active row.
-        """
-        group_size = len(self._identities) // len(self._prompts)
-        end = (self._first_prefilled + self._shapes.prefill_batch) * group_size
-        end = min(end, len(self._identities))
-        count = min(len(free), self._shapes.insert_sizes[-1], end - self._next_row)
-        size = next(size for size in self._shapes.insert_sizes if size >= count)
-        rows = np.full(size, _NO_ROW)
-        rows[:count] = self._next_row + np.arange(count)
-        slots = np.full(size, len(self._slots), np.int32)
-        slots[:count] = free[:count]
-        self._state, samples = self._programs["insert", size](
-            self._key,
-            self._state,
-            self._prefilled,
-            slots,
-            np.maximum(rows // group_size - self._first_prefilled, 0).astype(np.int32),
-            self._identities[rows],
-            self.completions.temperature,
+    def admit(self) -> None:
+        """Gives slots to the rows that come next, and samples the first tokens of their turns."""
+        self._take_replies()
+        coming = next_rows(
+            self._live, waiting=len(self._waiting), slots=len(self._slots), now=time.monotonic()
         )
-        self._rows[free[:count]] = rows[:count]
-        self._enqueue(rows, samples)
-        self._next_row += count
-        if self._next_row == end:
-            # Frees the memory of these prompts before others are prefilled.
-            self._prefilled = None
-            self._first_prefilled += self._shapes.prefill_batch
-        return count
-
-    def compact(self) -> None:
-        """Moves the active rows to a smaller batch, if no row waits and they fit one."""
-        if self.waiting:
+        for row in coming.evicted:
+            self._evict(row)
+        if not (coming.resumed or coming.begun):
             return
-        count = self.active.sum()
+        taken = {row.cache_row for row in self._live}
+        free = [cache_row for cache_row in range(len(self._slots)) if cache_row not in taken]
+        for row in coming.resumed:
+            if row.kept is not None:
+                self._restore(row, free.pop(0))
+            length = self._completions.extend(row)
+            row.begin_turn(length, self._turns.turn_tokens(length, row.sampled))
+        if coming.resumed:
+            for rows in itertools.batched(coming.resumed, self._shapes.extend_sizes[0]):
+                self._extend(rows)
+        free = free[: coming.begun]
+        while free:
+            self._prefill()
+            free = free[self._insert(free) :]
+
+    def compact(self, rows: Sequence[Row]) -> None:
+        """Moves the rows that decode to a smaller batch, if no row waits and they fit one."""
+        if self._waiting:
+            return
         # One size after the other, so that only neighboring sizes have a program.
         for size in self._shapes.batch_sizes:
-            if count <= size < len(self._rows):
-                active = self.active
-                indices = np.argsort(~active, stable=True)[:size].astype(np.int32)
-                sizes = len(self._rows), size
-                self._rows = np.where(active, self._rows, _NO_ROW)[indices]
-                self._slots = self._slots[indices]
-                self._state = dataclasses.replace(
-                    self._state,
-                    keys=self._gather(self._state.keys, indices, sizes, keys=True),
-                    values=self._gather(self._state.values, indices, sizes, keys=False),
-                )
+            if len(rows) <= size < len(self._slots):
+                order = np.argsort(~self._mask(rows), stable=True)[:size].astype(np.int32)
+                self._compact_cache(order, (len(self._slots), size))
+                self._slots = self._slots[order]
+                for cache_row, row in enumerate(sorted(rows, key=attrgetter("cache_row"))):
+                    row.cache_row = cache_row
 
-    def _gather(
-        self, arrays: list[jax.Array], indices: np.ndarray, sizes: tuple[int, int], *, keys: bool
-    ) -> list[jax.Array]:
-        """Gathers rows of the arrays of all layers, and frees them one after the other."""
-        return [
-            _gather_and_free(
-                self._programs[compaction(self._model, layer, keys=keys), *sizes], indices, array
-            )
-            for layer, array in enumerate(arrays)
-        ]
-
-    def decode_chunk(self) -> None:
-        """Starts the decoding of a chunk."""
-        active = self.active
-        self._state, samples = self._programs["decode", len(active)](
-            *(self._key, self._params, self._lora_layers, self._state),
-            decode.CacheRows(self._slots, active),
-            self.completions.temperature,
+    def decode_chunk(self, rows: Sequence[Row]) -> None:
+        """Starts the decoding of a chunk, in which some rows are active."""
+        self._state, samples = self._programs["decode", len(self._slots)](
+            self._key,
+            self._params,
+            self._lora_layers,
+            self._state,
+            decode.CacheRows(self._slots, self._mask(rows)),
+            self._completions.temperature,
         )
-        self._decoded += len(active) * self._shapes.chunk_steps
-        self._enqueue(np.where(active, self._rows, _NO_ROW), samples)
+        self._decoded += len(self._slots) * self._shapes.chunk_steps
+        if len(rows) < len(self._live):
+            self._idle += (self._held() - len(rows)) * self._shapes.chunk_steps
+        self._enqueue(rows, array_of(rows, "cache_row"), samples)
 
     def drain(self, count: int) -> None:
-        """Waits for the oldest `count` samples in flight, and appends them to the completions."""
+        """Waits for the oldest `count` samples in flight, and ends the turns that are complete."""
+        ended: dict[Row, bool] = {}
         for _ in range(count):
-            rows, samples = self.in_flight.pop(0)
-            self.completions.append(rows, jax.device_get(samples))
+            rows, indices, turns, samples = self.in_flight.pop(0)
+            is_current = [row.turn == turn for row, turn in zip(rows, turns, strict=True)]
+            rows = list(itertools.compress(rows, is_current))
+            complete = self._completions.append(rows, indices[is_current], jax.device_get(samples))
+            for row in complete:
+                row.turn += 1
+            ended |= complete
+        # Rows that end together wait from the same moment, so that they leave together: the first
+        # of them would let others decode, for which the last ones then wait longer.
+        now = time.monotonic()
+        for row in sorted(ended, key=attrgetter("number")):
+            ids = self._completions.turn(row)
+            row.sampled += len(ids)
+            row.since = now
+            self._turns.end_turn(row, ids, complete=ended[row])
+        self._remove_ended(ended)
 
     def close(self) -> None:
         """On a CPU, waits for the samples in flight: XLA aborts a process that exits before."""
         device, *_ = self._params["embed_tokens"].devices()
         if device.platform == "cpu":
-            jax.block_until_ready([samples for _, samples in self.in_flight])
+            jax.block_until_ready([flight.samples for flight in self.in_flight])
+
+    def _take_replies(self) -> None:
+        """Takes the replies of environments, for which it waits if nothing else can be done."""
+        waits = not (
+            self.in_flight
+            or (self._waiting and self._held() < len(self._slots))
+            or any(row.decodes or row.state is State.READY for row in self._live)
+        )
+        began, ended = time.perf_counter(), list[Row]()
+        for reply in self._turns.replies(TICK if waits else 0.0):
+            row = self._rows[reply.row]
+            if reply.ending == OPEN:
+                row.state, row.reply = State.READY, reply.ids
+            else:
+                row.end(reply.ending)
+                ended.append(row)
+        if waits:
+            self._waiting_seconds += time.perf_counter() - began
+        self._remove_ended(ended)
+
+    def _remove_ended(self, rows: Iterable[Row]) -> None:
+        """Removes those of some rows that have ended."""
+        if ended := {row for row in rows if row.state is State.ENDED}:
+            for row in ended:
+                self._completions.end(row)
+            self._live = [row for row in self._live if row not in ended]
+
+    def _held(self) -> int:
+        """Returns the number of rows that have a slot."""
+        return sum(row.cache_row != NO_SLOT for row in self._live)
+
+    def _mask(self, rows: Sequence[Row]) -> np.ndarray:
+        """Returns which cache rows are those of the rows: bool [R]."""
+        mask = np.zeros(len(self._slots), bool)
+        mask[array_of(rows, "cache_row")] = True
+        return mask
+
+    def _prefill(self) -> None:
+        """Starts the prefill of the next prompts, unless rows of the last ones still wait."""
+        if self._prefilled is not None:
+            return
+        shapes, prompts = self._shapes, dict[int, Sequence[int]]()
+        for row in self._waiting:
+            if row.group not in prompts and len(prompts) == shapes.prefill_batch:
+                break
+            prompts[row.group] = row.prompt
+        self._sources = {group: source for source, group in enumerate(prompts)}
+        longest = max(map(len, prompts.values()))
+        # The last batch is filled up, so that all batches have compiled shapes.
+        first = self._waiting[0].prompt
+        batch = [*prompts.values(), *[first] * (shapes.prefill_batch - len(prompts))]
+        width = next(width for width in shapes.prompt_widths if width >= longest)
+        tokens, lengths = pad_prompts(batch, width=width, pad_id=self._completions.pad_id)
+        self._prefilled_prompts += shapes.prefill_batch
+        self._prefilled = self._programs["prefill", width](
+            self._params, self._lora, tokens, lengths
+        )
+
+    def _insert(self, free: Sequence[int]) -> int:
+        """Inserts rows of the prefilled prompts, and returns how many free slots they take."""
+        most = min(len(free), self._shapes.insert_sizes[-1])
+        rows = list(
+            itertools.takewhile(
+                lambda row: row.group in self._sources, itertools.islice(self._waiting, most)
+            )
+        )
+        count = len(rows)
+        size = next(size for size in self._shapes.insert_sizes if size >= count)
+        slots = np.full(size, len(self._slots), np.int32)
+        sources, identities = np.zeros((2, size), np.int32)
+        slots[:count], identities[:count] = free[:count], array_of(rows, "identity")
+        sources[:count] = [self._sources[row.group] for row in rows]
+        for row, cache_row in zip(rows, free, strict=False):
+            row.cache_row = cache_row
+            row.begin_turn(0, self._turns.turn_tokens(0, 0))
+            self._live.append(self._waiting.popleft())
+        self._state, samples = self._programs["insert", size](
+            self._key,
+            self._state,
+            self._prefilled,
+            slots,
+            sources,
+            identities,
+            self._completions.temperature,
+        )
+        self._enqueue(rows, np.arange(len(rows)), samples)
+        if not (self._waiting and self._waiting[0].group in self._sources):
+            self._prefilled = None  # Frees its memory before others are prefilled.
+        return count
+
+    def _evict(self, row: Row) -> None:
+        """Takes the slot of a row, and keeps what it has in the cache on the host."""
+        taken = self._programs["take"](self._state.layers, np.int32(row.cache_row))
+        row.kept = jax.device_put(taken, self._key.sharding.with_memory_kind("pinned_host"))
+        row.cache_row = NO_SLOT
+
+    def _restore(self, row: Row, cache_row: int) -> None:
+        """Gives a row that lost its slot another one."""
+        kept = jax.device_put(row.kept, self._key.sharding)
+        layers = self._programs["put"](self._state.layers, kept, np.int32(cache_row))
+        self._state = dataclasses.replace(self._state, layers=layers)
+        row.cache_row, row.kept = cache_row, None
+
+    def _extend(self, rows: Sequence[Row]) -> None:
+        """Prefills what environments wrote to rows, and samples the first tokens of their turns.
+
+        A cache row that does not decode has its first position overwritten in every step. So the
+        row's first token, which depends on no other one, is prefilled again. A turn that a stop
+        string has ended may have further tokens in the cache; they are overwritten or not seen.
+        """
+        shapes, written = self._shapes, self._completions.rollout.tokens
+        (count,), (width,) = shapes.extend_sizes, shapes.extend_widths
+        tokens = np.full((count, width), self._completions.pad_id, np.int32)
+        positions = np.full((count, width), shapes.cache_positions, np.int32)
+        last, lengths, identities, counts, limits = np.zeros((5, count), np.int32)
+        slots, cache_rows = np.full((2, count), shapes.batch_sizes[0], np.int32)
+        for i, row in enumerate(rows):
+            # The newest token of the last turn, and the reply.
+            added = written[row.number, row.start - len(row.reply) - 1 : row.start]
+            tokens[i, : 1 + len(added)] = [row.prompt[0], *added]
+            last[i], lengths[i] = len(added), len(row.prompt) + row.start
+            positions[i, 0] = 0
+            positions[i, 1 : 1 + len(added)] = lengths[i] - len(added) + np.arange(len(added))
+            slots[i], cache_rows[i] = self._slots[row.cache_row], row.cache_row
+            identities[i], counts[i] = row.identity, row.sampled
+            limits[i] = row.sampled + row.limit - row.start
+        logits, layers = self._programs["extend", count, width](
+            self._params,
+            self._lora_layers,
+            self._state.layers,
+            cache_rows,
+            tokens,
+            positions,
+            last,
+        )
+        state, samples = self._programs["resume", count](
+            self._key,
+            dataclasses.replace(self._state, layers=[]),
+            logits,
+            decode.NextTurns(slots, lengths, identities, counts, limits),
+            self._completions.temperature,
+        )
+        self._state = dataclasses.replace(state, layers=layers)
+        self._enqueue(rows, np.arange(len(rows)), samples)
+
+    def _compact_cache(self, order: np.ndarray, sizes: tuple[int, int]) -> None:
+        """Gathers cache rows of the arrays of all layers, and frees these one after the other."""
+        arrays, treedef = jax.tree.flatten(self._state.layers)
+        programs = [self._programs[name, *sizes] for name in compactions(self._state.layers)]
+        gathered = [
+            _gather_and_free(program, order, array)
+            for program, array in zip(programs, arrays, strict=True)
+        ]
+        self._state = dataclasses.replace(self._state, layers=treedef.unflatten(gathered))
 
     @functools.cached_property
     def _lora_layers(self) -> list[dict]:
         return self._programs["fuse_adapter"](self._lora)
 
-    def _enqueue(self, rows: np.ndarray, samples: Samples) -> None:
+    def _enqueue(self, rows: Sequence[Row], indices: np.ndarray, samples: Samples) -> None:
+        """Puts samples of rows in flight."""
         for array in jax.tree.leaves(samples):
             array.copy_to_host_async()
-        self._scheduled_tokens[rows[rows != _NO_ROW]] += samples.tokens.shape[1]
-        self.in_flight.append((rows, samples))
+        steps, keeps_cache = samples.tokens.shape[1], self._turns.keeps_cache
+        for row in rows:
+            row.scheduled += steps
+            if row.scheduled >= row.limit and not keeps_cache:
+                row.cache_row = NO_SLOT
+        turns = [row.turn for row in rows]
+        self.in_flight.append(_InFlight(rows, indices, turns, samples))
 
 
 def pad_prompts(

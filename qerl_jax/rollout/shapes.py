@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from pallas_kernels import device
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
+from qerl_jax.policy.collectives import TENSOR
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.recurrent import CHUNK
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.sharding import mesh_of
-from qerl_jax.policy.tensor_parallel import TENSOR
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 
 _NARROWEST = 64  # tokens; a narrower row takes as much time
@@ -92,10 +92,11 @@ def plan_shapes(
 
     Raises:
         UserError: a row is longer than the model's positions, or one row does not fit into the
-            memory that is allowed or into the device, or stop strings end turns of a model with
-            recurrent layers.
+            memory that is allowed or into the device, or stop strings end turns of a model whose
+            layers do not all rewind.
     """
-    if turns is not None and sampling.stop and model_config.recurrent is not None:
+    rewinds = all(mixer.REWINDS for mixer in kinds.mixers_of(model_config))
+    if turns is not None and sampling.stop and not rewinds:
         raise UserError(
             f"rollout.stop={sampling.stop}: the device does not see where a stop string ends a "
             f"turn, and the recurrent layers of a {model_config.model_type} cannot go back to it: "
@@ -109,8 +110,8 @@ def plan_shapes(
             f"{model_config.max_position} positions: shorten the prompt or lower {limit}"
         )
     num_prompts = max(num_prompts, engine.num_prompts)
-    # Rows of recurrent layers are extended by what follows a turn only, see `transformer.extend`.
-    shared = 0 if model_config.recurrent is not None else engine.shared_tokens
+    # Other rows are extended by what follows a turn only, see `transformer.extend`.
+    shared = engine.shared_tokens if rewinds else 0
     width, positions = row_positions(longest, new_tokens)
     widths = width_buckets(width)
     if shared:  # Only the rest of a prompt is padded.
@@ -249,22 +250,18 @@ def cache_dtype(name: str, compute: jnp.dtype) -> jnp.dtype:
 
 
 def position_bytes(model_config: ModelConfig, dtype: jnp.dtype) -> int:
-    """Returns the bytes of keys and values of one token in all layers with attention."""
-    return (
-        2
-        * model_config.attention_layers
-        * model_config.num_kv_heads
-        * model_config.head_dim
-        * dtype.itemsize
-    )
+    """Returns the bytes that a row keeps for each of its tokens."""
+    return _kept_bytes(model_config, 1, dtype) - state_bytes(model_config)
 
 
 def state_bytes(model_config: ModelConfig) -> int:
-    """Returns the bytes of what a row keeps in its recurrent layers, whatever its length."""
-    if model_config.recurrent is None:
-        return 0
-    numbers = sum(map(math.prod, model_config.recurrent.row_shapes))
-    return 4 * len(model_config.recurrent_layers) * numbers
+    """Returns the bytes that a row keeps whatever its length."""
+    return _kept_bytes(model_config, 0, jnp.dtype(jnp.float32))
+
+
+def _kept_bytes(model_config: ModelConfig, positions: int, dtype: jnp.dtype) -> int:
+    rows = jax.tree.leaves(kinds.row_shapes(model_config, positions, dtype))
+    return sum(row.size * row.dtype.itemsize for row in rows)
 
 
 def logits_bytes(model_config: ModelConfig) -> int:
@@ -291,12 +288,10 @@ def prefill_bytes(
         compute: dtype of the computation.
     """
     keys_and_values = position_bytes(model_config, dtype) + position_bytes(model_config, compute)
-    layer = compute.itemsize * (3 * model_config.mlp_dim + 4 * model_config.embed_dim)
+    parts = kinds.parts_of(model_config)
+    layer = compute.itemsize * 4 * model_config.embed_dim
+    layer += sum(part.memory(model_config, compute.itemsize, 1, ()).prefill for part in parts)
     logits = 4 * model_config.shards * model_config.vocab_size
-    if (recurrent := model_config.recurrent) is not None:
-        # What of the chunks of a layer the scan over them reads, and the products before it.
-        numbers = recurrent.values * 2 + recurrent.value_heads * (3 * CHUNK + 4 * recurrent.key_dim)
-        layer += 4 * numbers + compute.itemsize * 2 * recurrent.channels
     return num_prompts * (width * (keys_and_values + layer) + state_bytes(model_config) + logits)
 
 

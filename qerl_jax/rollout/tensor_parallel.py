@@ -11,17 +11,17 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from qerl_jax.policy.attention import KVCache
+from qerl_jax.policy.collectives import TENSOR
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import ALL_FUSED, Lora
+from qerl_jax.policy.layers.kinds import ALL_FUSED
+from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.sharding import HEADS, WHOLE, on_mesh, specs
-from qerl_jax.policy.tensor_parallel import TENSOR
+from qerl_jax.policy.transformer import Cache
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.decode import UNTUNED, DecodeState, Prefilled
 
 _STATE = DecodeState(
-    keys=HEADS,  # pyrefly: ignore[bad-argument-type]  A spec in place of a list of arrays.
-    values=HEADS,  # pyrefly: ignore[bad-argument-type]
+    layers=HEADS,  # pyrefly: ignore[bad-argument-type]  A spec in place of a list.
     lengths=WHOLE,  # pyrefly: ignore[bad-argument-type]
     rows=WHOLE,  # pyrefly: ignore[bad-argument-type]
     counts=WHOLE,  # pyrefly: ignore[bad-argument-type]
@@ -37,7 +37,7 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
     Args:
         mesh: devices that hold the policy together.
     """
-    cache = KVCache(keys=HEADS, values=HEADS, lengths=WHOLE)  # pyrefly: ignore[bad-argument-type]
+    cache = Cache(layers=HEADS, lengths=WHOLE)  # pyrefly: ignore[bad-argument-type]
     return types.SimpleNamespace(
         prefill=on_mesh(
             _unwrap_jit(decode.prefill),

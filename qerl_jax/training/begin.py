@@ -3,6 +3,11 @@
 A run that begins from another one takes its adapter, optimizer state and position in the data, and
 counts its own steps from 0. All of it is in its own folder before it trains, so the other run may
 vanish. The other run is only read, whether it is finished, stopped or training.
+
+Why a resumed run equals an uninterrupted one: a step reads `Setup` and changes `Progress` alone, a
+checkpoint holds all of `Progress`, and `_check_same` compares the digests of what `Setup` is made
+of: weights, architecture, end tokens, problems, prompts. Versions, devices and the code of rewards
+and losses are compared between processes, not with those before a kill.
 """
 
 import dataclasses
@@ -29,7 +34,7 @@ from qerl_jax.data.from_config import (
 from qerl_jax.data.order import Cursor, read_cursor
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import warn_of_another_base
-from qerl_jax.evaluation.prompts import check_prompts, digest_of_prompts
+from qerl_jax.evaluation.task_prompts import check_prompts, digest_of_prompts
 from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.sharding import shard
@@ -81,7 +86,7 @@ _SAME_FIELDS = (
 )
 
 
-def check_starts(
+def check_same_start(
     config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]], processes: Processes
 ) -> None:
     """Refuses processes that were started in different ways, before a folder is made."""
@@ -264,7 +269,7 @@ def check_origin(config: ConfigDict) -> None:
             f"{name}: {json.dumps(a)} -> {json.dumps(b)}" for name, (a, b) in changes.items()
         )
         other = "begin without its adapter"
-        if saved_fields["train.parameters"] == "full":
+        if saved_fields.get("train.parameters") == "full":
             other = f"begin from its model, --config.model.source={folder.model(best=best)}"
         raise UserError(
             f"init_from={config.init_from}: the run trains other parameters ({text}); keep these "

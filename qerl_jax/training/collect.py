@@ -9,11 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.data.environments import (
-    RunEnvironments,
-    conversation_columns,
-    conversation_metrics,
-)
+from qerl_jax.data.environments import RunEnvironments, conversation_metrics
 from qerl_jax.data.order import (
     Cursor,
     Order,
@@ -24,15 +20,14 @@ from qerl_jax.data.order import (
     source_metrics,
     take_turns,
 )
+from qerl_jax.data.prompt_rollout import PromptRollout
 from qerl_jax.data.prompts import Prompt
-from qerl_jax.environments.episodes import Episode, Episodes
-from qerl_jax.environments.roles import FAILURE, OPEN
 from qerl_jax.errors import UserError
 from qerl_jax.policy.policy import Policy
-from qerl_jax.rewards.scored import Completion, Scores
+from qerl_jax.rewards.scored import Scores
 from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 from qerl_jax.rollout.completions import Rollout
-from qerl_jax.rollout.progress import RolloutProgress, live_fraction
+from qerl_jax.rollout.progress import live_fraction
 from qerl_jax.rollout.replicas import deal
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.training.experience import Experience, Peers, choose, concatenate, gather
@@ -173,39 +168,36 @@ def collect(
         round_prompts = [prompts[place] for place in places]
         shares = deal([len(prompt.ids) for prompt in round_prompts], processes.count)
         share = shares[processes.index]
-        own_prompts = [round_prompts[i] for i in share]
-        own_key, started, episodes = jax.random.fold_in(key, index), time.perf_counter(), None
-        if options.environments is not None:
-            group_size = options.sampler.group_size
-            own_prompts, episodes = options.environments.begin(
-                own_key, own_prompts, group_size, on_wait
-            )
-        texts = _Texts(own_prompts, options.sampler, episodes)
-        ids = [prompt.ids for prompt in own_prompts]
-        steps = options.sampler.steps(own_key, policy, ids, ids=share.tolist(), dialog=episodes)
-        with (
-            contextlib.nullcontext() if episodes is None else episodes,
-            contextlib.closing(steps),
-            options.scoring(len(texts.prompts), on_wait=on_wait) as scoring,
-        ):
-            for progress in steps:
+        own_key, started = jax.random.fold_in(key, index), time.perf_counter()
+        rollout = PromptRollout(
+            options.sampler,
+            own_key,
+            policy,
+            [round_prompts[i] for i in share],
+            ids=share.tolist(),
+            environments=options.environments,
+            on_wait=on_wait,
+        )
+        count = len(share) * options.sampler.group_size
+        with rollout, options.scoring(count, on_wait=on_wait) as scoring:
+            for progress in rollout:
                 if on_progress is not None and progress.ended_rows < progress.rows:
                     on_progress(progress.ended_rows, tokens + progress.tokens)
-                scoring.add(texts.ended(progress))
+                ended = rollout.take(progress)
+                scoring.add({i: one.to_score() for i, one in ended.items() if not one.has_failed})
             seconds = time.perf_counter() - started
             # The last progress has the whole rollout.
             experience = Experience(
-                prompts=own_prompts,
+                prompts=rollout.prompts,
                 places=[places[i] for i in share],
-                texts=[texts.by_row[row] for row in range(len(texts.prompts))],
+                texts=[rollout.texts[row] for row in range(count)],
                 rollout=progress.rollout,
                 scores=scoring.finish(),
                 statistics=[progress.statistics],
                 seconds=seconds,
-                episodes=[] if episodes is None else episodes.episodes,
+                episodes=rollout.episodes,
             )
-        if episodes is not None:
-            experience.scores.errors += episodes.failures()
+        experience.scores.errors += rollout.failures()
         tokenizer = options.sampler.tokenizer
         experience = gather(
             experience, round_prompts, places, shares, tokenizer=tokenizer, processes=processes
@@ -223,68 +215,6 @@ def collect(
         options.order, first_cursor, cursor, drawn_places
     )
     return trained, metrics, cursor
-
-
-class _Texts:
-    """The completions of a rollout as text, each decoded once it has ended.
-
-    Attributes:
-        prompts: the prompt of each row.
-        by_row: texts by row.
-    """
-
-    def __init__(
-        self, prompts: Sequence[Prompt], sampler: Sampler, episodes: Episodes | None = None
-    ):
-        self._episodes = episodes
-        self.prompts = [prompt for prompt in prompts for _ in range(sampler.group_size)]
-        self.by_row: dict[int, str] = {}
-        self._tokenizer, self._limit = sampler.tokenizer, sampler.sampling.max_new_tokens
-
-    def ended(self, progress: RolloutProgress) -> dict[int, Completion]:
-        """Returns the completions that have ended since the last call, by row."""
-        rollout = progress.rollout
-        if self._episodes is not None:
-            return self._ended_episodes(rollout, self._episodes.episodes)
-        ended = rollout.finished | (rollout.lengths == self._limit)
-        if progress.ended_rows == progress.rows:
-            ended = np.ones(progress.rows, bool)
-        completions = {}
-        for row in np.flatnonzero(ended).tolist():
-            if row in self.by_row:
-                continue
-            length, prompt = int(rollout.lengths[row]), self.prompts[row]
-            self.by_row[row] = self._tokenizer.decode(rollout.tokens[row, :length].tolist())
-            completions[row] = Completion(
-                prompt.text,
-                self.by_row[row],
-                prompt.problem.answer,
-                length,
-                bool(rollout.finished[row]),
-                prompt.problem.columns,
-            )
-        return completions
-
-    def _ended_episodes(
-        self, rollout: Rollout, episodes: Sequence[Episode]
-    ) -> dict[int, Completion]:
-        """`ended` of conversations; one whose environment failed is not scored."""
-        completions = {}
-        for row in np.flatnonzero(rollout.endings != OPEN).tolist():
-            if row in self.by_row:
-                continue
-            episode, prompt = episodes[row], self.prompts[row]
-            self.by_row[row] = episode.answer
-            if episode.ending != FAILURE:
-                completions[row] = Completion(
-                    prompt.text,
-                    episode.answer,
-                    prompt.problem.answer,
-                    int(rollout.sampled_lengths[row]),
-                    bool(rollout.finished[row]),
-                    {**prompt.problem.columns, **conversation_columns(episode)},
-                )
-        return completions
 
 
 def _sample_rounds(

@@ -46,7 +46,7 @@ from qerl_jax.system.import_path import names_function
 from qerl_jax.system.live_line import waiting
 from qerl_jax.system.safe_files import read_bytes
 from qerl_jax.system.signals import StoppedError, stop_signals
-from qerl_jax.training.begin import begin, check_origin, check_starts
+from qerl_jax.training.begin import begin, check_origin, check_same_start
 from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.saving import (
@@ -114,7 +114,7 @@ def train(
         connect(devices=config.mesh.data * config.mesh.tensor) as processes,
         memory_errors("the weights do not fit beside what else it holds: free it"),
     ):
-        check_starts(config, rewards, processes)
+        check_same_start(config, rewards, processes)
         if processes.writes:
             announce_hosts(reward for reward, _ in rewards.values())
         with open_run_together(workdir, config, processes) as folder:

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.config import ModelConfig, from_hf_config
-from qerl_jax.policy.lora import FUSED
+from qerl_jax.policy.config import NESTED_TYPES, ModelConfig, from_hf_config
+from qerl_jax.policy.layers.kinds import FUSED
 from qerl_jax.system import json_file
 from qerl_jax.weights import gguf, names, packed, safetensors, tokenizer
 from qerl_jax.weights.model_source import locate
@@ -86,7 +86,7 @@ def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
     hf, config = _read_config(path)
     layout = packed.layout(path, hf)
     tensors, ignored = safetensors.read_folder(path), []
-    if config.recurrent is not None:
+    if config.model_type in NESTED_TYPES:
         tensors, ignored = names.text_tensors(tensors)
     if layout == packed.MODELOPT:
         tensors = packed.from_modelopt(path, tensors)

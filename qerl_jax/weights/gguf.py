@@ -17,8 +17,8 @@ import gguf
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.attention import rotary_frequencies
 from qerl_jax.policy.config import ModelConfig, RecurrentConfig, RopeScaling
+from qerl_jax.policy.layers.attention import rotary_frequencies
 from qerl_jax.weights import names
 from qerl_jax.weights.gguf_header import GgufTensor, read_header
 
@@ -331,9 +331,9 @@ def _undo_qwen3_5(tensor: np.ndarray, name: str, config: ModelConfig) -> np.ndar
     if not part:
         offset = names.centered_at(config, module.removesuffix(".weight").rpartition(".")[2])
         return tensor - offset if offset else tensor
-    if part == names.RECURRENT_TENSORS["gated_norm"]:
+    if part == "norm.weight":
         return tensor
-    if part == names.RECURRENT_TENSORS["a_log"]:
+    if part == "A_log":
         tensor = np.log(-tensor)
     rows = tensor.T if part == "out_proj.weight" else tensor
     # Queries and keys, which keep their order, are in front of the values.

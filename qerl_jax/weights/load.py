@@ -23,7 +23,7 @@ import numpy as np
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import ALL_FUSED, FUSED
+from qerl_jax.policy.layers.kinds import ALL_FUSED, FUSED
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
 from qerl_jax.system.live_line import progress_line, waiting
 from qerl_jax.system.processor import available_cores

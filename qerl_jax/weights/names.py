@@ -1,28 +1,23 @@
 """Hugging Face's tensor names for the parameter tree, used by loading, exports and adapters."""
 
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from qerl_jax.policy.aqn import LAYER_NORMS
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import RECURRENT, fused_of, projection_shapes
+from qerl_jax.policy.layers import kinds
 
 EMBED = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
-HEAD_NORMS = ("q_norm", "k_norm")
-BIASED = ("q_proj", "k_proj", "v_proj")
-# Other arrays of a recurrent layer, and the tensors that hold them.
-RECURRENT_TENSORS = {
-    "conv": "conv1d.weight",
-    "a_log": "A_log",
-    "dt_bias": "dt_bias",
-    "gated_norm": "norm.weight",
+_NORMS = (*LAYER_NORMS, "norm")
+# The modules of projections, and of the norms of heads.
+_MODULES = {
+    name: part.MODULE
+    for part in kinds.PARTS
+    for name in (*itertools.chain(*(weight.members for weight in part.WEIGHTS)), *part.ARRAYS)
 }
-# Arrays that the parameter tree, and an export, have in float32 like the norms.
-_WIDE = ("a_log", "dt_bias")
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", *HEAD_NORMS)
-_RECURRENT = tuple(name for members in RECURRENT.values() for name in members)
 # Where the text model is in a checkpoint that also has a vision tower.
 _NESTED_ROOT = "model.language_model."
 _NOT_TEXT = ("model.visual.", "mtp.")
@@ -30,23 +25,23 @@ _NOT_TEXT = ("model.visual.", "mtp.")
 
 def layer_module(layer: int, module: str) -> str:
     """Returns the path of a layer's projection or norm, as 'model.layers.0.self_attn.q_proj'."""
-    if module in LAYER_NORMS:
-        return f"model.layers.{layer}.{module}"
-    block = (
-        "self_attn" if module in _ATTENTION else "linear_attn" if module in _RECURRENT else "mlp"
-    )
-    return f"model.layers.{layer}.{block}.{module}"
+    block = f"{_MODULES[module]}." if module in _MODULES else ""
+    return f"model.layers.{layer}.{block}{module}"
 
 
 def is_wide(array: str) -> bool:
     """Whether an array of the parameter tree is in float32 whatever the policy's dtype."""
-    return array.endswith("norm") or array in _WIDE
+    return kinds.ARRAYS[array].is_wide if array in kinds.ARRAYS else array in _NORMS
+
+
+def may_be_centered(array: str) -> bool:
+    """Whether an array of the parameter tree is a norm that some models store minus 1."""
+    return kinds.ARRAYS[array].may_be_centered if array in kinds.ARRAYS else array in _NORMS
 
 
 def centered_at(config: ModelConfig, array: str) -> float:
     """Returns what an array of the parameter tree is more than the stored tensor: 0 or 1."""
-    norms = (*LAYER_NORMS, *HEAD_NORMS, "norm")
-    return 1.0 if config.centered_norms and array in norms else 0.0
+    return 1.0 if config.centered_norms and may_be_centered(array) else 0.0
 
 
 def text_tensors(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -65,7 +60,13 @@ def text_tensors(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 def dense_modules(config: ModelConfig) -> list[str]:
     """Returns the projections of a model that no format packs, by the paths of their modules."""
-    return [layer_module(layer, name) for layer in config.recurrent_layers for name in _RECURRENT]
+    return [
+        layer_module(layer, member)
+        for layer in range(config.num_layers)
+        for fused, members in kinds.fused_of(config, layer).items()
+        if not kinds.WEIGHTS[fused].packed
+        for member in members
+    ]
 
 
 def peft_tensor(layer: int, projection: str, matrix: str) -> str:
@@ -89,28 +90,27 @@ def peft_norm(layer: int, norm: str) -> str:
 
 
 def stored_tensors(config: ModelConfig, layer: int) -> dict[str, list[str]]:
-    """Returns by name of an array of the parameter tree the stored tensors whose rows it stacks.
+    """Returns by name of an array the stored tensors whose rows it stacks.
 
-    Layer -1 has the arrays outside of the layers.
+    The layer -1 has the arrays outside of the layers.
     """
     if layer < 0:
         arrays = {"embed_tokens": [EMBED], "norm": [NORM]}
         return arrays if config.tie_embeddings else arrays | {"lm_head": [HEAD]}
-    is_recurrent = layer in config.recurrent_layers
-    head_norms = HEAD_NORMS if config.qk_norm and not is_recurrent else ()
-    modules = {norm: (norm,) for norm in LAYER_NORMS + head_norms}
-    arrays = {
-        array: [f"{layer_module(layer, member)}.weight" for member in members]
-        for array, members in (modules | fused_of(config, layer)).items()
+    arrays = {norm: [f"{layer_module(layer, norm)}.weight"] for norm in LAYER_NORMS}
+    for fused, members in kinds.fused_of(config, layer).items():
+        arrays[fused] = [f"{layer_module(layer, member)}.weight" for member in members]
+    return arrays | {
+        array: list(tensors) for array, tensors in other_tensors(config, layer).items()
     }
-    if is_recurrent:
-        arrays |= {
-            array: [f"model.layers.{layer}.linear_attn.{tensor}"]
-            for array, tensor in RECURRENT_TENSORS.items()
-        }
-    if config.attention_bias:
-        arrays["qkv_bias"] = [f"{layer_module(layer, member)}.bias" for member in BIASED]
-    return arrays
+
+
+def other_tensors(config: ModelConfig, layer: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Returns the tensors of `kinds.other_tensors`, and their shapes, by their whole names."""
+    return {
+        array: {f"model.layers.{layer}.{name}": shape for name, shape in tensors.items()}
+        for array, tensors in kinds.other_tensors(config, layer).items()
+    }
 
 
 def expected_shapes(
@@ -130,17 +130,15 @@ def expected_shapes(
     }
     if not config.tie_embeddings:
         shapes[HEAD] = (config.vocab_size, config.embed_dim)
-    of_projections = projection_shapes(config)
+    of_projections = kinds.projection_shapes(config)
     for layer in range(config.num_layers):
-        is_recurrent = layer in config.recurrent_layers
         for norm in LAYER_NORMS:
             shapes[f"{layer_module(layer, norm)}.weight"] = (config.embed_dim,)
-        if config.qk_norm and not is_recurrent:
-            for norm in HEAD_NORMS:
-                shapes[f"{layer_module(layer, norm)}.weight"] = (config.head_dim,)
-        if is_recurrent:
-            shapes |= _recurrent_shapes(config, layer)
-        for projection in (name for names in fused_of(config, layer).values() for name in names):
+        others: dict[str, tuple[int, ...]] = {}
+        for tensors in other_tensors(config, layer).values():
+            others |= tensors
+        shapes |= {name: shape for name, shape in others.items() if not name.endswith(".bias")}
+        for projection in itertools.chain(*kinds.fused_of(config, layer).values()):
             outputs, inputs = of_projections[projection]
             module = layer_module(layer, projection)
             if module in packed:
@@ -149,21 +147,6 @@ def expected_shapes(
                 shapes[f"{module}.weight_global_scale"] = (1,)
             else:
                 shapes[f"{module}.weight"] = (outputs, inputs)
-            if config.attention_bias and projection in BIASED:
-                shapes[f"{module}.bias"] = (outputs,)
+            if (bias := f"{module}.bias") in others:
+                shapes[bias] = others[bias]
     return shapes
-
-
-def _recurrent_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors of a recurrent layer that are no projections, by name."""
-    shapes = config.recurrent
-    assert shapes is not None
-    heads = (shapes.value_heads,)
-    arrays: dict[str, tuple[int, ...]] = {
-        "conv": (shapes.channels, 1, shapes.window),
-        "a_log": heads,
-        "dt_bias": heads,
-        "gated_norm": (shapes.value_dim,),
-    }
-    root = f"model.layers.{layer}.linear_attn"
-    return {f"{root}.{RECURRENT_TENSORS[array]}": shape for array, shape in arrays.items()}

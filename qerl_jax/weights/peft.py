@@ -14,7 +14,8 @@ from safetensors.numpy import save_file
 from qerl_jax.errors import UserError
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import ALL_PROJECTIONS, Lora, LoraConfig, projection_shapes, targets_of
+from qerl_jax.policy.layers.kinds import ALL_PROJECTIONS, projection_shapes
+from qerl_jax.policy.lora import Lora, LoraConfig, targets_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.system import json_file
 from qerl_jax.system.paths import user_path

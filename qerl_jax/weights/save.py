@@ -4,6 +4,7 @@ A checkpoint is a folder of safetensors files and their companions: config.json,
 the generation config. Tensors go from the parameter tree to the file one layer at a time.
 """
 
+import itertools
 import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from safetensors.numpy import save_file
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig, text_config_json, to_hf_config
-from qerl_jax.policy.lora import fused_of, projection_shapes
+from qerl_jax.policy.layers.kinds import fused_of, projection_shapes
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, dequantize
 from qerl_jax.system import json_file
 from qerl_jax.system.safe_files import read_bytes
@@ -184,7 +185,7 @@ def companion_files(
         model: the model that is exported.
         packed: whether the projections are exported in NVFP4.
         ignore: names of the projections that stay dense, as `names.layer_module` writes them;
-            those of recurrent layers always do.
+            those that no format packs always do.
         dtype: 'bfloat16' or 'float32', the dtype of every tensor that is not packed.
         trained: whether the policy was trained. Its scores are greedy, with the stop tokens of the
             tokenizer, and the policy is not what the base's repetition penalty makes of it.
@@ -270,6 +271,7 @@ def _layer_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     shapes = projection_shapes(model_config)
     layer = jax.device_get(layer)
+    others = _other_tensors(number, layer, model_config, dtype, of_norms)
     for fused, members in fused_of(model_config, number).items():
         weight = layer[fused]
         if isinstance(weight, QuantTensor):
@@ -286,18 +288,34 @@ def _layer_tensors(
                 yield f"{module}.weight_global_scale", weight.global_scale[rows][:1]
             else:
                 yield f"{module}.weight", _dense(weight[rows], dtype)
-            if model_config.attention_bias and member in names.BIASED:
-                yield f"{module}.bias", _dense(layer["qkv_bias"][rows], dtype)
-    is_recurrent = number in model_config.recurrent_layers
-    has_head_norms = model_config.qk_norm and not is_recurrent
-    for norm in names.LAYER_NORMS + (names.HEAD_NORMS if has_head_norms else ()):
+            if (bias := f"{module}.bias") in others:
+                yield bias, others.pop(bias)
+    for norm in names.LAYER_NORMS:
         stored = _stored(layer[norm], norm, model_config)
         yield f"{names.layer_module(number, norm)}.weight", _dense(stored, of_norms)
-    for array, tensor in names.RECURRENT_TENSORS.items() if is_recurrent else ():
-        name = f"model.layers.{number}.linear_attn.{tensor}"
-        # Gates that a file stored in float32 stay so, which transformers and vLLM read as well.
-        keeps = not names.is_wide(array) or _fits(layer[array], dtype)
-        yield name, _dense(layer[array], dtype if keeps else np.dtype(np.float32))
+    yield from others.items()
+
+
+def _other_tensors(
+    number: int,
+    layer: Mapping[str, Any],
+    model_config: ModelConfig,
+    dtype: np.dtype,
+    of_norms: np.dtype,
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of a layer's parts that are no projections, by name."""
+    found = {}
+    for array, tensors in names.other_tensors(model_config, number).items():
+        value, own_dtype = layer[array], dtype
+        if names.may_be_centered(array):
+            value, own_dtype = _stored(value, array, model_config), of_norms
+        elif names.is_wide(array) and not _fits(value, dtype):
+            # Gates that a file stored in float32 stay so, which transformers and vLLM read as well.
+            own_dtype = np.dtype(np.float32)
+        ends = list(itertools.accumulate(shape[0] for shape in tensors.values()))
+        parts = np.split(_dense(value, own_dtype), ends[:-1])
+        found |= dict(zip(tensors, parts, strict=True))
+    return found
 
 
 def _fits(value: Any, dtype: np.dtype) -> bool:

@@ -32,7 +32,8 @@ def export_all(folder: pathlib.Path) -> None:
     import numpy as np
 
     from qerl_jax.export.write import ExportConfig, export
-    from qerl_jax.policy.lora import Lora, LoraConfig, projection_shapes
+    from qerl_jax.policy.layers.kinds import projection_shapes
+    from qerl_jax.policy.lora import Lora, LoraConfig
     from qerl_jax.policy.trainable import Trainable
     from qerl_jax.weights.checkpoint import open_checkpoint
     from qerl_jax.weights.peft import save_peft_adapter

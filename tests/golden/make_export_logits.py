@@ -50,7 +50,8 @@ def write_exports(folder: pathlib.Path) -> None:
     """Stage 1: writes the adapters and the exports."""
     import numpy as np
 
-    from qerl_jax.policy.lora import Lora, LoraConfig, projection_shapes
+    from qerl_jax.policy.layers.kinds import projection_shapes
+    from qerl_jax.policy.lora import Lora, LoraConfig
     from qerl_jax.policy.trainable import Trainable
     from qerl_jax.weights.load import load
     from qerl_jax.weights.peft import save_peft_adapter

@@ -39,7 +39,7 @@ def write_weights(folder: pathlib.Path) -> None:
     from safetensors.numpy import save_file
 
     from qerl_jax.policy.config import to_hf_config
-    from qerl_jax.policy.lora import FUSED, projection_shapes
+    from qerl_jax.policy.layers.kinds import FUSED, projection_shapes
     from qerl_jax.policy.quant import dequantize
     from qerl_jax.weights import names
     from qerl_jax.weights.load import load

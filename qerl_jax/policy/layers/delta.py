@@ -49,12 +49,7 @@ class Gates(NamedTuple):
 
 
 def gates(ba: jax.Array, layer: dict) -> Gates:
-    """Returns the gates of tokens from their projections.
-
-    Args:
-        ba: [B, T, 2 N] results of in_proj_b and of in_proj_a.
-        layer: the layer, with a_log and dt_bias [N].
-    """
+    """Returns the gates of tokens from their projections [B, T, 2 N] by in_proj_b and in_proj_a."""
     b, a = jnp.split(ba, 2, axis=-1)
     step = jax.nn.softplus(a.astype(jnp.float32) + layer["dt_bias"])
     return Gates(-jnp.exp(layer["a_log"]) * step, jax.nn.sigmoid(b.astype(jnp.float32)))
@@ -63,9 +58,7 @@ def gates(ba: jax.Array, layer: dict) -> Gates:
 def split_heads(x: jax.Array, shapes: RecurrentConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries and keys [..., Kh, Dk] of length 1 and values [..., Kh, R, Dv], in float32.
 
-    Args:
-        x: [..., channels] results of the convolution. Queries are divided by sqrt(Dk), too.
-        shapes: shapes of the layer.
+    x [..., channels] are results of the convolution. Queries are divided by sqrt(Dk), too.
     """
     keys = shapes.key_heads * shapes.key_dim
     q, k, v = jnp.split(x.astype(jnp.float32), (keys, 2 * keys), axis=-1)
@@ -85,16 +78,11 @@ def convolve(
     layout: "Layout | None" = None,
     window: jax.Array | None = None,
 ) -> jax.Array:
-    """Convolves each channel with the tokens that a token sees, and applies SiLU.
+    """Convolves each channel with the tokens that a token sees, and applies SiLU, in x's dtype.
 
-    Args:
-        x: [B, T, channels]; of a packed buffer B is 1.
-        weight: [channels, 1, W], the newest token last.
-        layout: layout of a packed buffer; None for rows.
-        window: [B, channels, W - 1] inputs before those of rows; None for zeros.
-
-    Returns:
-        [B, T, channels] in x's dtype.
+    x is [B, T, channels], and weight [channels, 1, W] has the newest token last. `layout` is that
+    of a packed buffer, of which B is 1; None for rows. `window` [B, channels, W - 1] has the inputs
+    before those of rows; None for zeros.
     """
     taps = weight.astype(jnp.float32)[:, 0]
     width = taps.shape[1]
@@ -110,15 +98,10 @@ def convolve(
 def convolve_step(
     x: jax.Array, window: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Convolves one token of each row.
+    """Convolves one token [B, channels] of each row.
 
-    Args:
-        x: [B, channels] new inputs.
-        window: [B, channels, W - 1] earlier inputs, zeros before the first.
-        weight: [channels, 1, W].
-
-    Returns:
-        [B, channels], and the window with the new inputs.
+    Returns the results, and the window [B, channels, W - 1] of earlier inputs with the new ones. It
+    is zero before the first.
     """
     whole = jnp.concatenate([window, x[..., None].astype(window.dtype)], axis=-1)
     total = jnp.sum(whole.astype(jnp.float32) * weight.astype(jnp.float32)[:, 0], axis=-1)
@@ -128,13 +111,9 @@ def convolve_step(
 def last_window(
     x: jax.Array, lengths: jax.Array, width: int, window: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the window [B, channels, W - 1] after rows of inputs.
+    """Returns the window [B, channels, W - 1] after rows of inputs x [B, T, channels].
 
-    Args:
-        x: [B, T, channels] inputs of the convolution.
-        lengths: int32 [B], number of tokens in each row.
-        width: W.
-        window: the window before them; None for zeros.
+    The rows have int32 [B] lengths, and W is `width`. `window` is that before them; None for zeros.
     """
     padded = _with_window(x, window, width)
     index = lengths[:, None, None] + jnp.arange(width - 1)[:, None]
@@ -153,17 +132,9 @@ def delta_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Applies the rule to one token of each row.
 
-    The state is read for the old value and the output at once, and once more to be written.
-
-    Args:
-        q: [B, Kh, Dk] queries.
-        k: [B, Kh, Dk] keys.
-        v: [B, Kh, R, Dv] values.
-        gates: gates [B, N] of the token.
-        state: [B, N, Dk, Dv].
-
-    Returns:
-        Outputs [B, Kh, R, Dv] in float32, and the new state in its dtype.
+    Queries and keys are [B, Kh, Dk], values [B, Kh, R, Dv], gates [B, N] and states [B, N, Dk, Dv].
+    The state is read for the old value and the output at once, and once more to be written. Returns
+    outputs like the values in float32, and the new state in its dtype.
     """
     old = state.astype(jnp.float32).reshape(*v.shape[:3], *state.shape[2:])
     decay = jnp.exp(gates.decay).reshape(*v.shape[:3], 1)
@@ -185,20 +156,11 @@ def delta_rule(
     layout: "Layout | None" = None,
     state: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Applies the rule to rows or to a packed buffer.
+    """Applies the rule to rows, or to a packed buffer with a layout, of which B is 1.
 
-    A token whose decay and rate are 0 leaves the state as it is.
-
-    Args:
-        q: [B, T, Kh, Dk] queries in float32.
-        k: [B, T, Kh, Dk] keys.
-        v: [B, T, Kh, R, Dv] values.
-        gates: gates [B, T, N].
-        layout: layout of a packed buffer, of which B is 1; None for rows.
-        state: [B, N, Dk, Dv], the state before rows; None for zeros.
-
-    Returns:
-        Outputs [B, T, Kh, R, Dv] in float32, and the last state [B, N, Dk, Dv] of each row.
+    Queries and keys are [B, T, Kh, Dk], values [B, T, Kh, R, Dv] and gates [B, T, N], in float32. A
+    token whose decay and rate are 0 leaves the state as it is. `state` [B, N, Dk, Dv] is that
+    before rows; None for zeros. Returns outputs like the values, and the last state of each row.
     """
     batch, length = q.shape[:2]
     heads = v.shape[2:4]
@@ -295,12 +257,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(segments: Segments, shapes: RecurrentConfig) -> Layout:
-    """Returns the layout of a packed buffer.
-
-    Args:
-        segments: segments of the buffer.
-        shapes: shapes of the layers.
-    """
+    """Returns the layout of a packed buffer."""
     ids = jnp.pad(segments.ids, (0, -len(segments.ids) % CHUNK), constant_values=PADDING)
     return Layout(_visibility_of(ids), _sources_of(ids, shapes.window))
 
@@ -336,12 +293,9 @@ class _Part(NamedTuple):
 def _prepare(chunk: tuple[jax.Array, ...], visibility: _Visibility) -> _Part:
     """Computes of one chunk what does not depend on the states.
 
-    Sums of decays are taken in the chunk alone, so that none is much larger than a difference.
-
-    Args:
-        chunk: queries and keys [B, C, Kh, Dk], values [B, C, Kh, R, Dv], decays and rates
-            [B, C, Kh, R].
-        visibility: which tokens of this chunk see each other.
+    The chunk has queries and keys [B, C, Kh, Dk], values [B, C, Kh, R, Dv], decays and rates
+    [B, C, Kh, R]. Sums of decays are taken in the chunk alone, so that none is much larger than a
+    difference.
     """
     q, k = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in chunk[:2])
     v, decay, rate = (jnp.moveaxis(x, 1, 3) for x in chunk[2:])
@@ -457,12 +411,7 @@ def _unlike_others(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
 
 
 def _sources_of(ids: jax.Array, width: int) -> _Sources:
-    """Returns where tokens find those that they see before them.
-
-    Args:
-        ids: int32 [n C] segments.
-        width: W, number of positions that a convolution sees.
-    """
+    """Returns where the tokens of segments int32 [n C] find the W - 1 = width - 1 before them."""
     tail, count = width - 1, len(ids) // CHUNK
     largest = jnp.iinfo(jnp.int32).max
     order = jnp.where(ids < 0, largest, ids)
@@ -499,21 +448,14 @@ def _sources_of(ids: jax.Array, width: int) -> _Sources:
 
 
 def _earlier_tokens(x: jax.Array, sources: _Sources) -> list[jax.Array]:
-    """Returns for each token of a packed buffer the `W - 1` tokens that it sees before it.
+    """Returns for each token of a buffer [T, channels] the `W - 1` tokens that it sees before it.
 
-    A completion's first tokens see the last ones of its prompt. A gather of these would be simple,
-    but its gradient would add up the completions of a group in the order that a GPU chooses. So a
-    chunk takes them by products with zeros and ones from the chunk, the end of the chunk before it,
-    and the end of the prompt of the last token before it. These ends are gathered once for each
-    prompt, and given to the chunks by one more product.
-
-    Args:
-        x: [T, channels] inputs.
-        sources: where the tokens are.
-
-    Returns:
-        W arrays [T, channels]: the tokens at the distances W - 1, ..., 1, 0; zeros where a token
-        sees fewer.
+    The W arrays [T, channels] have the tokens at the distances W - 1, ..., 1, 0; zeros where a
+    token sees fewer. A completion's first tokens see the last ones of its prompt. A gather of these
+    would be simple, but its gradient would add up the completions of a group in the order that a
+    GPU chooses. So a chunk takes them by products with zeros and ones from the chunk, the end of
+    the chunk before it, and the end of the prompt of the last token before it. These ends are
+    gathered once for each prompt, and given to the chunks by one more product.
     """
     (count, tail), length = sources.tails.shape, len(x)
     x = jnp.pad(x, ((0, count * CHUNK - length), (0, 0)))

@@ -13,11 +13,7 @@ from qerl_jax.weights.tokenizer import Tokenizer
 
 
 def has_environment(run: Mapping[str, Any] | None) -> bool:
-    """Returns whether a run's config names an environment.
-
-    Args:
-        run: content of config.json, or None.
-    """
+    """Returns whether a run's config names an environment."""
     return run is not None and bool(run["config"]["environment"]["function"])
 
 
@@ -25,11 +21,6 @@ def environments_of(
     run: Mapping[str, Any] | None, tokenizer: Tokenizer, *, trusted: bool
 ) -> RunEnvironments | None:
     """Makes the environments of a run; None where it has none.
-
-    Args:
-        run: content of config.json, or None.
-        tokenizer: tokenizer of the policy.
-        trusted: whether the run is the user's own, or its folder is trusted.
 
     Raises:
         UserError: the run is that of another person, or an environment cannot be made.
@@ -42,10 +33,6 @@ def environments_of(
 
 def check_trusted(run: Mapping[str, Any] | None, *, trusted: bool) -> None:
     """Refuses the environment of a run of another person.
-
-    Args:
-        run: content of config.json, or None.
-        trusted: whether the run is the user's own, or its folder is trusted.
 
     Raises:
         UserError: the run has one, and is not trusted.

@@ -34,11 +34,7 @@ def encode_task(
 ) -> TaskPrompts:
     """Renders and tokenizes the problems of a task.
 
-    Args:
-        model: the model, with its tokenizer.
-        task: the task.
-        limit: number of problems to take from the start; 0 takes all.
-        new_tokens: largest number of tokens after a prompt; 0 is that of the task.
+    A limit of 0 takes all problems, and `new_tokens` of 0 is the limit of the task.
 
     Raises:
         UserError: a prompt and a completion exceed the positions of the model.

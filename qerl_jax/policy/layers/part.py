@@ -1,0 +1,208 @@
+"""What a kind of layer, or of MLP, is: the names that its module must have.
+
+A layer of the transformer has two parts, a mixer that mixes tokens and an MLP. Each of them adds
+something to the residual stream x. A kind of part is a module; `kinds.layer_of` decides which two a
+layer has, and nothing else asks. pyrefly compares the modules with the protocols below.
+
+Letters in shapes: B rows, T tokens, D width of the residual stream, S cache positions.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import Segments
+from qerl_jax.policy.config import ModelConfig
+
+Angles = tuple[jax.Array, jax.Array]
+# What rows keep of their tokens in a layer: the dataclass `KEPT` of its mixer. The first axis of
+# all arrays is that of the rows, and a mesh cuts the second one.
+Kept = Any
+Rows = Callable[[ModelConfig], tuple[int, ...]]
+
+
+class Weight(NamedTuple):
+    """A weight [N, K] that stacks the outputs of projections with the same inputs.
+
+    Attributes:
+        name: its name in the parameters of a layer.
+        members: Hugging Face names of the projections, in the order of the rows.
+        product: the name, as in `linear.PRODUCTS`, under which the backward pass finds the result.
+        by_rows: whether a mesh cuts the outputs, each member alone; else it cuts the inputs, and
+            the results are added up over the devices.
+        packed: whether a format of 4 bits packs it.
+        bias: name of its bias in the parameters, which a layer may lack.
+        stacked: members that are a stack themselves, each with the function that returns the rows
+            of its parts. A mesh cuts each part, so B of the member's LoRA is whole on all devices.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    product: str
+    by_rows: bool
+    packed: bool = True
+    bias: str = ""
+    stacked: tuple[tuple[str, Rows], ...] = ()
+
+
+class Array(NamedTuple):
+    """An array of a layer that is no projection.
+
+    Attributes:
+        tensors: names of the stored tensors whose rows it stacks, in the module of its part.
+        is_wide: whether it is in float32 whatever the dtype of the policy.
+        by_rows: whether a mesh cuts it by its rows; else it lies whole on every device.
+        may_be_centered: whether checkpoints store it minus 1 if `ModelConfig.centered_norms`.
+        parts: function that returns the rows of the parts that a mesh cuts one by one; None for
+            one part.
+    """
+
+    tensors: tuple[str, ...]
+    is_wide: bool = False
+    by_rows: bool = False
+    may_be_centered: bool = False
+    parts: Rows | None = None
+
+
+class Memory(NamedTuple):
+    """Bytes and numbers of a part, for the plan.
+
+    Attributes:
+        kept: numbers of a token that the backward pass of an update reads, by names of `PRODUCTS`.
+        backward: bytes of temporary arrays in the backward pass of a buffer.
+        prefill: bytes of temporary arrays of a token in a prefill.
+    """
+
+    kept: dict[str, int]
+    backward: int = 0
+    prefill: int = 0
+
+
+class Own(NamedTuple):
+    """What a part of a layer computes with.
+
+    Attributes:
+        layer: the arrays of the layer.
+        adapters: the pairs of `lora.fuse` by the names of weights.
+        config: the architecture of one device.
+        inputs: where `linear.project` keeps what the weights read, by their names; None for a layer
+            that is not calibrated.
+    """
+
+    layer: dict
+    adapters: dict
+    config: ModelConfig
+    inputs: dict[str, jax.Array] | None = None
+
+
+class Part(Protocol):
+    """What mixers and MLPs have in common.
+
+    Attributes:
+        MODULE: Hugging Face's name of its module in a layer.
+        WEIGHTS: its projections.
+        ARRAYS: its other arrays by their name in the parameters.
+    """
+
+    MODULE: str
+    WEIGHTS: tuple[Weight, ...]
+    ARRAYS: dict[str, Array]
+
+    def projection_shapes(self, config: ModelConfig) -> dict[str, tuple[int, int]]:
+        """Returns the shape (outputs, inputs) of each projection."""
+        ...
+
+    def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the other stored tensors that it has with this architecture."""
+        ...
+
+    def shard(self, config: ModelConfig, shards: int) -> dict[str, Any]:
+        """Returns the fields of the `ModelConfig` of one of several devices.
+
+        Raises:
+            UserError: the number divides not all that devices share (`collectives.divided`).
+        """
+        ...
+
+    def memory(
+        self, config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str, ...]
+    ) -> Memory:
+        """Returns what it adds to an update on a buffer of tokens, and to a prefill."""
+        ...
+
+
+class Mlp(Part, Protocol):
+    """A kind of MLP: `mlp`.
+
+    Attributes:
+        FUSES: whether the fused kernels of `pallas_kernels.decode.layer` compute it.
+    """
+
+    FUSES: bool
+
+    def mlp(self, own: Own, x: jax.Array) -> jax.Array:
+        """Returns what the MLP adds to x [B, T, D]."""
+        ...
+
+
+class Mixer(Part, Protocol):
+    """A kind of layer, by what mixes its tokens: `attention`, `recurrent`.
+
+    Attributes:
+        KEPT: dataclass of what rows keep.
+        REWINDS: whether a row may go back to any of its positions and be extended from there: what
+            it keeps is by position.
+        SPREAD: what XLA needs, as a factor, for what a model with such layers keeps for the
+            backward pass.
+    """
+
+    KEPT: type
+    REWINDS: bool
+    SPREAD: float
+
+    def layout_of(self, segments: Segments, config: ModelConfig) -> Any:
+        """Returns what `mix` reads of the segments of a packed buffer, the same in every layer."""
+        ...
+
+    def mix(self, own: Own, x: jax.Array, visible: Any, angles: Angles) -> tuple[jax.Array, Kept]:
+        """Mixes whole rows or a packed buffer.
+
+        `visible` are the lengths int32 [B] of rows, or a `layout_of`. Returns what is added to
+        x [B, T, D], and what rows keep, for `in_cache`; that of a buffer has no meaning.
+        """
+        ...
+
+    def mix_step(
+        self, own: Own, x: jax.Array, kept: Kept, lengths: jax.Array, angles: Angles
+    ) -> tuple[jax.Array, Kept]:
+        """Mixes one new token of each row, x [B, 1, D], at the position `lengths` int32 [B].
+
+        A row of length 0 has ended, or waits: it must be possible to extend it later.
+        """
+        ...
+
+    def mix_extend(
+        self,
+        own: Own,
+        x: jax.Array,
+        kept: Kept,
+        positions: jax.Array,
+        last: jax.Array,
+        angles: Angles,
+    ) -> tuple[jax.Array, Kept]:
+        """Mixes several new tokens of each row, as `transformer.extend` describes them."""
+        ...
+
+    def fuses(self, config: ModelConfig, dtype: jnp.dtype, kept: Kept) -> bool:
+        """Whether `decode.layer` computes the layer on this device, if its MLP fuses as well."""
+        ...
+
+    def in_cache(self, kept: Kept, positions: int) -> Kept:
+        """Returns what `mix` gave, as a cache of S positions has it."""
+        ...
+
+    def row_shapes(self, config: ModelConfig, positions: int, dtype: Any) -> Kept:
+        """Returns the shapes, on one device, of what a row keeps in a cache of a dtype."""
+        ...
