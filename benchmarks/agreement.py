@@ -7,8 +7,7 @@ The engine completes the prompts at temperature 0 and at 1, and the trainer's fo
 prompt and completion. At temperature 0 it may prefer another token than the engine; the two logits
 are then a tie within the rounding of bfloat16, or something is wrong, so the largest gap between
 them is reported. At temperature 1 the log-probabilities are compared token by token. A row of
---out, kind "agreement", has what `compare` returns. On a copy of the project without git,
-QERL_COMMIT names the commit.
+--out, kind "agreement", has what `compare` returns.
 """
 
 import argparse
@@ -23,33 +22,20 @@ from benchmarks.rollout.random_policy import random_lora
 from benchmarks.rollout.results import KEYS
 from benchmarks.rollout.subject import first_problems, model_name
 from qerl_jax.commands import cli
-from qerl_jax.data.prompts import PromptConfig, encode_prompts
 from qerl_jax.errors import check_limits
-from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
 from qerl_jax.policy import transformer
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout.config import SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
-from qerl_jax.weights.load import FORMATS, load
+from qerl_jax.weights.load import load
+
+_NEW_TOKENS, _RANK = 256, 32  # limit of a completion, and rank of a random adapter
 
 
 def compare(model, lora, prompts: Sequence[Sequence[int]], *, new_tokens: int, seed: int) -> dict:
-    """Compares sampled tokens with the forward pass, as the module explains.
-
-    Args:
-        model: the LoadedModel.
-        lora: adapter of the model, or None.
-        prompts: token ids of each prompt.
-        new_tokens: limit of a completion in tokens.
-        seed: seed of the draws.
-
-    Returns:
-        At temperature 0 the number of tokens, the number of tokens that are not the forward pass's
-        argmax, and the largest gap between the two logits; at temperature 1 the number of tokens,
-        and the mean and the 99th percentile of the absolute differences.
-    """
+    """Compares sampled tokens with the forward pass, as the module explains."""
 
     def sample_batch(temperature: float) -> TrainBatch:
         sampling = SamplingConfig(max_new_tokens=new_tokens, temperature=temperature)
@@ -103,46 +89,27 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", help="folder, .gguf file or hub id of the model")
     add("--data", required=True, help="FILE.jsonl with question and answer")
-    add("--format", choices=FORMATS, default="nvfp4", help="weight format (default: nvfp4)")
     add("--prompts", type=int, default=8, help="number of prompts (default: 8)")
-    add("--new-tokens", type=int, default=256, help="limit of a completion (default: 256)")
-    add("--lora-rank", type=int, default=32, help="rank of a random adapter (default: 32; 0: none)")
-    add("--seed", type=int, default=0, help="seed of adapter and draws (default: 0)")
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     """Prints the figures and writes them."""
-    limits = {
-        "--prompts": (args.prompts, 1),
-        "--new-tokens": (args.new_tokens, 2),
-        "--lora-rank": (args.lora_rank, 0),
-        "--seed": (args.seed, 0),
-    }
-    check_limits(limits)
-    problems = first_problems(args.data, args.prompts)
+    check_limits({"--prompts": (args.prompts, 1)})
     device = jax.devices()[0].device_kind
     common.check_out(args.out, KEYS, device)
-    model = load(args.model, format=args.format)
-    encoded = encode_prompts(
-        problems,
-        model.tokenizer,
-        PromptConfig(system_prompt=SYSTEM_PROMPT),
-        max_prompt_tokens=model.config.max_position - args.new_tokens,
-        remedy="lower --new-tokens",
-    )
-    key = jax.random.key(args.seed)
-    lora = random_lora(key, model.config, rank=args.lora_rank) if args.lora_rank else None
-    prompts = [prompt.ids for prompt in encoded]
+    model = load(args.model, format="nvfp4")
+    prompts = first_problems(model, args.data, args.prompts, _NEW_TOKENS)
+    lora = random_lora(jax.random.key(0), model.config, rank=_RANK)
     row = {
         "kind": "agreement",
         "model": model_name(args.model),
-        "format": args.format,
-        "lora_rank": args.lora_rank,
+        "format": "nvfp4",
+        "lora_rank": _RANK,
         "prompts": args.prompts,
-        "max_new_tokens": args.new_tokens,
-        "seed": args.seed,
-        **compare(model, lora, prompts, new_tokens=args.new_tokens, seed=args.seed),
+        "max_new_tokens": _NEW_TOKENS,
+        "seed": 0,
+        **compare(model, lora, prompts, new_tokens=_NEW_TOKENS, seed=0),
         **common.origin("benchmarks.agreement"),
     }
     common.merge(args.out, row, KEYS, device)

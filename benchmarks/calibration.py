@@ -17,12 +17,12 @@ training problems by the 16-bit model at temperature 1. Its rows, kind "choice":
                       on the calibration text, relative to their mean square
     seconds, compile_s, peak_gb
                       from the file in 16 bits to that in 4 bits; the seconds in which programs were
-                      compiled, which the first choice does for most; the largest memory so far
+                      compiled; the largest memory
 
-The second command calibrates layers of random weights in the shapes of a model, which are made as
-they are read: no file of the whole model is needed, and none is written. Its row, kind "random",
-has the seconds of the first layer (which compiles), the mean of the others, and those of the whole
-model, which are computed from the two where `layers` are not all (`computed`).
+The second command calibrates layers of random weights in the shapes of a model, which it writes to
+a temporary folder in 16 bits. Its row, kind "random", has the seconds of the first layer (which
+compiles), the mean of the others, and those of the whole model, which are computed from the two
+where `layers` are not all (`computed`).
 
 Each part is a process of its own, which alone takes the device. Rows of the same model, choice and
 device are replaced in --out. On a copy of the project without git, QERL_COMMIT names the commit.
@@ -32,8 +32,7 @@ import argparse
 import pathlib
 import tempfile
 import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import common
@@ -51,8 +50,6 @@ CHOICES: dict[str, dict[str, Any]] = {
     BY_16_BITS: {},
 }
 _PROMPTS_OF = "qwen2.5-coder-1.5b"  # preset of grpo_gsm8k that prompts are rendered as
-_POOL = (1 << 24) - 3  # random weights that tensors repeat; no row begins where another one does
-_SIZE = 0.02  # standard deviation of random weights
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -62,7 +59,6 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", nargs="?", default="", help="folder, .gguf file or hub id of a model in 16 bits")
     add("--train", default="", help="FILE.jsonl with question and answer")
-    add("--choices", default="", help="choices by number from 0, with commas (default: all)")
     add("--prompts", type=int, default=400, help="problems of a text (default: 400)")
     add("--new-tokens", type=int, default=512, help="limit of a completion (default: 512)")
     add("--windows", type=int, default=160, help="windows of a text (default: 160)")
@@ -72,13 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sample(
-    source: str,
-    form: str,
-    train: str,
-    parts: dict[str, str],
-    text: dict[str, int],
-) -> None:
+def sample(source: str, form: str, train: str, parts: dict[str, str], text: dict[str, int]) -> None:
     """Samples texts from a model whose weights are loaded in format `form`.
 
     `parts` names the file to write by what it holds: completions of the 'calibration' problems of
@@ -119,13 +109,8 @@ def sample(
         np.save(file, sample_windows(model, halves[name], options, engine))
 
 
-def calibrate(source: str, work: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
-    """What it took to calibrate a model for each (choice, file of the text, folder to write)."""
-    return [_calibrate_once(source, *arguments) for arguments in work]
-
-
-def _calibrate_once(source: str, choice: str, text: str, folder: str) -> dict[str, Any]:
-    """Returns `seconds`, `compile_s`, `peak_gb`, `layers`, and the errors by projection."""
+def calibrate(source: str, choice: str, text: str, folder: str) -> dict[str, Any]:
+    """The seconds, the memory and the errors by projection of a calibration on a file of text."""
     import numpy as np
 
     from qerl_jax.compile.count import count_compilations
@@ -164,12 +149,9 @@ def _mean_squares(errors: list[dict[str, float]]) -> dict[str, float]:
 
 
 def compare(source: str, models: dict[str, str], held_out: str) -> list[dict[str, Any]]:
-    """The rows of 16 bits, and of models in 4 bits compared with them on a text.
+    """The rows of 16 bits (`source`), and of models in 4 bits (`models`: sources by choice).
 
-    Args:
-        source: source of the weights in 16 bits.
-        models: source of the weights in 4 bits by choice; it has the default.
-        held_out: file of the text.
+    They are compared on the text of the file `held_out`.
     """
     import jax
     import numpy as np
@@ -219,17 +201,21 @@ def measure_random(model: str, layers: int, windows: int, width: int) -> dict[st
     import jax
     import numpy as np
 
+    from benchmarks.random_checkpoint import write_random
     from qerl_jax.policy.architectures import ARCHITECTURES
     from qerl_jax.quantization.calibration import calibrated_layers
+    from qerl_jax.weights.checkpoint import open_checkpoint
 
     whole = ARCHITECTURES[model]
     count = min(layers or whole.num_layers, whole.num_layers)
-    checkpoint = random_weights(model, dataclasses.replace(whole, num_layers=count))
     tokens = np.random.default_rng(0).integers(0, whole.vocab_size, (windows, width), np.int32)
-    times = [time.perf_counter()]
-    for number, _ in enumerate(calibrated_layers(checkpoint, tokens)):
-        times.append(time.perf_counter())
-        print(f"layer {number}: {times[-1] - times[-2]:.2f} s", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch) / "model"
+        write_random(folder, dataclasses.replace(whole, num_layers=count), packed=False)
+        times = [time.perf_counter()]
+        for number, _ in enumerate(calibrated_layers(open_checkpoint(str(folder)), tokens)):
+            times.append(time.perf_counter())
+            print(f"layer {number}: {times[-1] - times[-2]:.2f} s", flush=True)
     seconds = np.diff(times)
     later = float(seconds[1:].mean()) if count > 1 else None
     return {
@@ -251,42 +237,6 @@ def measure_random(model: str, layers: int, windows: int, width: int) -> dict[st
     }
 
 
-def random_weights(model: str, config: Any) -> Any:
-    """A checkpoint of an architecture, whose tensors are made when they are read."""
-    import ml_dtypes
-    import numpy as np
-
-    from qerl_jax.weights import names
-    from qerl_jax.weights.checkpoint import Checkpoint
-
-    shapes = names.expected_shapes(config)
-    pool = _SIZE * np.random.default_rng(0).standard_normal(_POOL, np.float32)
-    pool = pool.astype(ml_dtypes.bfloat16)
-
-    def read(name: str, dtype: np.dtype) -> np.ndarray:
-        if "norm" in name:
-            return np.ones(shapes[name], dtype)
-        flat = np.empty(int(np.prod(shapes[name])), pool.dtype)
-        start, begin = 0, zlib.crc32(name.encode()) % len(pool)
-        while start < len(flat):
-            part = pool[begin : begin + len(flat) - start]
-            flat[start : start + len(part)] = part
-            start, begin = start + len(part), 0
-        return flat.reshape(shapes[name]).astype(dtype, copy=False)
-
-    return Checkpoint(
-        path=pathlib.Path(model),
-        source=model,
-        config=config,
-        tokenizer=None,
-        tensors={},
-        shapes=shapes,
-        packed=frozenset(),
-        read=read,
-        chunks=lambda name, dtype, memory: iter([read(name, dtype)]),
-    )
-
-
 def _dtype() -> str:
     """The dtype of what is not packed: bfloat16 is slow on a CPU."""
     import jax
@@ -294,34 +244,30 @@ def _dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def measure_choices(
-    source: str, train: str, choices: Sequence[str], text: dict[str, int]
-) -> list[dict[str, Any]]:
-    """The rows of `choices`, the first of which is the default; `text`: fields of `TextConfig`."""
+def measure_choices(source: str, train: str, text: dict[str, int]) -> list[dict[str, Any]]:
+    """The rows of all choices; `text` has the fields of `TextConfig`."""
     from benchmarks.rollout.subject import model_name
 
     with tempfile.TemporaryDirectory() as scratch:
         rounded, exact, held_out = (f"{scratch}/{name}.npy" for name in ("4", "16", "held_out"))
         common.in_process(sample, source, "nvfp4", train, {"calibration": rounded}, text)
-        parts = {"held-out": held_out}
-        if BY_16_BITS in choices:
-            parts["calibration"] = exact
+        parts = {"held-out": held_out, "calibration": exact}
         common.in_process(sample, source, "bf16", train, parts, text)
-        folders = {choice: f"{scratch}/{number}" for number, choice in enumerate(choices)}
-        work = [
-            (choice, exact if choice == BY_16_BITS else rounded, folder)
+        folders = {choice: f"{scratch}/{number}" for number, choice in enumerate(CHOICES)}
+        costs = {
+            choice: common.in_process(
+                calibrate, source, choice, exact if choice == BY_16_BITS else rounded, folder
+            )
             for choice, folder in folders.items()
-        ]
-        costs = common.in_process(calibrate, source, work)
+        }
         rows = common.in_process(compare, source, {ROUNDED: source, **folders}, held_out)
-    by_choice = dict(zip(choices, costs, strict=True))
-    shared = {"kind": "choice", "model": model_name(source), "layers": costs[0]["layers"]}
+    default = costs[DEFAULT]
+    shared = {"kind": "choice", "model": model_name(source), "layers": default["layers"]}
     for row in rows:
         row |= shared
         if row["choice"] == ROUNDED:
-            row["output_errors"] = costs[0]["rounded_errors"]
-        elif row["choice"] in by_choice:
-            cost = by_choice[row["choice"]]
+            row["output_errors"] = default["rounded_errors"]
+        elif cost := costs.get(row["choice"]):
             row |= {key: value for key, value in cost.items() if key != "rounded_errors"}
     return rows
 
@@ -343,33 +289,12 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         if not (arguments.model and arguments.train):
             raise UserError("pass MODEL and --train=FILE.jsonl, or --random=NAME")
-        choices = _choices(arguments.choices)
-        text = {
-            "prompts": arguments.prompts,
-            "max_new_tokens": arguments.new_tokens,
-            "windows": arguments.windows,
-            "width": arguments.width,
-        }
-        rows = measure_choices(arguments.model, arguments.train, choices, text)
+        names = ("prompts", "windows", "width")
+        text = {name: getattr(arguments, name) for name in names}
+        text["max_new_tokens"] = arguments.new_tokens
+        rows = measure_choices(arguments.model, arguments.train, text)
     for row in rows:
         common.merge(arguments.out, row, KEYS)
-
-
-def _choices(text: str) -> list[str]:
-    """The choices of --choices; the default is always the first.
-
-    Raises:
-        UserError: a number is none of a choice.
-    """
-    from qerl_jax.errors import UserError
-
-    names = list(CHOICES)
-    numbers = text.split(",") if text else [str(number) for number in range(len(names))]
-    for number in numbers:
-        if not (number.isdecimal() and int(number) < len(names)):
-            numbered = ", ".join(f"{index}: {name}" for index, name in enumerate(names))
-            raise UserError(f"--choices={text}: the choices are {numbered}")
-    return [DEFAULT, *(names[int(number)] for number in numbers if int(number) > 0)]
 
 
 if __name__ == "__main__":

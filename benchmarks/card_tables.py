@@ -39,13 +39,7 @@ _SIZES = ("1.5b", "3b", "7b", "14b", "32b", "72b")  # of Qwen2.5
 
 
 def step_seconds(format: str, rows: int, bandwidth: float) -> float:
-    """The time in which a card reads what a step of the 7B needs.
-
-    Args:
-        format: format of the weights, as in `load.load`.
-        rows: rows of the step.
-        bandwidth: bytes per second.
-    """
+    """The time in which a card reads what a step of the 7B needs, at `bandwidth` bytes a second."""
     model, dtype = ARCHITECTURES[_MODEL], jnp.dtype(jnp.bfloat16)
     packed = sizes.packed_bytes(model, format) or sizes.dense_layers_bytes(model, dtype.itemsize)
     head = model.vocab_size * model.embed_dim * dtype.itemsize
@@ -73,11 +67,7 @@ def card_table() -> str:
 
 
 def paths_table(rollout: dict) -> str:
-    """Milliseconds of a measured step of Qwen2.5-7B by what multiplies the packed weights.
-
-    Args:
-        rollout: content of rollout.json.
-    """
+    """Milliseconds of a measured step of Qwen2.5-7B by what multiplies the packed weights."""
     paths = {
         "the Hopper kernel": {"format": "nvfp4"},
         "the kernel of other GPUs": {"format": "nvfp4", "implementation": "mma"},
@@ -105,10 +95,8 @@ def paths_table(rollout: dict) -> str:
 def memory_table(measured: Iterable[dict[str, Any]]) -> str:
     """How many of a step's 128 rows decode together on each card; and the peak of a measured step.
 
-    The rows have 1,024 new tokens, as in the recipe `first_run`.
-
-    Args:
-        measured: rows of step.json, at most one for each model.
+    The rows have 1,024 new tokens, as in the recipe `first_run`. `measured` has at most one row of
+    step.json for each model.
     """
     peaks = {row["model"]: f"{row['peak_gb']:.1f} GB" for row in measured}
 

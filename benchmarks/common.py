@@ -24,13 +24,7 @@ _ORIGIN = ("commit", "date", "versions", "command")
 
 
 def make_parser(module: str, description: str | None, out: str = "") -> argparse.ArgumentParser:
-    """A parser with --help from the docstring of a module, and with --out.
-
-    Args:
-        module: name of the module.
-        description: its docstring.
-        out: default of --out, the JSON file of the rows; '' requires the flag.
-    """
+    """A parser whose --help is a module's docstring, with --out, required without a default."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=description,
@@ -65,10 +59,7 @@ def origin(module: str) -> dict[str, Any]:
 def read_rows(path: pathlib.Path, keys: Keys, device: str = "") -> list[dict[str, Any]]:
     """The rows of a JSON file, {rows: [...]} or {device, rows: [...]}; [] without a file.
 
-    Args:
-        path: the file.
-        keys: fields that every row has.
-        device: kind of the device of all rows, in a file that has only one; '' for other files.
+    Every row has the fields `keys`; `device` is the kind of the device of a file that has only one.
 
     Raises:
         UserError: the file holds something else, or rows of another device.
@@ -93,10 +84,7 @@ def _keys_of(row: Mapping[str, Any], keys: Keys) -> Sequence[str]:
 def check_out(path: pathlib.Path, keys: Keys = (), device: str = "") -> None:
     """Refuses a file that could not take the rows of a measurement, before the measurement.
 
-    Args:
-        path: value of --out.
-        keys: fields that every row of the file must have; () for a file that is replaced.
-        device: as in `read_rows`.
+    Without `keys` the file is replaced.
 
     Raises:
         UserError: the file cannot be written, or holds something else.
@@ -111,11 +99,7 @@ def check_out(path: pathlib.Path, keys: Keys = (), device: str = "") -> None:
 def merge(path: pathlib.Path, row: Mapping[str, Any], keys: Keys, device: str = "") -> None:
     """Prints a row and writes it to a JSON file, in place of the row with the same keys.
 
-    Args:
-        path: the file.
-        row: the row.
-        keys: fields that tell rows apart; by the `kind` of a row where they differ.
-        device: as in `read_rows`.
+    `keys` are the fields that tell rows apart, by the `kind` of a row where they differ.
     """
     print(describe(row, _keys_of(row, keys)), flush=True)
     by_key = {

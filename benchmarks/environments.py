@@ -43,23 +43,18 @@ from qerl_jax.system.atomic import write_json
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.system.paths import user_path
 
-_REPLY = 32  # tokens of a reply
-_PROMPT = 128  # tokens of a prompt
+_EPISODES, _SLOTS, _TURNS = 64, 32, 3
+_PROMPT, _TURN, _REPLY = 128, 512, 32  # tokens of a prompt, of a turn, and of a reply
+_SECONDS = 0.5  # until a slow reply comes
 
 
 @dataclasses.dataclass
 class Timer:
-    """A dialog whose replies come a fixed time after their turns.
-
-    Attributes:
-        seconds: time of a reply.
-        turns: number of turns of a row.
-        ids: token ids of a reply.
-    """
+    """A dialog whose replies come a fixed time after their turns."""
 
     seconds: float
-    turns: int
-    ids: Sequence[int]
+    turns: int  # of a row
+    ids: Sequence[int]  # token ids of a reply
     _counts: dict[int, int] = dataclasses.field(default_factory=dict)
     _due: list[tuple[float, Reply]] = dataclasses.field(default_factory=list)
 
@@ -83,36 +78,34 @@ class Timer:
         return ready
 
 
-def measure_rollout(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_rollout(model: str) -> dict[str, Any]:
     """Seconds of rollouts with instant and with slow replies, and how they agree."""
-    config = ARCHITECTURES[arguments.model]
-    params = random_weights(arguments.model, arguments.format, seed=0)
-    turns, tokens = arguments.turns, arguments.turn_tokens
-    replies = (turns - 1) * (_REPLY + 1)
+    config, params = ARCHITECTURES[model], random_weights(model, "nvfp4")
+    tokens, replies = _TURNS * _TURN, (_TURNS - 1) * (_REPLY + 1)
     sampler = Sampler(
         config,
         NO_TEXT,  # No token ends a turn, so that all turns are of equal length.
-        SamplingConfig(max_new_tokens=turns * tokens),
+        SamplingConfig(max_new_tokens=tokens),
         EngineConfig(
             chunk_steps=32,
-            max_rows=arguments.slots,
+            max_rows=_SLOTS,
             prompt_width=_PROMPT,
             dequantize=dequantize_mode(params),
         ),
-        turns=TurnConfig(turns, tokens, _REPLY, turns * tokens + replies),
+        turns=TurnConfig(_TURNS, _TURN, _REPLY, tokens + replies),
     )
     key, policy = jax.random.key(0, impl="threefry2x32"), Policy(params, None)
-    sampler = sampler.compiled(key, policy, num_prompts=arguments.episodes)
+    sampler = sampler.compiled(key, policy, num_prompts=_EPISODES)
     rng = np.random.default_rng(0)
     vocabulary = min(1000, config.vocab_size)
-    prompts = rng.integers(vocabulary, size=(arguments.episodes, _PROMPT)).tolist()
+    prompts = rng.integers(vocabulary, size=(_EPISODES, _PROMPT)).tolist()
     ids = rng.integers(vocabulary, size=_REPLY).tolist()
     rows, rollouts = {}, []
     # Each is run twice, and the second one counts: the first rows that give up their slots wait
     # until memory of the host is pinned, about 50 ms for each.
-    for seconds in (0.0, 0.0, arguments.seconds, arguments.seconds):
+    for seconds in (0.0, 0.0, _SECONDS, _SECONDS):
         began = time.perf_counter()
-        steps = sampler.steps(key, policy, prompts, dialog=Timer(seconds, turns, ids))
+        steps = sampler.steps(key, policy, prompts, dialog=Timer(seconds, _TURNS, ids))
         *_, last = steps
         rollouts.append(last.rollout)
         rows[f"{seconds:g}"] = {
@@ -122,26 +115,21 @@ def measure_rollout(arguments: argparse.Namespace) -> dict[str, Any]:
         }
     first, instant, _, slow = rollouts
     return {
-        "model": arguments.model,
+        "model": model,
         "device": jax.devices()[0].device_kind,
-        "episodes": arguments.episodes,
-        "slots": arguments.slots,
-        "turns": turns,
-        "turn_tokens": tokens,
+        "episodes": _EPISODES,
+        "slots": _SLOTS,
+        "turns": _TURNS,
+        "turn_tokens": _TURN,
         "by_reply_seconds": rows,
-        "slowdown": rows[f"{arguments.seconds:g}"]["seconds"] / rows["0"]["seconds"],
+        "slowdown": rows[f"{_SECONDS:g}"]["seconds"] / rows["0"]["seconds"],
         "agreement": agreement(instant, slow),
         "agreement_of_instant": agreement(first, instant),
     } | common.origin("benchmarks.environments")
 
 
 def agreement(one: Rollout, other: Rollout) -> dict[str, float]:
-    """How two rollouts of the same prompts agree, up to the first token of a row that differs.
-
-    Returns:
-        `equal_rows` and `equal_tokens`, shares of the rows and of the tokens, and the mean and the
-        largest difference of the log-probs of these tokens.
-    """
+    """How two rollouts of the same prompts agree, up to the first token of a row that differs."""
     equal = np.cumprod(one.tokens == other.tokens, axis=1).astype(bool)
     differences = np.abs(one.logprobs - other.logprobs)[equal & (one.roles == SAMPLED)]
     return {
@@ -201,16 +189,10 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     rollout = commands.add_parser("rollout")
     rollout.add_argument("--model", choices=ARCHITECTURES, default="qwen2.5-1.5b")
-    rollout.add_argument("--format", default="nvfp4")
-    rollout.add_argument("--episodes", type=int, default=64)
-    rollout.add_argument("--slots", type=int, default=32)
-    rollout.add_argument("--turns", type=int, default=3)
-    rollout.add_argument("--turn-tokens", type=int, default=512)
-    rollout.add_argument("--seconds", type=float, default=0.5)
     learning = commands.add_parser("learning")
     learning.add_argument("name", help="name of the comparison in the file")
     learning.add_argument("runs", nargs="+", help="run folders with the environment")
-    learning.add_argument("--control", nargs="+", default=[], help="run folders without it")
+    learning.add_argument("--control", nargs="+", required=True, help="run folders without it")
     return parser
 
 
@@ -218,11 +200,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Measures, and writes a part of the file."""
     content = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     if arguments.command == "rollout":
-        result = content["rollout"] = measure_rollout(arguments)
+        result = content["rollout"] = measure_rollout(arguments.model)
     else:
-        result = {"runs": summarize_learning(arguments.runs)}
-        if arguments.control:
-            result["control"] = summarize_learning(arguments.control)
+        parts = {"runs": arguments.runs, "control": arguments.control}
+        result = {name: summarize_learning(folders) for name, folders in parts.items()}
         content.setdefault("learning", {})[arguments.name] = result
     print(json.dumps(result, indent=2))
     write_json(arguments.out, content)

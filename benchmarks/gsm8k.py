@@ -2,7 +2,7 @@
 
     uv run --extra cuda python -m benchmarks.gsm8k --arm=nvfp4-lora --seed=0 \
         --model=qwen2.5-coder-1.5b.gguf --train=gsm8k_train.jsonl --test=gsm8k_test_first1000.jsonl
-    uv run python -m benchmarks.gsm8k --collect    # only the rows of the runs that are finished
+    uv run python -m benchmarks.gsm8k    # only the rows of the runs that are finished
     uv run python -m benchmarks.gsm8k --grid=runs/evidence-nvfp4-lora   # a grid of learning rates
 
 The arms are those of experiments/arms/evidence.py. A run lies in runs/evidence/ARM-sSEED
@@ -13,10 +13,9 @@ The arms are those of experiments/arms/evidence.py. A run lies in runs/evidence/
     samples    the same with 64 samples of each of the first 200 problems, for pass@k
     start, start-samples    both without the adapter: once for arms of the same weights
 
-The same command continues where it was stopped, and skips what is finished; `--only=train,end`
-takes some of the parts. A run that has all of them gets a row in benchmarks/results/gsm8k.json,
-unless it has one, and its metrics go to benchmarks/results/gsm8k/ARM-sSEED.jsonl.gz. `--results`
-names another folder than benchmarks/results. Arguments --config.FIELD=VALUE are passed to the
+The same command continues where it was stopped, and skips what is finished. A run that has all
+parts gets a row in benchmarks/results/gsm8k.json, unless it has one, and its metrics go to
+benchmarks/results/gsm8k/ARM-sSEED.jsonl.gz. Arguments --config.FIELD=VALUE are passed to the
 training.
 """
 
@@ -44,7 +43,6 @@ from qerl_jax.system.paths import user_path
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"
-PARTS = ("train", "end", "samples", "start", "start-samples")
 _CONFIG = "experiments/arms/evidence.py"
 _TASK = "gsm8k"
 _WEIGHTS = "adapter_model.safetensors"  # as in `weights.peft`, which imports JAX
@@ -109,8 +107,6 @@ def run_parts(arm: str, seed: int, args: argparse.Namespace) -> None:
     args.workdir.mkdir(parents=True, exist_ok=True)
     environment = environment_of(args.workdir)
     for part, command in commands(arm, seed, args).items():
-        if part not in args.only:
-            continue
         if part in folders and finished_evaluation(folders[part]) is not None:
             print(f"{part}: is finished", flush=True)
             continue
@@ -204,11 +200,7 @@ def _evaluation_figures(folder: pathlib.Path) -> dict[str, Any] | None:
 def row_of(run: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The row of a run in gsm8k.json, and what else is published of it.
 
-    Args:
-        run: the run folder.
-
-    Returns:
-        None while the training or an evaluation is not finished.
+    None while the training or an evaluation is not finished.
     """
     if RunFolder(run).finished_steps() is None:
         return None
@@ -263,12 +255,7 @@ def read_results(results: pathlib.Path) -> dict[str, Any]:
 
 
 def collect(workdir: pathlib.Path, results: pathlib.Path) -> list[str]:
-    """Adds the rows of finished runs that have none; returns the names of these runs.
-
-    Args:
-        workdir: folder of the run folders.
-        results: folder of gsm8k.json.
-    """
+    """Adds the rows of finished runs in `workdir` that have none; returns the names of these."""
     content, added = read_results(results), []
     for name in (run_name(arm, seed) for arm in evidence.ARMS for seed in evidence.SEEDS):
         if name in content["runs"] or (result := row_of(workdir / name)) is None:
@@ -287,9 +274,7 @@ def collect(workdir: pathlib.Path, results: pathlib.Path) -> list[str]:
 def add_grid(sweep: pathlib.Path, results: pathlib.Path) -> str:
     """Adds what each learning rate of an arm reached on the held-out problems; returns the arm.
 
-    Args:
-        sweep: folder of `experiments.sweep`, whose runs take the place of an earlier grid.
-        results: folder of gsm8k.json.
+    The runs in `sweep`, a folder of `experiments.sweep`, replace an earlier grid.
 
     Raises:
         UserError: the folder has no finished run, or runs of several arms.
@@ -330,14 +315,11 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--arm", choices=list(evidence.ARMS), help="arm to train")
     add("--seed", type=int, choices=evidence.SEEDS, default=0, help="seed of the run (default: 0)")
-    add("--collect", action="store_true", help="only add the rows of finished runs")
     add("--grid", type=user_path, help="folder of a sweep over an arm's learning rates to add")
-    add("--only", default=",".join(PARTS), help=f"parts to run, from {','.join(PARTS)}")
     add("--model", default="", help="GGUF file or folder of the model (default: the hub's)")
     add("--train", default="", help="JSONL file of training problems (default: the hub's)")
     add("--test", default="", help="JSONL file of test problems (default: the hub's)")
     add("--workdir", type=user_path, default=pathlib.Path("runs/evidence"), help="run folders")
-    add("--results", type=user_path, default=RESULTS, help="folder of gsm8k.json")
     return parser
 
 
@@ -345,23 +327,20 @@ def main() -> None:
     """Parses the command line, runs the parts, and adds rows."""
     parser = make_parser()
     args, args.rest = parser.parse_known_args()
-    args.only = args.only.split(",")
-    unknown = [argument for argument in args.rest if not argument.startswith("--config.")]
-    unknown += [f"--only={part}" for part in args.only if part not in PARTS]
-    if unknown or sum(map(bool, (args.arm, args.collect, args.grid))) != 1:
-        parser.error(f"unknown {unknown[0]}" if unknown else "pass --arm, --collect or --grid")
+    if unknown := [argument for argument in args.rest if not argument.startswith("--config.")]:
+        parser.error(f"unknown {unknown[0]}")
     try:
         if args.grid:
-            print(f"grid of {add_grid(args.grid, args.results)}", flush=True)
+            print(f"grid of {add_grid(args.grid, RESULTS)}", flush=True)
         if args.arm:
             run_parts(args.arm, args.seed, args)
-        added = collect(args.workdir, args.results)
+        added = collect(args.workdir, RESULTS)
     except UserError as error:
         sys.exit(f"error: {error}")
-    rows = {run_name(row["arm"], row["seed"]): row for row in read_results(args.results)["rows"]}
+    rows = {run_name(row["arm"], row["seed"]): row for row in read_results(RESULTS)["rows"]}
     for name in added:
         print(f"new row {name}: {json.dumps(rows[name])}", flush=True)
-    print(f"{args.results / 'gsm8k.json'}: {len(rows)} rows", flush=True)
+    print(f"{RESULTS / 'gsm8k.json'}: {len(rows)} rows", flush=True)
 
 
 if __name__ == "__main__":

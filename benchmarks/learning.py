@@ -38,15 +38,7 @@ def welch_t(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def summarize(folders: list[pathlib.Path]) -> dict:
-    """Compares the last with the first fifth of the steps, over all runs.
-
-    Args:
-        folders: run folders of equal length, one for each seed.
-
-    Returns:
-        The comparison of reward and accuracy, the mean evaluation accuracy before and after and
-        that of each seed, the mean part of the completions that was cut off, the mean minutes of a
-        run, `by_step` with the reward of each seed and step, and the origin of the first run.
+    """Compares the last with the first fifth of the steps, over all runs, one for each seed.
 
     Raises:
         UserError: the runs differ in length, or have less than 10 steps.
@@ -69,19 +61,11 @@ def summarize(folders: list[pathlib.Path]) -> dict:
             "welch_t": welch_t(last, first),
         }
     evaluations = [read_evaluations(path) for path in metrics]
-    by_seed = {
-        "before": [accuracy[0] for accuracy in evaluations],
-        "after": [accuracy[summary["steps"]] for accuracy in evaluations],
-    }
-    summary["eval_accuracy"] = {
-        "before": float(np.mean(by_seed["before"])),
-        "after": float(np.mean(by_seed["after"])),
-        "by_seed": by_seed,
-    }
-    summary["eval_truncated"] = {
-        "before": _truncated(metrics, 0),
-        "after": _truncated(metrics, summary["steps"]),
-    }
+    steps = {"before": 0, "after": summary["steps"]}
+    by_seed = {when: [accuracy[step] for accuracy in evaluations] for when, step in steps.items()}
+    means = {when: float(np.mean(values)) for when, values in by_seed.items()}
+    summary["eval_accuracy"] = means | {"by_seed": by_seed}
+    summary["eval_truncated"] = {when: _truncated(metrics, step) for when, step in steps.items()}
     summary["minutes"] = float(np.mean([_seconds(path) / 60 for path in metrics]))
     summary["by_step"] = {"reward": [[row["reward"] for row in rows] for rows in runs]}
     return summary | describe_run(folders[0])

@@ -1,6 +1,6 @@
 r"""Measures how long it takes to read a checkpoint onto the device, and the memory of the host.
 
-    python -m benchmarks.loading --model=qwen2.5-7b --stored=bf16 --folder=7b
+    python -m benchmarks.loading --model=qwen2.5-7b --folder=7b
     python -m benchmarks.loading --model=qwen2.5-32b --stored=nvfp4 --folder=32b
 
 A folder that does not exist is first written: shards of 5 GB with random weights in the shapes of
@@ -35,7 +35,7 @@ from qerl_jax.commands import cli
 from qerl_jax.system.paths import user_path
 
 KEYS = ("model", "stored", "format", "cache", "device")
-CACHES = ("cold", "warm")
+_FORMAT = "nvfp4"  # on the device
 _STAGES = {"read_s": ("read",), "transfer_s": ("transfer",), "quantize_s": ("quantize", "arrange")}
 
 
@@ -44,11 +44,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = common.make_parser("benchmarks.loading", __doc__, "benchmarks/results/loading.json")
     add = parser.add_argument
     add("--model", default="qwen2.5-7b", help="name of the shapes (default: qwen2.5-7b)")
-    add("--stored", default="bf16", help="bf16 or nvfp4: how the weights are stored")
-    add("--format", default="nvfp4", help="weight format on the device (default: nvfp4)")
+    stored = "how the weights are stored (default: bf16)"
+    add("--stored", choices=("bf16", "nvfp4"), default="bf16", help=stored)
     folder = "model folder, which is written where it does not exist"
     add("--folder", type=user_path, required=True, help=folder)
-    add("--cache", default="cold,warm", help="what to measure (default: cold,warm)")
     return parser
 
 
@@ -66,8 +65,8 @@ def drop_from_cache(folder: pathlib.Path) -> None:
             os.close(descriptor)
 
 
-def measure(folder: str, format: str) -> dict[str, Any]:
-    """What it took to load a model folder in a format; for a process that does nothing else."""
+def measure(folder: str) -> dict[str, Any]:
+    """What it took to load a model folder in NVFP4; for a process that does nothing else."""
     import jax
 
     from qerl_jax.compile.count import count_compilations
@@ -88,7 +87,7 @@ def measure(folder: str, format: str) -> dict[str, Any]:
     with count_compilations() as compiled:
         checkpoint = open_checkpoint(folder)
         params = read_params(
-            checkpoint, format=format, dtype=DTYPES["bfloat16"], on_progress=on_progress
+            checkpoint, format=_FORMAT, dtype=DTYPES["bfloat16"], on_progress=on_progress
         )
     seconds = time.perf_counter() - began
     (meter,) = meters
@@ -119,15 +118,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
     from benchmarks.random_checkpoint import write_random
     from benchmarks.rollout.subject import check_names
-    from qerl_jax.errors import UserError
     from qerl_jax.policy.architectures import ARCHITECTURES
 
-    check_names([arguments.model], [arguments.format])
-    if arguments.stored not in ("bf16", "nvfp4"):
-        raise UserError(f"--stored={arguments.stored}: bf16 or nvfp4")
-    caches = arguments.cache.split(",")
-    if not set(caches) <= set(CACHES):
-        raise UserError(f"--cache={arguments.cache}: {' or '.join(CACHES)}, or both with a comma")
+    check_names([arguments.model], [_FORMAT])
     common.check_out(arguments.out, KEYS)
     folder = arguments.folder
     if not folder.exists():
@@ -136,16 +129,16 @@ def run(arguments: argparse.Namespace) -> None:
         size = write_random(folder, ARCHITECTURES[arguments.model], packed=packed)
         seconds = time.perf_counter() - began
         print(f"wrote {size / 1e9:.1f} GB to {folder} in {seconds:.0f} s", flush=True)
-    for cache in caches:
+    for cache in ("cold", "warm"):
         if cache == "cold":
             drop_from_cache(folder)
         row = {
             "model": arguments.model,
             "stored": arguments.stored,
-            "format": arguments.format,
+            "format": _FORMAT,
             "cache": cache,
             "cores": len(os.sched_getaffinity(0)),
-            **common.in_process(measure, str(folder), arguments.format),
+            **common.in_process(measure, str(folder)),
         }
         common.merge(arguments.out, row, KEYS)
 

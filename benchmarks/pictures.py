@@ -46,12 +46,7 @@ _DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 
 
 def learning_data() -> dict[str, dict]:
-    """The reward of the default run and of its control.
-
-    Returns:
-        For "learning" and "control" the `steps` of a run, the number of `seeds`, and `reward`: a
-        list for each seed with the reward of each step.
-    """
+    """The reward of each step and seed of the default run and of its control."""
     path = _RESULTS / "learning_sums.json"
     result = json.loads(path.read_text(encoding="utf-8"))
     data = {}
@@ -83,9 +78,7 @@ def decode_data() -> dict[str, dict[str, dict[str, float]]]:
 def peers_data() -> dict[str, dict]:
     """Whole steps here and of peers, of the most completions that were measured for a model.
 
-    Returns:
-        For each model the number of `rows`, their `new_tokens`, the `device`, and `steps`: for each
-        engine, ours first and then the fastest, its `rollout_s`, `update_s` and `step_s`.
+    The steps of a model are ours first, and then from the fastest on.
     """
     rows = json.loads((_RESULTS / "peers.json").read_text(encoding="utf-8"))["rows"]
     data = {}

@@ -26,17 +26,9 @@ _THREADS = 8  # files that are written at a time
 def write_random(
     folder: pathlib.Path, model_config: ModelConfig, *, packed: bool, shard_bytes: int = SHARD_BYTES
 ) -> int:
-    """Writes a model folder without a tokenizer; it appears complete or not at all.
+    """Writes a model folder without a tokenizer, complete or not at all; returns its bytes.
 
-    Args:
-        folder: target path; must not exist or be an empty folder.
-        model_config: the architecture.
-        packed: whether the projections are in NVFP4, as compressed-tensors stores them; everything
-            else is in bfloat16.
-        shard_bytes: largest number of tensor bytes in one file.
-
-    Returns:
-        The bytes of all tensors.
+    Tensors are in bfloat16; `packed` projections are in NVFP4, as compressed-tensors stores them.
 
     Raises:
         UserError: the folder exists or cannot be written, for example because the disk is full.

@@ -36,10 +36,7 @@ Cell = str | Callable[[Any], str]
 def table(columns: Sequence[tuple[str, Cell]], rows: Iterable[Any]) -> str:
     """A table in Markdown with a line for each row.
 
-    Args:
-        columns: the header of each column, and its cell: a form with fields of a row, as for
-            `filled`, or a function of a row.
-        rows: the rows.
+    A column has a header and a cell: a form for `filled`, or a function of a row.
     """
     lines = [[filled(cell, row) for _, cell in columns] for row in rows]
     lines = [[header for header, _ in columns], ["---"] * len(columns), *lines]
@@ -98,10 +95,7 @@ def learning_table(result: dict) -> str:
 def environment_table(result: dict, label: str, accuracy: str) -> str:
     """Accuracy and time of the runs with an environment and of its control, a line for each run.
 
-    Args:
-        result: a comparison of environments.json.
-        label: what the runs that are no control are called.
-        accuracy: what the share of right answers is called.
+    `label` and `accuracy` are what the runs and the share of right answers are called.
     """
     columns = [
         ("run", "{name}"),
@@ -407,13 +401,7 @@ def agreement_table(result: dict) -> str:
 
 
 def share_of_bf16(result: dict, family: str, batches: range) -> str:
-    """Lowest and highest time of a decode step in NVFP4 as a share of that in bf16.
-
-    Args:
-        result: content of rollout.json.
-        family: how the names of the models begin.
-        batches: numbers of rows that count.
-    """
+    """Lowest and highest time of a decode step in NVFP4 as a share of that in bf16."""
     options = STEPS | {"lora_rank": 32, "head_format": "", "tensor": 1}
     times = {
         (row["format"], row["model"], row["batch"]): row["ms_per_step"]
@@ -429,11 +417,7 @@ def share_of_bf16(result: dict, family: str, batches: range) -> str:
 
 
 def tensor_ratios(result: dict) -> str:
-    """Time of a decode step on GPUs that share the weights, divided by that on one of them.
-
-    Args:
-        result: decode rows of both, as `benchmarks.rollout` writes them.
-    """
+    """Time of a decode step on GPUs that share the weights, divided by that on one of them."""
     times = {
         (row["tensor"], row["model"], row["batch"]): row["ms_per_step"]
         for row in rows_of(result, "decode", STEPS | {"format": "nvfp4"})

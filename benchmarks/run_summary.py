@@ -7,7 +7,6 @@ The second form first runs the command after `--`, which writes RUN, and adds it
 to end. Medians leave out the first step.
 """
 
-import argparse
 import json
 import pathlib
 import statistics
@@ -16,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from benchmarks import common
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_steps
@@ -99,16 +99,10 @@ def summarize(folder: pathlib.Path) -> dict:
 
 def main(arguments: Sequence[str]) -> None:
     """Parses the command line and writes the JSON file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser("benchmarks.run_summary", __doc__)
     parser.add_argument("run", type=user_path, help="run folder to summarize")
-    parser.add_argument("--out", type=user_path, required=True, help="JSON file to write")
-    options, command = list(arguments), []
-    if "--" in arguments:
-        cut = options.index("--")
-        options, command = options[:cut], options[cut + 1 :]
-    args = parser.parse_args(options)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    args, command = parser.parse_args(arguments[:end]), arguments[end + 1 :]
     try:
         seconds = {"total_seconds": timed(command)} if command else {}
         summary = seconds | summarize(args.run)

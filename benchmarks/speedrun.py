@@ -53,25 +53,13 @@ def training_command(args: argparse.Namespace, run: pathlib.Path) -> list[str]:
     ]
 
 
-def new_folder(workdir: pathlib.Path) -> pathlib.Path:
-    """The next run folder, run-1, run-2, ..., that does not exist."""
-    number = 1
-    while (workdir / f"run-{number}").exists():
-        number += 1
-    return workdir / f"run-{number}"
-
-
 def result_of(
     run: pathlib.Path, *, seconds: float, state: str, entries: set[pathlib.Path], problems: int
 ) -> dict[str, Any]:
-    """The result of a finished run.
+    """The result of a finished run, which took `seconds` from the command to the verdict.
 
-    Args:
-        run: the run folder.
-        seconds: from the command to the verdict.
-        state: 'warm' or 'cold', of the cache of compiled programs before the run.
-        entries: the calibrated models in the cache before the run.
-        problems: number of test problems.
+    `state` of the cache of compiled programs before the run is 'warm' or 'cold'; `entries` are the
+    calibrated models in the cache before it.
 
     Raises:
         UserError: the run has no evaluation before or after training, or it compiled nothing and
@@ -146,7 +134,7 @@ def main() -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["XDG_CACHE_HOME"] = str(cache)
     entries = set(calibrated.cache_folder().glob("*"))
-    run = new_folder(args.workdir)
+    run = args.workdir / f"run-{time.time_ns()}"
     try:
         check_writable(args.out)
         content = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}

@@ -51,7 +51,7 @@ import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import common
@@ -84,9 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--recompute", default="auto", help="as train.recompute (default: auto)")
     mesh = "devices, such as data=2 or data=1,tensor=2; may be repeated (default: data=1)"
     add("--mesh", action="append", type=_mesh, help=mesh)
-    add("--max-rows", type=int, default=0, help="largest decode batch (default: what fits)")
     add("--steps", type=int, default=3, help="measured steps, after a first one (default: 3)")
-    add("--seed", type=int, default=0, help="seed of weights, tokens and draws (default: 0)")
     return parser
 
 
@@ -125,7 +123,6 @@ def _setup(
     config, prompts = get_config(model), arguments.prompts * data
     config.update_from_flattened_dict(
         {
-            "seed": arguments.seed,
             "steps": arguments.steps + 1,
             "model.format": format,
             "lora.rank": arguments.lora_rank,
@@ -134,7 +131,6 @@ def _setup(
             "rollout.prompts_per_step": prompts,
             "rollout.group_size": arguments.group,
             "rollout.max_new_tokens": arguments.new_tokens,
-            "rollout.max_rows": arguments.max_rows,
             "rl.updates_per_rollout": arguments.updates,
             "aqn.kl_every": 0,
             "eval.every": 0,
@@ -142,11 +138,11 @@ def _setup(
             "train.recompute": arguments.recompute,
         }
     )
-    rng = np.random.default_rng(arguments.seed)
+    rng = np.random.default_rng(0)
     architecture = ARCHITECTURES[model]
     ends = architecture.vocab_size // arguments.mean_length if arguments.mean_length else 0
-    params = random_weights(model, format, seed=arguments.seed, mesh=mesh)
-    ids = rng.integers(0, architecture.vocab_size, (prompts, arguments.prompt))
+    params = random_weights(model, format, mesh=mesh)
+    ids = rng.integers(0, architecture.vocab_size, (prompts, arguments.prompt)).tolist()
     setup = assemble(
         config,
         {"random": (lambda *_: float(rng.standard_normal()), 1.0)},
@@ -160,11 +156,7 @@ def _setup(
             packed=False,
             fingerprint="",
         ),
-        {
-            "train": [
-                Prompt(Problem(question="", answer=""), "", tuple(row.tolist())) for row in ids
-            ]
-        },
+        {"train": [Prompt(Problem(question="", answer=""), "", tuple(row)) for row in ids]},
         method=make_method(config, arguments.steps + 1),
         mesh=mesh,
     )
@@ -199,15 +191,6 @@ def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[st
                     "be compiled after the first step: please report it with this command"
                 )
     return steps
-
-
-def difference_without_noise(steps: Sequence[dict[str, Any]]) -> float:
-    """The median of `logprob_diff_mean` over the steps without noise, among them the first stage.
-
-    The trainer computes log-probabilities without the noise of the rollout, so that of noisy steps
-    tells nothing about rounding.
-    """
-    return statistics.median(row["logprob_diff_mean"] for row in steps if not row["sigma"])
 
 
 def measure(
@@ -269,7 +252,10 @@ def measure(
         "samples_per_s": batch / seconds,
         "update_tokens_per_s": batch * (arguments.prompt + median("length")) * updates / update,
         "trained_tokens_per_s": median("packed_tokens") * updates / update,
-        "logprob_diff_mean": difference_without_noise(steps),
+        # The trainer computes without the noise of a rollout, so only steps without noise count.
+        "logprob_diff_mean": statistics.median(
+            row["logprob_diff_mean"] for row in steps if not row["sigma"]
+        ),
         "update_buffers": median("update_buffers"),
         "buffer_tokens": setup.memory.buffer_tokens,
         "recompute": ",".join(setup.update.recompute) or "none",

@@ -15,11 +15,7 @@ _COMPLETIONS = ("completions", "{batch} x {prompt} + {new_tokens:,}")
 
 
 def step_table(rows: Iterable[dict]) -> str:
-    """Seconds and memory of every step that was measured, by model, card and weights.
-
-    Args:
-        rows: rows of step.json.
-    """
+    """Seconds and memory of every step that was measured, by model, card and weights."""
 
     def devices(row: dict) -> str:
         processes = f", {row['processes']} processes" if row["processes"] > 1 else ""
@@ -56,11 +52,7 @@ def step_table(rows: Iterable[dict]) -> str:
 
 
 def preset_table(rows: Iterable[dict]) -> str:
-    """The steps of presets that were not trained, with random weights: memory and seconds.
-
-    Args:
-        rows: rows of step.json, one for each preset.
-    """
+    """Memory and seconds of presets that were not trained, of a step with random weights each."""
 
     def work(row: dict) -> str:
         products = row["recompute"].replace(",", ", ")
@@ -82,11 +74,7 @@ def preset_table(rows: Iterable[dict]) -> str:
 
 
 def scaling_table(rows: Iterable[dict]) -> str:
-    """Completions per second of a step on several GPUs, against one GPU with the same batch.
-
-    Args:
-        rows: rows of step.json; those that were compared with one GPU are in the table.
-    """
+    """Completions per second of a step on several GPUs, where one GPU was measured, too."""
     columns = [
         ("model", "{model}"),
         ("GPUs", "{devices} x {device}"),
@@ -106,11 +94,7 @@ def scaling_table(rows: Iterable[dict]) -> str:
 
 
 def largest_scaling(rows: Iterable[dict]) -> str:
-    """The largest number of completions per second on several GPUs against one, by model.
-
-    Args:
-        rows: rows of step.json; those that were compared with one GPU count.
-    """
+    """The largest number of completions per second on several GPUs against one, by model."""
     best: dict[str, tuple[int, float]] = {}
     for row in rows:
         if single_rate := row.get("samples_per_s_of_one"):
@@ -123,12 +107,9 @@ def largest_scaling(rows: Iterable[dict]) -> str:
 
 
 def peer_steps(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
-    """The whole steps of peers by model, completions, lengths and card.
+    """The rows of peers with whole steps by model, completions, lengths and card.
 
     Of a peer that was measured with several formats of the rollouts, only the fastest step is kept.
-
-    Returns:
-        For each (model, batch, prompt, new tokens, device) its rows, in the order of their peers.
     """
     fastest: dict[tuple, dict[str, dict]] = {}
     for row in rows:
@@ -155,10 +136,6 @@ def peer_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
     """Steps here beside those of peers: seconds (rollout + update), peak memory, tokens/s.
 
     The column of our step in NVFP4 says how much faster it is than each of the others.
-
-    Args:
-        rows: rows of peers.json.
-        our_rows: rows of step.json, for bf16 LoRA in this engine.
     """
 
     def ours(line: dict) -> str:
@@ -191,12 +168,7 @@ def peer_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
 
 
 def short_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
-    """The same for the most completions of each model: seconds, peak memory, how much faster.
-
-    Args:
-        rows: rows of peers.json.
-        our_rows: rows of step.json, for bf16 LoRA in this engine.
-    """
+    """The same for the most completions of each model: seconds, peak memory, how much faster."""
 
     def ours(line: dict) -> str:
         peers = [(row["step_s"], name) for name, row in line["others"].items() if row]
@@ -221,9 +193,8 @@ def short_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
 def _compared_steps(rows: Iterable[dict], our_rows: Iterable[dict]) -> Iterator[dict[str, Any]]:
     """Yields the steps that a peer was measured in, smaller models and fewer completions first.
 
-    Yields:
-        The fields of `_SIZE`, `commits`, `ours` in NVFP4, and `others`: bf16 LoRA here and every
-        peer by name, None where it was not measured.
+    They have the fields of `_SIZE`, `commits`, `ours` in NVFP4, and `others` by name: bf16 LoRA
+    here and every peer, None where it was not measured.
     """
     steps = peer_steps(rows)
     bf16 = {
@@ -293,8 +264,7 @@ def peer_packages(rows: Iterable[dict]) -> str:
 def adapter_seconds(rows: Iterable[dict]) -> str:
     """How much longer vLLM's rollouts take where each one begins with a new adapter, by model.
 
-    Args:
-        rows: rows of peers.json; those of vLLM alone keep one adapter.
+    The rows of vLLM alone keep one adapter.
     """
     rows = sorted(rows, key=lambda row: _billions(row["model"]))
     alone = {

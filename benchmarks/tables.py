@@ -182,10 +182,7 @@ def part(name: str) -> str:
 
 
 def generated(pages: dict[str, str]) -> dict[str, str]:
-    """The pages with all that is generated.
-
-    Args:
-        pages: text by name.
+    """The pages, text by name, with all that is generated.
 
     Raises:
         ValueError: a mark names no part or is not closed, or no page has the marks of a part.

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import tiny_run
 from tiny_checkpoints import model_config
@@ -24,16 +23,18 @@ def one_process(monkeypatch):
 
 
 @pytest.mark.slow  # two rollouts and three models compile
-def test_choices_are_compared_on_held_out_text(tmp_path, capsys):
+def test_choices_are_compared_on_held_out_text(tmp_path, monkeypatch, capsys):
     model = tiny_run.write_model(tmp_path / "model", max_position=512)
     problems = tiny_run.write_problems(tmp_path / "train.jsonl")
     out = tmp_path / "calibration.json"
+    few = ("gptq", "gptq, scales do not grow", calibration.BY_16_BITS)
+    monkeypatch.setattr(calibration, "CHOICES", {name: calibration.CHOICES[name] for name in few})
     run(
-        str(model), f"--train={problems}", "--choices=0,1,5", "--prompts=8", "--new-tokens=8",
-        "--windows=8", "--width=32", f"--out={out}",
+        str(model), f"--train={problems}", "--prompts=8", "--new-tokens=8", "--windows=8",
+        "--width=32", f"--out={out}",
     )  # fmt: skip
     rows = {row["choice"]: row for row in json.loads(out.read_text())["rows"]}
-    names = ["16 bits", "rounded", "gptq", "gptq, scales do not grow", calibration.BY_16_BITS]
+    names = ["16 bits", "rounded", *few]
     assert set(rows) == set(names)
     for name in names[1:]:
         row = rows[name]
@@ -63,9 +64,6 @@ def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
     assert row["layer_s"] == pytest.approx(later / 2)
     assert row["whole_s"] == pytest.approx(row["seconds"] + later)
     assert "model=tiny choice=gptq layers=3 device=cpu: " in capsys.readouterr().out
-    weights = calibration.random_weights("tiny", config)
-    weight = np.asarray(weights.read("model.layers.1.mlp.down_proj.weight", np.float32))
-    assert weight.std() == pytest.approx(0.02, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,6 @@ def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
     [
         (["model"], "pass MODEL and --train"),
         (["--random=gpt"], "unknown model 'gpt'"),
-        (["model", "--train=x", "--choices=9"], "--choices=9: the choices are 0: gptq, 1: "),
         (["model", "--train=x", "--width=2"], "--width=2"),
     ],
 )

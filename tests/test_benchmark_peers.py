@@ -90,7 +90,6 @@ def test_a_missing_package_is_one_line():
         (decode, {"rows": 1}, "--rows"),
         (decode, {"model": "qwen9"}, "qwen9"),
         (decode, {"new_tokens": 16}, "--new-tokens"),
-        (step, {"micro": 3}, "--micro=3 does not divide"),
         (step, {"rollout_format": "nf4"}, "--rollout-format=nf4 needs --format=nf4"),
         (update, {"steps": 0}, "--steps"),
     ],
@@ -219,30 +218,6 @@ def test_the_tables_of_peers():
     )
     assert step_tables.faster(6.0, 6.0) == "1.0x faster"
     assert step_tables.faster(5.0, 6.0) == "1.2x slower"
-
-
-def test_the_table_of_steps():
-    more = {
-        "update_tokens_per_s": 1234.5, "update_buffers": 4, "buffer_tokens": 4352,
-        "recompute": "none", "plan_gb": 21.0, "mesh": "data=1,tensor=1", "processes": 1,
-    }  # fmt: skip
-    rows = [
-        step_row(model="qwen2.5-14b", device=CARD, **more),
-        step_row(device=CARD, **more),
-        step_row(device=CARD, batch=16, **more | {"mesh": "data=2,tensor=1", "devices": 2}),
-        step_row(device="NVIDIA H200", **more | {"recompute": "o_proj", "pool_gb": 78.06}),
-    ]
-    lines = [line.strip("| ").split(" | ") for line in step_tables.step_table(rows).splitlines()]
-    assert [(line[0], line[2]) for line in lines[2:]] == [
-        ("qwen2.5-7b", "1 x H100"),
-        ("qwen2.5-7b", "2 x H100 (data=2,tensor=1)"),
-        ("qwen2.5-7b", "1 x H200"),
-        ("qwen2.5-14b", "1 x H100"),
-    ]
-    columns = {name: [line[n] for line in lines[2:]] for n, name in enumerate(lines[0])}
-    assert columns["recomputed"] == ["", "", "o_proj", ""]
-    assert columns["pool GB"] == ["", "", "78.1", ""]
-    assert "8 x 256 + 2,048" in lines[2]
 
 
 def test_what_is_said_of_the_peers_together():

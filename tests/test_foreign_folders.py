@@ -253,7 +253,7 @@ WRITERS = {
         "folder",
     ),
     "tensorboard": (lambda path: EventFile(path, purge_step=None), "file"),
-    "logs": (lambda path: run_jobs(list, path.parent), "file"),
+    "logs": (lambda path: run_jobs((), path.parent), "file"),
     "logs ": (open_sweep, "file"),
     "programs-node": (open_sweep, "file"),
     "programs-node/a-cache": (open_sweep, ""),

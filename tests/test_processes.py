@@ -285,22 +285,23 @@ def test_an_error_of_one_process_ends_the_others(cases):
 def test_a_measured_step_of_two_processes_has_one_row(cases, tmp_path):
     path = tmp_path / "step.json"
     old = dict.fromkeys(step.KEYS, 0) | {"processes": 1, "devices": 1, "commit": ""}
+    old |= dict.fromkeys(("model", "format", "recompute", "mesh", "device"), "")
     path.write_text(json.dumps({"rows": [old]}))
     step.merge(path, old | {"new": True})
     step.merge(path, old | {"processes": 2})
     started = cases("measures", f"--out={path}")
     assert started.wait(180) == [0, 0], started.said(0) + started.said(1)
     rows = json.loads(path.read_text())["rows"]
-    assert [row["processes"] for row in rows if row["model"] == 0] == [1, 2]
+    assert [row["processes"] for row in rows if not row["model"]] == [1, 2]
     (row,) = (row for row in rows if row["model"])
     assert (row["processes"], row["devices"], row["batch"]) == (2, 2, 4)
     assert row["mesh"] == "data=2,tensor=1"
     # A prompt of 5 tokens and 8 new ones for each of the 4 completions of both processes.
     assert row["update_tokens_per_s"] == pytest.approx(4 * 13 / row["update_s"])
     assert 0 < row["rollout_s"] < row["step_s"]
-    (line,) = (line for line in started.said(0).splitlines() if "samples/s" in line)
-    assert line.startswith("qwen2.5-1.5b bf16 data=2,tensor=1 in 2 processes 4 x 5+8: ")
-    assert "samples/s" not in started.said(1)
+    (line,) = (line for line in started.said(0).splitlines() if "samples_per_s" in line)
+    assert line.startswith("model=qwen2.5-1.5b format=bf16 batch=4 prompt=5 new_tokens=8 ")
+    assert "samples_per_s" not in started.said(1)
 
 
 @pytest.mark.slow  # 10 s

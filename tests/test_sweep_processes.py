@@ -13,7 +13,7 @@ import pytest
 
 from qerl_jax.errors import UserError
 from qerl_jax.run import jobs
-from qerl_jax.run.jobs import Job, devices_of, run_jobs
+from qerl_jax.run.jobs import devices_of
 from qerl_jax.run.sweep_folder import Run, train_all
 from qerl_jax.system.signals import StoppedError
 
@@ -166,21 +166,11 @@ def test_a_signal_reaches_every_run(tmp_path, capsys):
     assert "the same command continues the sweep" in capsys.readouterr().out
 
 
-def test_a_job_that_fails_is_named_and_the_others_run(tmp_path):
-    """Jobs may become ready after others, and one that ends without its work has failed."""
-    codes = {"a": "import sys; sys.exit(3)", "b": "print('b ran')", "c": "print('c ran')"}
-    codes["idle"] = "print('has not done its work')"
-
-    def log(name):
-        return tmp_path / "logs" / f"{name}.log"
-
-    def ready():
-        for name, code in codes.items():
-            if name != "c" or log("b").exists():
-                yield Job(name, ["-c", code], lambda name=name: name in "bc" and log(name).exists())
-
-    assert list(run_jobs(ready, tmp_path)) == ["a", "idle"]
-    assert [log(name).read_text() for name in "bc"] == ["b ran\n", "c ran\n"]
+def test_a_run_that_ends_without_its_work_has_failed(tmp_path):
+    runs = make_runs(tmp_path, 2, seconds=0.05)
+    runs[0] = dataclasses.replace(runs[0], command=("-c", "print('idle')"))
+    assert train_all(runs, tmp_path) == {"run0": f"exit code 0: idle, see {tmp_path}/logs/run0.log"}
+    assert rows(runs[1:])
 
 
 def test_a_signal_is_passed_on_to_the_jobs_once(tmp_path):
@@ -193,9 +183,10 @@ def test_a_signal_is_passed_on_to_the_jobs_once(tmp_path):
         "time.sleep(0.5)\n"
         "print(len(told))\n"
     )
+    (run,) = make_runs(tmp_path, 1)
     with pytest.raises(StoppedError):
-        run_jobs(lambda: [Job("a", ["-c", code], lambda: False)], tmp_path)
-    assert (tmp_path / "logs" / "a.log").read_text() == "1\n"
+        train_all([dataclasses.replace(run, command=("-c", code))], tmp_path)
+    assert (tmp_path / "logs" / "run0.log").read_text() == "1\n"
 
 
 def test_the_devices_of_a_sweep(monkeypatch):

@@ -40,8 +40,8 @@ _FEW = 16  # new tokens of the short rollout
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     parser = rows.make_parser("benchmarks.peers.decode", __doc__)
-    formats = "weights (default: bf16)"
-    parser.add_argument("--format", choices=("bf16", "nvfp4", "nf4"), default="bf16", help=formats)
+    formats = ("bf16", "nvfp4", "nf4")
+    parser.add_argument("--format", choices=formats, default="bf16", help="(default: bf16)")
     return parser
 
 

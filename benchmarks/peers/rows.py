@@ -61,11 +61,10 @@ def begin(arguments: argparse.Namespace, requirements: str) -> dict[str, Any]:
     from benchmarks.rollout.subject import check_names
 
     check_names([arguments.model], ["bf16"])
-    names = ("prompt", "new_tokens", "lora_rank")
-    given = {name: getattr(arguments, name) for name in names}
+    given = {name: getattr(arguments, name) for name in ("prompt", "new_tokens", "lora_rank")}
     flags = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
-    limits = {flag: (value, 1) for flag, value in (flags | {"--steps": arguments.steps}).items()}
-    check_limits(limits | {"--rows": (arguments.rows, 2)})
+    limits = {flag: (value, 1) for flag, value in flags.items()}
+    check_limits(limits | {"--steps": (arguments.steps, 1), "--rows": (arguments.rows, 2)})
     common.check_out(arguments.out, KEYS)
     packages, device, path = installed(requirements), device_name(), arguments.ours
     row = {"model": arguments.model, "batch": arguments.rows, **given, "device": device}
@@ -91,15 +90,10 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def origin(module: str) -> dict[str, str]:
-    """Commit, date and command of a row; `packages` has the versions that count."""
-    return {name: value for name, value in common.origin(module).items() if name != "versions"}
-
-
 def save(arguments: argparse.Namespace, module: str, row: Mapping[str, Any]) -> None:
     """Prints a row and writes it to --out.
 
     The row is that of `begin` with what was measured: `peer`, `format`, `rollout_format`, seconds,
     `peak_gb` and options. A time that the peer does not have is None.
     """
-    common.merge(arguments.out, {**row, **origin(module)}, KEYS)
+    common.merge(arguments.out, {**row, **common.origin(module)}, KEYS)

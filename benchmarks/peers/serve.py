@@ -61,12 +61,11 @@ def read_evaluation(
     """
     from qerl_jax.errors import UserError
     from qerl_jax.rewards.calls import is_built_in
+    from qerl_jax.system import json_file
     from qerl_jax.system.jsonl import read_jsonl
 
     path = folder / "results.json"
-    if not path.exists():
-        raise UserError(f"{folder}: has no results.json; name the folder of an evaluation")
-    results = json.loads(path.read_text(encoding="utf-8"))
+    results = json_file.read_object(path, remedy="name the folder of an evaluation")
     if task not in results["tasks"]:
         raise UserError(f"{path}: has no task {task}, only {', '.join(results['tasks'])}")
     settings = results["settings"]
@@ -252,7 +251,7 @@ def run(arguments: argparse.Namespace) -> None:
     correct = scored(settings, problems, served)
     result = compare(problems, [text for text, *_ in served], correct, engine=arguments.engine)
     result |= {"task": arguments.task, "packages": packages, "device": rows.device_name()}
-    write_json(arguments.out, result | rows.origin("benchmarks.peers.serve"))
+    write_json(arguments.out, result | common.origin("benchmarks.peers.serve"))
     print(json.dumps(result), flush=True)
     if not result["agrees"]:
         raise UserError(

@@ -17,13 +17,11 @@ sampling, which cost further forward passes, are off.
     step_s      seconds from the start of a step to the end of the optimizer's
     update_s    step_s minus rollout_s
 
-All are medians over --steps steps after a first one. --micro is the number of rows of a forward and
-backward pass, and --no-checkpointing keeps the activations of the layers. `benchmarks.peers.update`
-finds the fastest combination, but there vLLM takes no memory: where a step does not fit, pass the
-next smaller divisor as --micro, and after the smallest one leave out --no-checkpointing. TRL's head
-never holds all logits. vLLM keeps its defaults (CUDA graphs, prefix caching, asynchronous
-scheduling) and gets the memory that its weights and these rows take, so that it need not sleep
-during an update. Our row is `benchmarks.step` in NVFP4 at the same lengths.
+All are medians over --steps steps after a first one. A forward and backward pass has all rows of a
+step, and recomputes the layers. TRL's head never holds all logits. vLLM keeps its defaults (CUDA
+graphs, prefix caching, asynchronous scheduling) and gets the memory that its weights and these rows
+take, so that it need not sleep during an update. Our row is `benchmarks.step` in NVFP4 at the same
+lengths.
 """
 
 import argparse
@@ -45,11 +43,9 @@ _REQUIREMENTS = f"{decode.REQUIREMENTS} trl==1.16.0 peft==0.21.2 datasets==5.2.0
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     parser = update.make_parser("benchmarks.peers.step", __doc__)
-    add = parser.add_argument
     base = "vLLM's base; nf4 needs --format=nf4 (default: bf16)"
-    add("--rollout-format", choices=("bf16", "nf4"), default="bf16", help=base)
-    add("--micro", type=int, default=0, help="rows of a pass (default: all of a step)")
-    add("--no-checkpointing", action="store_true", help="keep the activations of the layers")
+    formats = ("bf16", "nf4")
+    parser.add_argument("--rollout-format", choices=formats, default="bf16", help=base)
     return parser
 
 
@@ -132,7 +128,7 @@ def make_trainer(
             clock.end()
 
     draw, count = random.Random(0), arguments.rows
-    micro, vocab = arguments.micro or count, model.config.vocab_size
+    vocab = model.config.vocab_size
     prompts = [
         " ".join(word(draw.randrange(1, vocab)) for _ in range(arguments.prompt))
         for _ in range(arguments.steps + 1)
@@ -147,15 +143,14 @@ def make_trainer(
         args=GRPOConfig(
             output_dir=str(work),
             max_steps=arguments.steps + 1,
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=count // micro,
+            per_device_train_batch_size=count,
             num_generations=count,
             max_completion_length=arguments.new_tokens,
             temperature=1.0,
             beta=0.0,
             learning_rate=1e-5,
             bf16=True,
-            gradient_checkpointing=not arguments.no_checkpointing,
+            gradient_checkpointing=True,
             gradient_checkpointing_kwargs={"use_reentrant": False},
             vllm_importance_sampling_correction=False,
             use_vllm=rollout is None,
@@ -181,45 +176,33 @@ def measure(arguments: argparse.Namespace, work: pathlib.Path) -> dict[str, Any]
     """The seconds of the steps of a trainer; `work` is a folder for files."""
     import torch  # pyrefly: ignore[missing-import]
 
-    from qerl_jax.errors import UserError
-
     model, clock, rollout = update.load_policy(arguments), Clock(), None
     if arguments.format == "nf4":
         engine = decode.make_engine(arguments, arguments.folder, arguments.rollout_format)
         rollout = adapter_rollout(engine, arguments.new_tokens, work / "adapters")
     update.reset_peak()
-    try:
-        make_trainer(arguments, model, clock, rollout, work).train()
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            "the step does not fit into the memory; pass a smaller --micro, or leave out "
-            "--no-checkpointing"
-        ) from error
+    make_trainer(arguments, model, clock, rollout, work).train()
     step, rollout_s = statistics.median(clock.steps[1:]), statistics.median(clock.rollouts[1:])
     return {
         "rollout_s": rollout_s,
         "update_s": step - rollout_s,
         "step_s": step,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        "micro": arguments.micro or arguments.rows,
-        "checkpointing": not arguments.no_checkpointing,
+        "micro": arguments.rows,
+        "checkpointing": True,
     }
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
-    from qerl_jax.errors import UserError, check_limits
+    from qerl_jax.errors import UserError
 
-    check_limits({"--micro": (arguments.micro, 0)})
-    if arguments.micro and arguments.rows % arguments.micro:
-        raise UserError(f"--micro={arguments.micro} does not divide --rows={arguments.rows}")
     is_nf4 = arguments.format == "nf4"
     if arguments.rollout_format == "nf4" and not is_nf4:
         raise UserError("--rollout-format=nf4 needs --format=nf4: TRL gives vLLM its own weights")
     row = rows.begin(arguments, _REQUIREMENTS + (decode.NF4 if is_nf4 else ""))
-    names = ("format", "rollout_format", "attention")
-    row |= {"peer": "TRL (QLoRA) + vLLM" if is_nf4 else "TRL + vLLM"}
-    row |= {name: getattr(arguments, name) for name in names}
+    row |= {"peer": "TRL (QLoRA) + vLLM" if is_nf4 else "TRL + vLLM", "attention": "sdpa"}
+    row |= {"format": arguments.format, "rollout_format": arguments.rollout_format}
     decode.set_environment()
     with tempfile.TemporaryDirectory() as scratch:
         row |= measure(arguments, pathlib.Path(scratch))

@@ -33,10 +33,8 @@ def make_parser(
 ) -> argparse.ArgumentParser:
     """The arguments of a peer that trains."""
     parser = rows.make_parser(module, description)
-    add = parser.add_argument
-    add("--format", choices=("bf16", "nf4"), default="bf16", help="base weights (default: bf16)")
-    attention = "attention of transformers, such as flash_attention_2 (default: sdpa)"
-    add("--attention", default="sdpa", help=attention)
+    formats = "base weights (default: bf16)"
+    parser.add_argument("--format", choices=("bf16", "nf4"), default="bf16", help=formats)
     return parser
 
 
@@ -54,14 +52,12 @@ def load_policy(arguments: argparse.Namespace) -> Any:
     from qerl_jax.policy.lora import PROJECTIONS
 
     quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
     )
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(arguments.folder, arguments.model),
         dtype=torch.bfloat16,
-        attn_implementation=arguments.attention,
+        attn_implementation="sdpa",
         device_map={"": 0 if torch.cuda.is_available() else "cpu"},
         **({"quantization_config": quantization} if arguments.format == "nf4" else {}),
     )
@@ -180,7 +176,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
     row = rows.begin(arguments, _REQUIREMENTS + (_NF4 if arguments.format == "nf4" else ""))
     row |= {"peer": "transformers + PEFT", "rollout_format": "", "rollout_s": None, "step_s": None}
-    row |= {"format": arguments.format, "attention": arguments.attention}
+    row |= {"format": arguments.format, "attention": "sdpa"}
     model = load_policy(arguments)
     model.enable_input_require_grads()
     model.train()

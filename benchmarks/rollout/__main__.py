@@ -66,26 +66,24 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dequantize", choices=("once", "step"), default="once", help=dequantize)
     kernel = "kernel of packed weights (default: the Hopper kernel, where it runs)"
     add("--implementation", choices=("", "mosaic", "mma", "xla"), default="", help=kernel)
-    cache = "dtype of keys and values (default: bfloat16)"
-    add("--kv-cache-dtype", choices=("", "bfloat16", "float8"), default="", help=cache)
     add("--head-format", default="", help="nvfp4: a head in 4 bits (default: as the embedding)")
-    add("--seed", type=int, default=0, help="seed of weights, tokens and draws (default: 0)")
 
     add = parser.add_argument_group("decode steps").add_argument
     batches = "comma-separated batch sizes (default: 1,8,32,64,256)"
     add("--batch", type=_numbers, default="1,8,32,64,256", help=batches)
     add("--prompt", type=int, default=256, help="tokens per prompt (default: 256)")
     add("--new-tokens", type=int, default=144, help="new tokens per row (default: 144)")
+
+    add = parser.add_mutually_exclusive_group().add_argument
     add("--parts", action="store_true", help="also measure the parts of a step, on a GPU")
+    add("--data", default="", help="measure rollouts of FILE.jsonl with question and answer")
+    add("--startup", action="store_true", help="measure the time to the first tokens instead")
 
     add = parser.add_argument_group("whole rollouts").add_argument
-    add("--data", default="", help="FILE.jsonl with question and answer; needs --source")
-    add("--startup", action="store_true", help="measure the time to the first tokens instead")
     add("--prompts", type=int, default=64, help="number of prompts per rollout (default: 64)")
     add("--group", type=int, default=16, help="completions per prompt (default: 16)")
     add("--max-new-tokens", type=int, default=1024, help="completion limit (default: 1024 tokens)")
     add("--max-rows", type=int, default=0, help="largest decode batch in rows (default: what fits)")
-    add("--system-prompt", help="system message (default: the one of `experiments.evaluate`)")
     return parser
 
 

@@ -10,7 +10,7 @@ Fields of a "decode" row:
 
     ms_per_step             milliseconds of a step of all rows; tokens_per_s follows from it
     prefill_tokens_per_s    prompt tokens over the seconds of a generation of one token
-    peak_gb                 peak memory in 10^9 bytes, as `peak_memory.watched` measures it
+    peak_gb                 largest memory of the process so far in 10^9 bytes
 
 A "parts" row has the fields of a decode row, and in `parts` the milliseconds of a step by part, as
 `profile.per_step` returns them.
@@ -33,14 +33,13 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.common import check_out, merge, origin
-from benchmarks.rollout.peak_memory import largest, watched
+from benchmarks.common import check_out, merge, origin, peak_gb
 from benchmarks.rollout.profile import step_parts
 from benchmarks.rollout.results import KEYS
 from benchmarks.rollout.subject import (
@@ -56,19 +55,16 @@ from benchmarks.rollout.subject import (
     plan_of_steps,
     random_prompts,
     row_settings,
-    sampling_of,
     with_adapter,
 )
 from pallas_kernels.gpu_lock import sole_use
 from qerl_jax.compile.aot import compile_operations
 from qerl_jax.compile.operation import Executables
-from qerl_jax.data.prompts import PromptConfig, encode_prompts
 from qerl_jax.errors import memory_errors
-from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
 from qerl_jax.rollout import shapes
+from qerl_jax.rollout.config import SamplingConfig
 from qerl_jax.rollout.progress import RolloutProgress, live_fraction
 from qerl_jax.rollout.sampler import Sampler
-from qerl_jax.system.live_line import LiveLine
 
 _REPEATS = 2
 _TOO_LARGE = (
@@ -79,9 +75,6 @@ _TOO_LARGE = (
 
 def benchmark(options: argparse.Namespace) -> None:
     """Measures, prints a line for each row, and writes the rows.
-
-    Args:
-        options: the parsed arguments of `benchmarks.rollout`.
 
     Raises:
         UserError: an option names something that does not exist, or that does not fit in memory.
@@ -103,7 +96,7 @@ def benchmark(options: argparse.Namespace) -> None:
                 subject = make_subject(options, model, format)
             for rank in options.lora_rank:
                 with memory_context():
-                    subject = with_adapter(subject, rank, options.seed)
+                    subject = with_adapter(subject, rank)
                     if options.startup or options.data:
                         measure = measure_startup if options.startup else measure_rollouts
                         row = measure(subject, options)
@@ -141,8 +134,7 @@ def _compile(subject: Subject, options: argparse.Namespace) -> Executables:
     for batch, new_tokens in itertools.product(options.batch, (1, options.new_tokens)):
         arrays, table = operations_of_steps(subject, batch, options, new_tokens)
         needed += table.values()
-    with _progress() as on_progress:
-        programs = compile_operations(arrays, needed, on_progress)
+    programs = compile_operations(arrays, needed)
     seconds = time.perf_counter() - began
     print(f"compiled {len(programs)} programs in {seconds:.0f} s", flush=True)
     return programs
@@ -153,16 +145,15 @@ def measure_decoding(
 ) -> dict:
     """A decode row, with the fields that the module explains."""
     prompts = random_prompts(subject.model_config, batch, options)
-    key, plan = jax.random.key(options.seed), plan_of_steps(subject, batch, options)
-    sampler = Sampler(
-        subject.model_config, NO_TEXT, sampling_of(options.new_tokens), engine_of(options, batch)
-    )
+    key, plan = jax.random.key(0), plan_of_steps(subject, batch, options)
+    engine, sampling = engine_of(options, batch), SamplingConfig(max_new_tokens=options.new_tokens)
+    sampler = Sampler(subject.model_config, NO_TEXT, sampling, engine, executables=programs)
     drains: list[tuple[float, int]] = []  # time and received tokens per row, but for the last chunk
 
-    def run(new_tokens: int, programs: Executables = programs) -> None:
+    def run(new_tokens: int) -> None:
         drains.clear()
         run_sampler = dataclasses.replace(
-            sampler, sampling=sampling_of(new_tokens), executables=programs
+            sampler, sampling=SamplingConfig(max_new_tokens=new_tokens)
         )
         for step in run_sampler.steps(key, subject.policy, prompts):
             if step.ended_rows < step.rows:
@@ -180,9 +171,8 @@ def measure_decoding(
         run(1)
         return time.perf_counter() - began
 
-    peaks: list[int] = []
     for new_tokens in (1, options.new_tokens):
-        run(new_tokens, watched(programs, peaks))
+        run(new_tokens)
     seconds = min(prefill() for _ in range(_REPEATS))
     ms_per_step = 1e3 * min(step() for _ in range(_REPEATS))
     return row_settings(subject, "decode", options) | {
@@ -192,7 +182,7 @@ def measure_decoding(
         "ms_per_step": round(ms_per_step, 4),
         "tokens_per_s": round(1e3 * batch / ms_per_step, 1),
         "prefill_tokens_per_s": round(batch * options.prompt / seconds, 1),
-        "peak_gb": largest(peaks),
+        "peak_gb": peak_gb(),
     }
 
 
@@ -200,30 +190,19 @@ def measure_rollouts(subject: Subject, options: argparse.Namespace) -> dict:
     """A gsm8k row, with the fields that the module explains."""
     model = subject.loaded
     assert model is not None
-    system = SYSTEM_PROMPT if options.system_prompt is None else options.system_prompt
-    prompts = [
-        prompt.ids
-        for prompt in encode_prompts(
-            first_problems(options.data, options.prompts),
-            model.tokenizer,
-            PromptConfig(system_prompt=system),
-            max_prompt_tokens=model.config.max_position - options.max_new_tokens,
-            remedy="lower --max-new-tokens",
-        )
-    ]
-    key, began = jax.random.key(options.seed), time.perf_counter()
+    prompts = first_problems(model, options.data, options.prompts, options.max_new_tokens)
+    key, began = jax.random.key(0), time.perf_counter()
     sampler, plan = _compiled_sampler(subject, model.tokenizer, prompts, options)
     compile_seconds = time.perf_counter() - began
-    assert sampler.executables is not None
-    times, runs, peaks = [], [], []
+    times, runs = [], []
 
-    def run(number: int, sampler: Sampler = sampler) -> RolloutProgress:
+    def run(number: int) -> RolloutProgress:
         steps = sampler.steps(jax.random.fold_in(key, number), subject.policy, prompts)
         (last,) = collections.deque(steps, maxlen=1)
         return last
 
     with sole_use():
-        run(0, dataclasses.replace(sampler, executables=watched(sampler.executables, peaks)))
+        run(0)
         for number in range(1, _REPEATS + 1):
             began = time.perf_counter()
             runs.append(run(number))
@@ -243,7 +222,7 @@ def measure_rollouts(subject: Subject, options: argparse.Namespace) -> dict:
             "finished": round(float(rollout.finished.mean()), 4),
             "mean_tokens": round(float(rollout.lengths.mean()), 1),
             "compile_seconds": round(compile_seconds, 1),
-            "peak_gb": largest(peaks),
+            "peak_gb": peak_gb(),
         }
     )
 
@@ -254,7 +233,7 @@ def measure_startup(subject: Subject, options: argparse.Namespace) -> dict:
     times = {"weights_s": time.time()}
     sampler, _ = _compiled_sampler(subject, NO_TEXT, prompts, options)
     times["compiled_s"] = time.time()
-    for _ in sampler.steps(jax.random.key(options.seed), subject.policy, prompts):
+    for _ in sampler.steps(jax.random.key(0), subject.policy, prompts):
         times.setdefault("first_tokens_s", time.time())
     programs = sampler.executables
     assert programs is not None
@@ -271,32 +250,19 @@ def _compiled_sampler(
     subject: Subject, tokenizer: Any, prompts: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> tuple[Sampler, shapes.RolloutShapes]:
     """A sampler with every program that rollouts of these prompts can need, and its shapes."""
-    lengths, sampling = [len(prompt) for prompt in prompts], sampling_of(options.max_new_tokens)
+    lengths, sampling = (
+        [len(prompt) for prompt in prompts],
+        SamplingConfig(max_new_tokens=options.max_new_tokens),
+    )
     plan = plan_of(
         subject, lengths, options.max_new_tokens, options.group, options, max_rows=options.max_rows
     )
     # The rows that fit an empty memory stay the bound.
     engine = engine_of(options, plan.batch_sizes[0], max(lengths))
     sampler = Sampler(subject.model_config, tokenizer, sampling, engine, options.group)
-    with _progress() as on_progress:
-        sampler = sampler.compiled(
-            jax.random.key(options.seed),
-            subject.policy,
-            num_prompts=len(prompts),
-            on_progress=on_progress,
-        )
-    return sampler, plan
+    key = jax.random.key(0)
+    return sampler.compiled(key, subject.policy, num_prompts=len(prompts)), plan
 
 
 def _rollout_settings(options: argparse.Namespace) -> dict[str, int]:
     return {name: getattr(options, name) for name in ("prompts", "group", "max_new_tokens")}
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A line on a terminal with the number of compiled programs."""
-    live = LiveLine()
-    try:
-        yield lambda count, total: live.update(f"rollout programs {count}/{total}")
-    finally:
-        live.clear()

@@ -40,9 +40,7 @@ Kernels = list[tuple[str, float]]  # name of instruction or kernel, milliseconds
 def step_parts(subject: Subject, batch: int, options: argparse.Namespace) -> dict[str, float]:
     """The parts of a decode step, measured in the middle of the new tokens; {} if a profiler fails.
 
-    Returns:
-        What `per_step` returns, and "graphs": the number of CUDA graphs that the engine's program
-        launches per step.
+    They are what `per_step` returns, and "graphs": CUDA graphs that the engine launches per step.
     """
     (key, params, lora), table = operations_of_steps(subject, batch, options)
     programs, operation = Programs(table), table["decode", batch]
@@ -201,18 +199,10 @@ def per_step(
     steps: int,
     layers: int,
 ) -> dict[str, float]:
-    """Milliseconds of a decode step by part.
+    """Milliseconds of a decode step by part, from the kernels of a chunk of `steps` steps.
 
-    Args:
-        kernels: kernels of a chunk, as `device_kernels` returns them.
-        parts: part of each instruction, as `parts_of` returns it.
-        wall_ms: milliseconds of a chunk without a profiler.
-        steps: decode steps of the chunk.
-        layers: layers of the policy.
-
-    Returns:
-        The parts; "gaps", the wall time without a kernel, negative where kernels overlap; and
-        "kernels_per_layer", the kernels of a step divided by the layers.
+    Also "gaps", the time `wall_ms` of a chunk without a kernel, negative where kernels overlap; and
+    "kernels_per_layer", the kernels of a step divided by the layers.
     """
     part_of_kernel = {_as_kernel(name): part for name, part in parts.items()}
     times = dict.fromkeys(PARTS, 0.0)

@@ -37,15 +37,7 @@ def random_params(
     dtype: DTypeLike = jnp.bfloat16,
     mesh: Mesh | None = None,
 ) -> dict:
-    """A random parameter tree like those of `load.load`, made on the device a layer at a time.
-
-    Args:
-        key: random key.
-        model_config: the architecture.
-        format: weight format, as in `load.load`.
-        dtype: dtype of everything that is neither packed nor a norm.
-        mesh: devices that the weights are cut between, a layer at a time; None for one.
-    """
+    """A random parameter tree like those of `load.load`, made on the device a layer at a time."""
     table = (model_config.vocab_size, model_config.embed_dim)
     names = ["embed_tokens"] + ([] if model_config.tie_embeddings else ["lm_head"])
     params: dict = {

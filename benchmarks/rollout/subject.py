@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.rollout.random_policy import random_lora, random_params
 from qerl_jax.compile.operation import Operation, commit
-from qerl_jax.data.prompts import Problem
+from qerl_jax.data.prompts import PromptConfig, encode_prompts
 from qerl_jax.data.splits import ProblemConfig, load_split
 from qerl_jax.errors import UserError, check_limits
+from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
@@ -104,21 +104,18 @@ def check(options: argparse.Namespace) -> None:
         "--group": (options.group, 1),
         "--max-new-tokens": (options.max_new_tokens, 1),
         "--max-rows": (options.max_rows, 0),
-        "--seed": (options.seed, 0),
     }
     check_limits(limits)
     check_head_format(options.head_format)
     policies = len(options.format) * len(options.lora_rank)
     policies *= 1 if options.source else len(options.model)
     one_policy = "pass one --model, --format, --lora-rank"
-    startup, parts, data = options.startup, options.parts, options.data
+    startup, parts = options.startup, options.parts
     refused = {
         "--data: random weights solve nothing; pass real ones with --source=PATH": (
-            data and not options.source
+            options.data and not options.source
         ),
         f"--startup: a process begins once; {one_policy}": startup and policies > 1,
-        "--startup measures nothing else; drop --data and --parts": startup and (data or parts),
-        "--parts measures decode steps on random prompts; drop --data": parts and data,
         "--parts measures the kernels of one device; pass --tensor=1": parts and options.tensor > 1,
         "--parts: the time of kernels is measured on an NVIDIA GPU only": (
             parts and jax.default_backend() != "gpu"
@@ -142,16 +139,26 @@ def check_names(models: Sequence[str], formats: Sequence[str]) -> None:
                 raise UserError(f"unknown {kind} {name!r}: choose from {', '.join(known)}")
 
 
-def first_problems(path: str, count: int) -> list[Problem]:
-    """The first problems of a JSONL file.
+def first_problems(
+    model: LoadedModel, path: str, count: int, new_tokens: int
+) -> list[tuple[int, ...]]:
+    """The token ids of the first problems of a JSONL file, as `experiments.evaluate` renders them.
 
     Raises:
-        UserError: the file cannot be read, or holds fewer problems than --prompts.
+        UserError: the file cannot be read, or holds fewer problems than --prompts, or one leaves no
+            positions for the new tokens.
     """
     problems = load_split(ProblemConfig(path=path))
     if len(problems) < count:
         raise UserError(f"{path}: holds {len(problems)} problems; pass --prompts={len(problems)}")
-    return problems[:count]
+    prompts = encode_prompts(
+        problems[:count],
+        model.tokenizer,
+        PromptConfig(system_prompt=SYSTEM_PROMPT),
+        max_prompt_tokens=model.config.max_position - new_tokens,
+        remedy="pass fewer new tokens",
+    )
+    return [prompt.ids for prompt in prompts]
 
 
 def model_name(source: str) -> str:
@@ -159,12 +166,12 @@ def model_name(source: str) -> str:
     return source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
 
 
-def random_weights(model: str, format: str, *, seed: int, mesh: Mesh | None = None) -> dict:
+def random_weights(model: str, format: str, *, mesh: Mesh | None = None) -> dict:
     """Random weights in the shapes of a model, as they are loaded, on one device or a mesh."""
     if mesh is not None:
         # Raises an error before the work.
         shard_of(ARCHITECTURES[model], mesh.shape[TENSOR], format=format)
-    key = jax.random.key(seed, impl="rbg")  # the fastest generator
+    key = jax.random.key(0, impl="rbg")  # the fastest generator
     params = random_params(key, ARCHITECTURES[model], format=format, mesh=mesh)
     return params | {"layers": compact_layers(params["layers"])}
 
@@ -179,7 +186,7 @@ def make_subject(options: argparse.Namespace, model: str, format: str) -> Subjec
         loaded = load(options.source, format=format, place=place)
         model, architecture, params = model_name(options.source), loaded.config, loaded.params
     else:
-        params = random_weights(model, format, seed=options.seed, mesh=mesh)
+        params = random_weights(model, format, mesh=mesh)
     assert architecture is not None
     params = shard(params, mesh) if mesh else params
     place = functools.partial(shard_params, config=architecture, mesh=mesh)
@@ -190,11 +197,11 @@ def make_subject(options: argparse.Namespace, model: str, format: str) -> Subjec
     return Subject(model, format, architecture, params, loaded=loaded, mesh=mesh)
 
 
-def with_adapter(subject: Subject, rank: int, seed: int) -> Subject:
+def with_adapter(subject: Subject, rank: int) -> Subject:
     """The policy with a random adapter of this rank; rank 0 is no adapter."""
     lora = None
     if rank:
-        lora = random_lora(jax.random.key(seed, impl="rbg"), subject.model_config, rank=rank)
+        lora = random_lora(jax.random.key(0, impl="rbg"), subject.model_config, rank=rank)
         lora = shard(lora, subject.mesh) if subject.mesh else lora
     return dataclasses.replace(subject, lora_rank=rank, lora=jax.block_until_ready(lora))
 
@@ -208,15 +215,10 @@ def row_settings(subject: Subject, kind: str, options: argparse.Namespace) -> di
         "format": subject.format,
         "lora_rank": subject.lora_rank,
         "weights": "real" if options.source else "random",
-        "kv_cache_dtype": str(shapes.cache_dtype(options.kv_cache_dtype, jnp.dtype("bfloat16"))),
+        "kv_cache_dtype": "bfloat16",
         "device": jax.devices()[0].device_kind,
         **{name: getattr(options, name) for name in names},
     }
-
-
-def sampling_of(new_tokens: int) -> SamplingConfig:
-    """Completions of a length at temperature 1."""
-    return SamplingConfig(max_new_tokens=new_tokens)
 
 
 def engine_of(options: argparse.Namespace, max_rows: int, prompt_width: int = 0) -> EngineConfig:
@@ -224,7 +226,6 @@ def engine_of(options: argparse.Namespace, max_rows: int, prompt_width: int = 0)
     return EngineConfig(
         chunk_steps=options.chunk_steps,
         max_rows=max_rows,
-        kv_cache_dtype=options.kv_cache_dtype,
         dequantize=options.dequantize,
         prompt_width=prompt_width,
     )
@@ -246,7 +247,7 @@ def plan_of(
         longest=max(lengths),
         group_size=group,
         model_config=shard_config(subject.model_config, subject.params),
-        sampling=sampling_of(new_tokens),
+        sampling=SamplingConfig(max_new_tokens=new_tokens),
         engine=engine_of(options, max_rows),
     )
 
@@ -270,11 +271,11 @@ def operations_of_steps(
     plan = dataclasses.replace(
         plan, batch_sizes=plan.batch_sizes[:1], prompt_widths=(width, plan.prompt_widths[-1])
     )
-    key = replicate_like(jax.random.key(options.seed), subject.params)
+    key = replicate_like(jax.random.key(0), subject.params)
     key, policy = commit((key, subject.policy))
     static = decode.decode_config(
         shard_config(subject.model_config, policy.params),
-        sampling_of(new_tokens or options.new_tokens),
+        SamplingConfig(max_new_tokens=new_tokens or options.new_tokens),
         engine_of(options, batch),
         NO_TEXT,
     )
@@ -285,30 +286,17 @@ def random_prompts(
     model_config: ModelConfig, batch: int, options: argparse.Namespace
 ) -> list[list[int]]:
     """Random prompts of equal length."""
-    rng = np.random.default_rng(options.seed)
+    rng = np.random.default_rng(0)
     return rng.integers(0, model_config.vocab_size, (batch, options.prompt)).tolist()
 
 
 def check_fits(subject: Subject, options: argparse.Namespace) -> None:
     """Raises a UserError for a batch that does not fit, before smaller batches are measured."""
     batch = max(options.batch)
-    plan = plan_of_steps(subject, batch, options)
-    local_config = shard_config(subject.model_config, subject.params)
-    prefill = shapes.prefill_bytes(
-        local_config,
-        num_prompts=plan.prefill_batch,
-        width=plan.prompt_widths[-1],
-        dtype=plan.dtype,
-        compute=subject.params["embed_tokens"].dtype,
-    )
-    fitting = shapes.rows_left(
-        subject.params,
-        positions=plan.cache_positions,
-        model_config=local_config,
-        engine=engine_of(options, batch),
-        reserve=prefill,
-    )
-    if fitting is not None and fitting < batch:
+    lengths = [options.prompt] * batch
+    plan = plan_of(subject, lengths, options.new_tokens, 1, options, max_rows=0)
+    fitting = plan.batch_sizes[0]
+    if fitting < shapes.round_down(batch):
         raise UserError(
             f"--batch={batch}: besides {subject.model} in {subject.format} the memory holds "
             f"{fitting} rows of {plan.cache_positions} tokens; take it out, or lower --new-tokens"

@@ -38,7 +38,9 @@ from pallas_kernels.fp4_matmul import cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
 
+_CANDIDATES = 10  # by the cost model, each in all its depths
 _EPS = 1e-6  # epsilon of the norm before SwiGLU
+_RANK = 32  # of each projection's adapter
 _REPORT = "MOSAIC_GPU_DUMP_PTXAS"
 
 
@@ -78,7 +80,7 @@ def compiler_reports() -> Iterator[Callable[[jax.stages.Lowered], int]]:
         yield spilled_bytes
 
 
-def shortlist(m: int, n: int, k: int, *, rank: int, num_sms: int, size: int) -> list:
+def shortlist(m: int, n: int, k: int, *, rank: int, num_sms: int) -> list:
     """The best tilings by the cost model, each in all its depths, and the best of every kind.
 
     The tiling that the shape has now is one of them: another replaces it only if it is faster in
@@ -94,7 +96,7 @@ def shortlist(m: int, n: int, k: int, *, rank: int, num_sms: int, size: int) -> 
 
     found = tiling.candidates(m, n, k, rank=rank, num_sms=num_sms)
     ranked = sorted(found, key=cost)
-    best = list(dict.fromkeys(map(cut, ranked)))[:size]
+    best = list(dict.fromkeys(map(cut, ranked)))[:_CANDIDATES]
     chosen = [config for config in ranked if cut(config) in best]
     kinds = {}
     for config in ranked:
@@ -114,7 +116,7 @@ def decode_product(
     x A^T itself. So does the output projection with more than eight rows; its epilogue of residual
     and RMSNorm is not timed, but up to 64 rows gate and up compute x A^T after it. Otherwise
     partials of x A^T are given, up to the number of rows for which the kernel adds them up. The
-    rank is that of the layer's stacked adapters, 0 for the product alone.
+    rank is that of the layer's stacked adapters.
 
     Returns:
         The product of tokens, a weight and other arguments, which takes a `config`; the same
@@ -123,7 +125,7 @@ def decode_product(
     kernel, by_xla = (
         functools.partial(fp4.fp4_matmul, implementation=name) for name in ("mosaic", "xla")
     )
-    if not rank or m > tiling.MAX_ROWS_OF_PARTIALS:
+    if m > tiling.MAX_ROWS_OF_PARTIALS:
         return kernel, by_xla, []
     part = layer.rpartition(".")[2]
     ends = part == "gate_up" and m % 8 == 0
@@ -151,20 +153,15 @@ def decode_product(
     return product, product_by_xla, [adapters, [xa_partials] * count, [swiglu] * count]
 
 
-def tune(
-    layer: str, m: int, n: int, k: int, *, rank: int = 0, num_sms: int = tiling.NUM_SMS, size: int
-) -> tuple[TileConfig, float]:
-    """The fastest tiling of a `decode_product`, and its seconds.
-
-    The cost model chooses `size` candidates.
-    """
+def tune(layer: str, m: int, n: int, k: int, *, num_sms: int) -> tuple[TileConfig, float]:
+    """The fastest tiling of a `decode_product`, and its seconds."""
+    rank = cases.rank_of(layer, _RANK)
     with sole_use():
         args = cases.random_operands(m, n, k)
         product, by_xla, others = decode_product(layer, m, n, k, rank=rank, count=len(args[0]))
         args += others
         jax.block_until_ready(args)
-    padded = tiling.padded_rank(rank)
-    configs = shortlist(m, n, k, rank=padded, num_sms=num_sms, size=size)
+    configs = shortlist(m, n, k, rank=tiling.padded_rank(rank), num_sms=num_sms)
     if others and others[-1][0] is not None:  # SwiGLU wants all tokens in one tile.
         configs = [config for config in configs if config.tile_m >= m]
 
@@ -255,12 +252,6 @@ def main() -> None:
     """Parses the command line and tunes each shape."""
     parser = cases.parser(__doc__, m="8,16,32,64,96,128,160,192,256,320,384,448,512,1024,2048")
     parser.add_argument(
-        "--size", type=int, default=10, help="number of candidates by the cost model's rank"
-    )
-    parser.add_argument(
-        "--rank", type=int, default=32, help="rank of each projection's adapter, which must fit"
-    )
-    parser.add_argument(
         "--out", type=timing.user_path, help="table; by default the device's table in tuned/"
     )
     args = parser.parse_args()
@@ -274,8 +265,7 @@ def main() -> None:
             continue
         tuned.add((m, n, k))
         print(f"{layer} M {m}", flush=True)
-        rank = cases.rank_of(layer, args.rank)
-        config, seconds = tune(layer, m, n, k, rank=rank, num_sms=device.core_count, size=args.size)
+        config, seconds = tune(layer, m, n, k, num_sms=device.core_count)
         print(f"{layer} M {m}: {1e6 * seconds:.2f} us  {config}", flush=True)
         entry = {"n": n, "k": k, "m": m, "config": config.to_json()}
         with sole_use():

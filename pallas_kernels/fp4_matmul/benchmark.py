@@ -45,7 +45,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import platform
 import shlex
 import sys
 from collections.abc import Iterable
@@ -167,11 +166,7 @@ def provenance() -> dict:
     return {
         "commit": "unknown" if state is None else state["commit"],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": {
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},
         "command": f"python -m {__spec__.name} {shlex.join(map(_without_folder, sys.argv[1:]))}",
     }
 
@@ -200,16 +195,11 @@ def main() -> None:
         "--impls", default="nvfp4,nvfp4_lora32,bf16,xla", help="implementations of the list above"
     )
     parser.add_argument("--out", type=timing.user_path, required=True, help="JSON file of the rows")
-    parser.add_argument(
-        "--bandwidth",
-        type=float,
-        help="bytes per second to compute floors with, instead of measuring them",
-    )
     args = parser.parse_args()
     device = jax.devices()[0].device_kind
     with sole_use():
         merge(args.out, device, [])  # A file that does not take rows must not cost measurements.
-        bandwidth = args.bandwidth or copy_bandwidth()
+        bandwidth = copy_bandwidth()
     print(f"{device}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     origin = provenance()
     measured: dict[tuple, tuple[float, dict]] = {}  # Two models can have the same layer.

@@ -41,7 +41,6 @@ def candidates(m: int, n: int, k: int, num_sms: int) -> Iterator[MmaConfig]:
 def main() -> None:
     """Parses the command line and measures each shape."""
     parser = cases.parser(__doc__, m="8,16,32,64")
-    parser.add_argument("--threads", type=int, default=8, help="number of threads that compile")
     parser.add_argument("--out", type=timing.user_path, help="JSON file of all measurements")
     args = parser.parse_args()
     product, by_xla = (
@@ -53,7 +52,7 @@ def main() -> None:
         with sole_use():
             operands = jax.block_until_ready(cases.random_operands(m, n, k))
         configs = list(candidates(m, n, k, jax.devices()[0].core_count))
-        results = autotune.measured(configs, product, by_xla, operands, threads=args.threads)
+        results = autotune.measured(configs, product, by_xla, operands)
         for seconds, config, _ in results[:3]:
             print(f"{layer} M {m}: {1e6 * seconds:.2f} us  {config}", flush=True)
         rows += [

@@ -26,22 +26,17 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A process that trains or evaluates."""
+    """A process that trains."""
 
     name: str  # of its log, which no other job has
+    title: str  # what the terminal calls it
     command: Sequence[str]  # arguments of Python
+    # The run folder. The job waits while another process trains in it, such as a child of a killed
+    # command.
+    run: Path
     is_finished: Callable[[], bool]  # whether its work is done
-    # The run folder that it trains in, if any. It waits while another process does, such as a child
-    # of a killed command.
-    run: Path | None = None
-    title: str = ""  # what the terminal calls it; by default the name
-    progress: Callable[[], str] | None = None  # on the live line; by default the name
-    result: Callable[[], str] = lambda: "done"  # what a finished job has achieved
-
-    @property
-    def label(self) -> str:
-        """What the terminal calls it."""
-        return self.title or self.name
+    progress: Callable[[], str]  # on the live line
+    result: Callable[[], str]  # what a finished job has achieved
 
 
 @dataclasses.dataclass
@@ -94,13 +89,13 @@ def environment_of(folder: Path) -> dict[str, str]:
 
 
 def run_jobs(
-    ready: Callable[[], Iterable[Job]], folder: Path, devices: Sequence[str | None] = (None,)
+    jobs: Sequence[Job], folder: Path, devices: Sequence[str | None] = (None,)
 ) -> dict[str, str]:
     """Runs each job once, unless it is finished; returns name and reason of the failures.
 
     Args:
-        ready: lists the jobs that need no unfinished one, the most urgent first. It is called at
-            the start, after the end of a job, and while one waits for another process.
+        jobs: the jobs in their order; one whose run another process holds waits for it, while later
+            ones begin.
         folder: the outputs of the jobs go to logs/NAME.log in it; they share compiled programs.
         devices: values of CUDA_VISIBLE_DEVICES, from `devices_of`: as many jobs at a time.
 
@@ -109,52 +104,43 @@ def run_jobs(
     """
     make_folder(folder / "logs")
     active: dict[str | None, _RunningJob] = {}
-    begun: set[str] = set()
-    waiting_jobs: set[str] = set()
+    pending, told = list(jobs), set()
     failures: dict[str, str] = {}
     live = LiveLine()
 
-    def start_ready(free: list[str | None]) -> bool:
-        """Starts jobs on the free devices; returns whether one waits for another process."""
-        waits = False
-        for job in ready():
-            if job.name in begun:
-                continue
-            if holder := job.run and lock_holder(job.run):
-                waits = True
-                if job.name not in waiting_jobs:
+    def start(free: list[str | None]) -> None:
+        """Starts jobs on the free devices."""
+        for job in list(pending):
+            if holder := lock_holder(job.run):
+                if job.name not in told:
                     print(f"{job.name}: waiting for {visible(holder)}", flush=True)
-                    waiting_jobs.add(job.name)
+                    told.add(job.name)
                 continue
-            begun.add(job.name)
+            pending.remove(job)
             if job.is_finished():
-                print(f"{job.label}: is finished", flush=True)
+                print(f"{job.title}: is finished", flush=True)
                 continue
             device = free.pop(0)
             active[device] = _start(job, device, folder)
             if not free:
                 break
-        return waits
 
-    asks = True
     with stop_signals() as signals:
         try:
-            while active or (asks and not signals):
+            while active or (pending and not signals):
                 if signals:
                     _stop(active.values())
-                elif asks and (free := [device for device in devices if device not in active]):
+                elif pending and (free := [device for device in devices if device not in active]):
                     live.clear()
-                    asks = start_ready(free)
+                    start(free)
                 if active:
-                    live.update(
-                        "; ".join(_progress(running_job.job) for running_job in active.values())
-                    )
-                if active or asks:
+                    live.update("; ".join(running.job.progress() for running in active.values()))
+                if active or pending:
                     time.sleep(_POLL_SECONDS)
                 for device in [
                     d for d, running_job in active.items() if running_job.process.poll() is not None
                 ]:
-                    running_job, asks = active.pop(device), True
+                    running_job = active.pop(device)
                     live.clear()
                     if reason := _report(running_job, quiet=bool(signals)):
                         failures[running_job.job.name] = reason
@@ -173,7 +159,7 @@ def _start(job: Job, device: str | None, folder: Path) -> _RunningJob:
     log = folder / "logs" / f"{job.name}.log"
     environment = environment_of(folder) | ({} if device is None else {_VISIBLE: device})
     suffix = "" if device is None else f" on GPU {device}"
-    print(f"{job.label}{suffix}: see {log}", flush=True)
+    print(f"{job.title}{suffix}: see {log}", flush=True)
     with open_to_write(log, "a", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, *job.command],
@@ -196,19 +182,15 @@ def _stop(active: Iterable[_RunningJob]) -> None:
             running_job.is_stopping = True
 
 
-def _progress(job: Job) -> str:
-    return job.progress() if job.progress else job.name
-
-
 def _report(running_job: _RunningJob, *, quiet: bool) -> str:
     """Says how a job ended, and returns the reason of a failure; '' for one that is finished."""
     minutes = (time.perf_counter() - running_job.began) / 60
     code, job = running_job.process.returncode, running_job.job
     if code or not job.is_finished():
         if not quiet:
-            print(f"{job.label}: failed after {minutes:.1f} minutes", flush=True)
+            print(f"{job.title}: failed after {minutes:.1f} minutes", flush=True)
         return f"{_failure_reason(code, running_job.log)}, see {running_job.log}"
-    print(f"{job.label}: {job.result()} after {minutes:.1f} minutes", flush=True)
+    print(f"{job.title}: {job.result()} after {minutes:.1f} minutes", flush=True)
     return ""
 
 

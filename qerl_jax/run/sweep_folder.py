@@ -73,7 +73,7 @@ def train_all(
         )
         for number, run in enumerate(runs, start=1)
     ]
-    return run_jobs(lambda: jobs, folder, devices)
+    return run_jobs(jobs, folder, devices)
 
 
 def _last_reward(run: Run) -> str:
