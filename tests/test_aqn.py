@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from refusal import refused
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn
@@ -13,11 +14,15 @@ START, END = 1e-2, 1e-4
 DECAYING = ("exponential", "reference", "linear", "cosine", "logarithmic")
 
 
-def sigmas(name, *, stages, total_steps=None, start=START, end=END):
-    total_steps = total_steps or stages
-    schedule = aqn.sigma_schedule(
-        name, sigma_start=start, sigma_end=end, stages=stages, total_steps=total_steps
+def schedule_of(name, *, stages, total_steps, sigma_start=START, sigma_end=END):
+    return aqn.sigma_schedule(
+        name, sigma_start=sigma_start, sigma_end=sigma_end, stages=stages, total_steps=total_steps
     )
+
+
+def sigmas(name, *, stages, total_steps=None, **options):
+    total_steps = total_steps or stages
+    schedule = schedule_of(name, stages=stages, total_steps=total_steps, **options)
     return np.array([schedule(step) for step in range(total_steps)])
 
 
@@ -67,10 +72,7 @@ def test_one_and_two_stages(name, stages, expected):
 def test_remaining_steps_belong_to_the_last_stage():
     values = sigmas("linear", stages=3, total_steps=11)
     np.testing.assert_allclose(values, [0] * 3 + [START] * 3 + [END] * 5, rtol=1e-6)
-    schedule = aqn.sigma_schedule(
-        "linear", sigma_start=START, sigma_end=END, stages=3, total_steps=11
-    )
-    assert schedule(1000) == np.float32(END)
+    assert schedule_of("linear", stages=3, total_steps=11)(1000) == np.float32(END)
 
 
 def test_fewer_steps_than_stages_take_one_step_each():
@@ -80,12 +82,12 @@ def test_fewer_steps_than_stages_take_one_step_each():
 
 
 def test_off_ignores_its_sigmas():
-    assert not sigmas("off", stages=3, start=-1.0, end=0.0).any()
+    assert not sigmas("off", stages=3, sigma_start=-1.0, sigma_end=0.0).any()
 
 
 @pytest.mark.parametrize("name", ["exponential", "off"])
 def test_schedule_can_be_traced(name):
-    schedule = aqn.sigma_schedule(name, sigma_start=START, sigma_end=END, stages=5, total_steps=20)
+    schedule = schedule_of(name, stages=5, total_steps=20)
     steps = jnp.arange(25)
     traced = jax.jit(jax.vmap(schedule))(steps)
     assert traced.dtype == jnp.float32
@@ -133,19 +135,15 @@ def schedule_that_ends(**_):
     ],
 )
 def test_custom_schedules_that_fail_are_errors_of_one_line_at_the_start(function, message):
-    with pytest.raises(UserError, match=message) as caught:
-        sigmas(f"{__name__}:{function.__name__}", stages=5)
-    assert function.__name__ in str(caught.value)
-    assert "f(*, sigma_start, sigma_end, stages, total_steps)" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    said = refused(message, sigmas, f"{__name__}:{function.__name__}", stages=5)
+    assert function.__name__ in said
+    assert "f(*, sigma_start, sigma_end, stages, total_steps)" in said
 
 
 def test_a_custom_schedule_that_fails_later_names_its_step():
-    options = {"sigma_start": START, "sigma_end": END, "stages": 5, "total_steps": 20}
-    schedule = aqn.sigma_schedule(f"{__name__}:schedule_that_ends", **options)
+    schedule = schedule_of(f"{__name__}:schedule_that_ends", stages=5, total_steps=20)
     assert schedule(1) == np.float32(0.2)
-    with pytest.raises(UserError, match="at step 2 failed: IndexError"):
-        schedule(2)
+    refused("at step 2 failed: IndexError", schedule, 2)
 
 
 @pytest.mark.parametrize(
@@ -161,15 +159,8 @@ def test_a_custom_schedule_that_fails_later_names_its_step():
     ],
 )
 def test_bad_schedules(options, message):
-    defaults = {
-        "name": "exponential",
-        "sigma_start": START,
-        "sigma_end": END,
-        "stages": 10,
-        "total_steps": 100,
-    }
-    with pytest.raises(UserError, match=message):
-        aqn.sigma_schedule(**defaults | options)
+    defaults = {"name": "exponential", "stages": 10, "total_steps": 100}
+    refused(message, schedule_of, **defaults | options)
 
 
 DIM = 2048

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusal import refused
 from row_batch import row_batch
 from row_loss import loss_config, row_loss
 
-from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
 from qerl_jax.rollout.shapes import bucket
 
@@ -48,6 +48,8 @@ def test_tokens_are_contiguous_and_padded():
     assert batch.tokens.dtype == batch.lengths.dtype == np.int32
     floats = (batch.loss_mask, batch.weights, batch.advantages, batch.rollout_logprobs)
     assert all(x.dtype == np.float32 for x in floats)
+    # The padding is an EOS, prompts contain it, and a completion continues after it.
+    np.testing.assert_array_equal(batch.loss_mask, lengths_mask(LENGTHS))
     np.testing.assert_array_equal(batch.rollout_logprobs, -lengths_mask(LENGTHS))
 
 
@@ -59,12 +61,6 @@ def test_buckets_are_few_and_close():
     assert (widths <= np.maximum(lengths + 7, 1.5 * lengths)).all()
     assert len(set(widths.tolist())) == 4 + 2 * 7
     assert all(bucket(width) == width for width in set(widths.tolist()))
-
-
-def test_mask_follows_lengths_not_ids():
-    # The padding is an EOS, prompts contain it, and a completion continues after it: none of this
-    # matters.
-    np.testing.assert_array_equal(batch_of().loss_mask, lengths_mask([3, 1, 4, 2]))
 
 
 @pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
@@ -126,19 +122,10 @@ def test_the_constant_denominator_counts_the_tokens_that_may_be_sampled():
     np.testing.assert_allclose(batch.weights[batch.loss_mask > 0], 1 / 40)
 
 
-def test_the_denominators_of_micro_batches():
-    halves = batch_of(aggregation="micro_batch", micro_batch_rows=2).weights
-    whole = batch_of(aggregation="micro_batch", micro_batch_rows=4).weights
-    mask = lengths_mask(LENGTHS)
-    np.testing.assert_allclose(whole, mask / 10, rtol=1e-6)
-    np.testing.assert_allclose(halves, mask / np.array([[8], [8], [12], [12]]), rtol=1e-6)
-
-
 def test_empty_prompt():
     arguments = COMPLETIONS, LENGTHS, FINISHED, ADVANTAGES, np.zeros((4, 4))
     options = {"mask_truncated": False, "aggregation": "token", "pad_id": PAD}
-    with pytest.raises(UserError, match="prompt 2 is empty"):
-        row_batch([[1], [1], [], [1]], *arguments, **options)
+    refused("prompt 2 is empty", row_batch, [[1], [1], [], [1]], *arguments, **options)
 
 
 def test_shapes_are_checked():

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+import trees
+from refusal import refused
 
 import qerl_jax
 from qerl_jax.errors import UserError
@@ -62,18 +64,12 @@ def entries(home):
     )
 
 
-def assert_equal(some, others):
-    assert len(some) == len(others)
-    for one, other in zip(some, others, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_a_run_trains_on_calibrated_bytes_and_records_them(run, tiny, home):
     (entry,) = entries(home)
     assert digest_of(run) == cache.open_entry(entry).digest
     stored = load(str(entry), dtype="float32")
     policy = open_policy(str(run))
-    assert_equal(packed(policy.base.params), packed(stored.params))
+    trees.assert_equal(packed(policy.base.params), packed(stored.params))
     rounded = load(str(tiny.model), dtype="float32")
     assert any(
         (a != b).any() for a, b in zip(packed(stored.params), packed(rounded.params), strict=True)
@@ -83,7 +79,7 @@ def test_a_run_trains_on_calibrated_bytes_and_records_them(run, tiny, home):
     assert not policy.base.packed
     text = np.load(RunFolder(run).calibration)
     assert (text.dtype, text.ndim) == (np.int32, 2)
-    assert_equal([text], [np.load(entry / "tokens.npy")])
+    trees.assert_equal([text], [np.load(entry / "tokens.npy")])
 
 
 def test_runs_of_one_model_share_the_base(run, tiny, home, tmp_path, capsys):
@@ -109,7 +105,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(run, tiny, tmp_path):
 def test_a_missing_base_is_made_again_from_the_text_of_the_run(run, tmp_path, monkeypatch, capsys):
     expected = packed(open_policy(str(run)).base.params)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert_equal(packed(open_policy(str(run)).base.params), expected)
+    trees.assert_equal(packed(open_policy(str(run)).base.params), expected)
     out = capsys.readouterr().out
     assert "calibrated on" in out
     assert len(entries(tmp_path)) == 1
@@ -121,11 +117,9 @@ def test_a_damaged_base_is_made_again(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     expected = packed(open_policy(str(run)).base.params)
     (entry,) = entries(tmp_path)
-    content = bytearray((entry / "model.safetensors").read_bytes())
-    content[-5] ^= 1
-    (entry / "model.safetensors").write_bytes(content)
+    tiny_run.damage(entry / "model.safetensors")
     capsys.readouterr()
-    assert_equal(packed(open_policy(str(run)).base.params), expected)
+    trees.assert_equal(packed(open_policy(str(run)).base.params), expected)
     out = capsys.readouterr().out
     assert "damaged" in out
     assert "calibrated on" in out
@@ -172,8 +166,7 @@ def test_a_text_of_somebody_else_is_checked(run, tmp_path, monkeypatch, content)
         path.write_bytes(content)
     else:
         np.save(path, content)
-    with pytest.raises(UserError, match=r"calibration_tokens\.npy"):
-        open_policy(str(tmp_path / "run"))
+    refused(r"calibration_tokens\.npy", open_policy, str(tmp_path / "run"))
 
 
 def test_a_run_that_begins_from_another_one_takes_its_base(run, tiny, home, tmp_path):
@@ -188,10 +181,7 @@ def test_weights_that_changed_are_calibrated_anew(tiny, tmp_path, monkeypatch):
     model = shutil.copytree(tiny.model, tmp_path / "model")
     first = cache.weights_digest(model)
     assert cache.weights_digest(model) == first
-    (file,) = model.glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    tiny_run.damage(model / "model.safetensors")
     assert cache.weights_digest(model) != first
 
 

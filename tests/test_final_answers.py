@@ -140,18 +140,14 @@ def judged(texts, reference, name="math_answer"):
     ]
 
 
-def test_right_answers_in_other_words_are_one_answer():
+def test_answers_in_other_words_are_one_answer():
     halves = [r"\frac{1}{2}", r"\frac12", r"\dfrac{1}{2}", "0.5"]
-    rows = judged([rf"\boxed{{{x}}}" for x in (*halves, "3", "3")], r"\frac{1}{2}")
-    assert task_figures([rows])[0]["maj@6"]["value"] == 1.0
-
-
-def test_wrong_answers_in_other_words_are_one_answer():
-    halves = [r"\frac{1}{2}", r"\frac12", r"\dfrac{1}{2}", "0.5"]
-    rows = judged([rf"\boxed{{{x}}}" for x in (*halves, "3", "3")], "3")
-    figures = task_figures([rows], same_answer(REWARDS + "math_answer"))[0]
+    texts = [rf"\boxed{{{x}}}" for x in (*halves, "3", "3")]
+    assert task_figures([judged(texts, r"\frac{1}{2}")])[0]["maj@6"]["value"] == 1.0
+    wrong = judged(texts, "3")
+    figures = task_figures([wrong], same_answer(REWARDS + "math_answer"))[0]
     assert figures["maj@6"]["value"] == 0.0
-    assert task_figures([rows])[0]["maj@6"]["value"] == 1.0  # as texts they are four answers
+    assert task_figures([wrong])[0]["maj@6"]["value"] == 1.0  # as texts they are four answers
 
 
 @pytest.mark.parametrize("case", PEERS["pairs"], ids=ids(PEERS["pairs"]))

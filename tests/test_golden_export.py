@@ -4,7 +4,7 @@ Generators: golden/make_export_logits.py, golden/make_export_greedy.py.
 """
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import pathlib
 
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny_model import rounded_to_bfloat16
 
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.policy import transformer
 from qerl_jax.policy.policy import Policy
-from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.rollout.config import SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
 
@@ -27,10 +27,9 @@ forward = jax.jit(transformer.forward, static_argnames="config")
 
 
 def generator(name):
-    spec = importlib.util.spec_from_file_location(name, GOLDEN / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(GOLDEN)
+        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +41,6 @@ def exports(tmp_path_factory):
     return folder
 
 
-def rounded(params):
-    """Returns weights as compressed-tensors decompresses them: rounded to bfloat16, in float32."""
-    layers = [
-        {
-            name: dequantize(value, jnp.bfloat16).astype(jnp.float32)
-            if isinstance(value, QuantTensor)
-            else value
-            for name, value in layer.items()
-        }
-        for layer in params["layers"]
-    ]
-    return {**params, "layers": layers}
-
-
 @pytest.mark.parametrize("form", ["peft", "merged", "nvfp4"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 def test_logits(name, form, exports):
@@ -64,7 +49,7 @@ def test_logits(name, form, exports):
     policy = open_policy(str(exports / f"{name}.{form}"), base=base, dtype="float32")
     assert (policy.lora is None) == (form != "peft")
     logits = jax.jit(forward, static_argnames="config")(
-        rounded(policy.model.params),
+        rounded_to_bfloat16(policy.model.params),
         policy.lora,
         golden["ids"][None],
         jnp.array([len(golden["ids"])]),
@@ -87,7 +72,7 @@ def test_greedy_tokens_of_smollm2(tmp_path):
             dataclasses.replace(policy.model.tokenizer, eos_ids=()),
             SamplingConfig(max_new_tokens=made.NEW_TOKENS, temperature=0.0),
         )
-        exported = Policy(rounded(policy.model.params), policy.lora)
+        exported = Policy(rounded_to_bfloat16(policy.model.params), policy.lora)
         rollout = sampler.rollout(jax.random.key(0), exported, made.prompts())
         expected = [row["tokens"] for row in golden[form]]
         np.testing.assert_array_equal(rollout.tokens, expected, err_msg=form)

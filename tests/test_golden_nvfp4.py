@@ -1,40 +1,23 @@
 """Packed bytes and logits equal those of llm-compressor (generator: golden/make_nvfp4.py)."""
 
-import json
 import pathlib
-import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny_checkpoints import write_golden_source
+from tiny_model import rounded_to_bfloat16
 
 from qerl_jax.policy import transformer
 from qerl_jax.policy.layers.kinds import ALL_FUSED
-from qerl_jax.policy.quant import QuantTensor, dequantize
+from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module
 from qerl_jax.weights.safetensors import read_file
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MODELS = ("qwen2", "qwen3", "llama", "qwen3_5")
-
-
-@pytest.fixture
-def source_folder(tmp_path):
-    """Returns a function from a model's name to the folder of its bfloat16 source."""
-
-    def make(name):
-        checkpoint = GOLDEN / f"nvfp4_{name}"
-        config = json.loads((checkpoint / "config.json").read_text())
-        del config["quantization_config"]
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        shutil.copy(checkpoint / "source_bf16.safetensors", tmp_path / "model.safetensors")
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(checkpoint / file, tmp_path / file)
-        return str(tmp_path)
-
-    return make
 
 
 def assert_stored(params, tensors):
@@ -65,8 +48,8 @@ def assert_stored(params, tensors):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_quantizing_the_source_gives_the_bytes_of_the_checkpoint(name, source_folder):
-    model = load(source_folder(name), format="nvfp4")
+def test_quantizing_the_source_gives_the_bytes_of_the_checkpoint(name, tmp_path):
+    model = load(str(write_golden_source(tmp_path, name)), format="nvfp4")
     assert_stored(model.params, read_file(GOLDEN / f"nvfp4_{name}" / "model.safetensors"))
 
 
@@ -80,17 +63,7 @@ def test_loading_the_checkpoint_keeps_its_bytes(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_logits(name, weights):
     model = load(str(GOLDEN / f"nvfp4_{name}"), format="nvfp4", dtype="float32")
-    params = model.params
-    if weights == "bf16":
-        params["layers"] = [
-            {
-                key: dequantize(value, jnp.bfloat16).astype(jnp.float32)
-                if isinstance(value, QuantTensor)
-                else value
-                for key, value in layer.items()
-            }
-            for layer in params["layers"]
-        ]
+    params = rounded_to_bfloat16(model.params) if weights == "bf16" else model.params
     expected = load_file(GOLDEN / f"nvfp4_{name}" / "logits.safetensors")
     ids = jnp.asarray(expected["ids"])[None]
     logits = transformer.forward(params, None, ids, jnp.array([ids.shape[1]]), config=model.config)

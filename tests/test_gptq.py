@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
-from qerl_jax.quantization.gptq import block_scales, gptq, pack_codes
+from qerl_jax.policy.quant import dequantize, quantize_nvfp4
+from qerl_jax.quantization.gptq import block_scales, gptq
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "gptq.npz")
 CASES = ("many", "few")
@@ -219,12 +219,3 @@ def test_no_scale_that_clips_nothing_has_a_smaller_error():
     assert growth.min() == 1
     assert 1.5 < growth.max() <= 2
     assert 0.3 < (growth > 1).mean() < 0.9
-
-
-def test_packed_codes_are_those_of_checkpoints():
-    codes = np.random.default_rng(3).integers(0, 16, (4, 32)).astype(np.uint8)
-    scales, divisor = SCALES[40:48].reshape(4, 2), np.float32(3)
-    packed = QuantTensor(pack_codes(codes), scales, np.full(4, divisor))
-    np.testing.assert_allclose(
-        dequantize(packed, jnp.float32), values(codes, scales, divisor), rtol=1e-6
-    )

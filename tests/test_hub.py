@@ -6,8 +6,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from problem_sets import load_problems
+from refusal import refused
 
-from qerl_jax.errors import UserError
 from qerl_jax.evaluation.perplexity import read_documents
 from qerl_jax.system import hub
 from qerl_jax.weights import load
@@ -42,19 +42,16 @@ def test_a_mistyped_path_is_not_asked_for_on_a_hub(source, tmp_path, monkeypatch
     monkeypatch.setattr(hub, "asking", asking)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first-abc" / "adapter").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"neither a folder") as error:
-        load.load(source)
-    advised = "hf download" in str(error.value)
+    said = refused(r"neither a folder", load.load, source)
+    advised = "hf download" in said
     assert advised == (source.count("/") == 1 and source[0] not in "./~")
     suggestion = {"runs/first-adc": "first-abc", "runs/first-abc/adaptor": "adapter"}.get(
         source, ""
     )
-    assert (f"did you mean {suggestion}?" in str(error.value)) == bool(suggestion)
-    with pytest.raises(UserError, match=r"--config\.data\.path=FILE\.jsonl"):
-        load_problems(source)
+    assert (f"did you mean {suggestion}?" in said) == bool(suggestion)
+    refused(r"--config\.data\.path=FILE\.jsonl", load_problems, source)
     if source == "runs/first-adc":
-        with pytest.raises(UserError, match="did you mean first-abc"):
-            read_documents(source)
+        refused("did you mean first-abc", read_documents, source)
 
 
 def test_a_cached_hub_id_beside_a_folder_of_its_owner_stays_one(tmp_path, monkeypatch):
@@ -68,8 +65,7 @@ def test_a_cached_hub_id_beside_a_folder_of_its_owner_stays_one(tmp_path, monkey
 
 def test_an_unreachable_hub_is_given_up_soon(unreachable, capsys):
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"no answer from https://.* and no copy in the cache"):
-        load.load("someone/model")
+    refused(r"no answer from https://.* and no copy in the cache", load.load, "someone/model")
     assert time.monotonic() - began < 5.0
     assert capsys.readouterr().err == "someone/model: asking the Hugging Face hub\n"
     assert not constants.HF_HUB_OFFLINE

@@ -11,6 +11,7 @@ import optax
 import pytest
 import tiny_run
 from ml_collections import ConfigDict
+from refusal import refused
 
 from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import Device, plan_run
@@ -217,8 +218,7 @@ def best(origin, tiny, tmp_path, monkeypatch):
 
 
 def test_the_best_adapter(best, begun):
-    with pytest.raises(UserError, match="has no best adapter yet; leave out :best"):
-        begun({"init_from": f"{best.run}:best"})
+    refused("has no best adapter yet; leave out :best", begun, {"init_from": f"{best.run}:best"})
     best.save(1)
     said, _, state, _ = begun({"init_from": f"{best.run}:best"})
     assert "beginning from the best adapter of step 1 of" in said
@@ -226,8 +226,7 @@ def test_the_best_adapter(best, begun):
     assert same(state.trainable.lora, tiny_run.adapter(best.run, "best_adapter"))
     assert not any(leaf.any() for leaf in jax.tree.leaves(state.opt_state))
     (best.run / "best.json").write_text('{"step": 1, "accuracy": 0.5}')
-    with pytest.raises(UserError, match=r"best\.json is damaged: it has no number 'checksum'"):
-        best.read()
+    refused(r"best\.json is damaged: it has no number 'checksum'", best.read)
 
 
 def test_the_best_adapter_and_its_step_are_those_of_one_save(best, monkeypatch):
@@ -246,8 +245,7 @@ def test_the_best_adapter_and_its_step_are_those_of_one_save(best, monkeypatch):
         patch.setattr(begin, "load_peft_adapter", slow)
         assert best.read() == (1, crcs[1])
     # The folder is that of step 2, and best.json stays that of step 1 or comes later.
-    with pytest.raises(UserError, match=r"best_adapter and best.json are of different steps"):
-        best.save(2, between=best.read)
+    refused(r"best_adapter and best.json are of different steps", best.save, 2, between=best.read)
     assert json.loads((best.run / "best.json").read_text())["step"] == 1
     record = {"step": 2, "accuracy": 0.2, "checksum": crcs[2]}
     write = lambda _: (best.run / "best.json").write_text(json.dumps(record))  # noqa: E731
@@ -293,10 +291,9 @@ def test_process_0_chooses_the_checkpoint(origin, begun, monkeypatch):
     assert values[-2:] == [[2, 2, crcs[2]], [1, 1, crcs[1]]]
     with pytest.raises(UserError, match="read other checkpoints than process 0"):
         read([1, 1, crcs[1]], writes=False, absent=[1])
-    with pytest.raises(UserError, match="read other checkpoints than process 0"):
-        read([1, 1, crcs[2]], writes=False)  # the same step of another run
-    with pytest.raises(UserError, match="has no checkpoint yet"):
-        read(None, writes=False)
+    # the same step of another run
+    refused("read other checkpoints than process 0", read, [1, 1, crcs[2]], writes=False)
+    refused("has no checkpoint yet", read, None, writes=False)
 
 
 @pytest.mark.parametrize(
@@ -311,9 +308,7 @@ def test_process_0_chooses_the_checkpoint(origin, begun, monkeypatch):
     ],
 )
 def test_another_adapter_is_refused(origin, begun, tmp_path, changes, words):
-    with pytest.raises(UserError, match=words) as caught:
-        begun({"init_from": str(origin)} | changes)
-    assert "\n" not in str(caught.value)
+    refused(words, begun, {"init_from": str(origin)} | changes)
     assert not (tmp_path / "new").exists()
 
 
@@ -325,14 +320,12 @@ def test_another_base_is_refused(origin, begun, tiny, tmp_path):
 
 
 def test_runs_without_anything_to_begin_from(origin, begun, tmp_path):
-    with pytest.raises(UserError, match="is not a run folder"):
-        begun({"init_from": str(tmp_path)})
+    refused("is not a run folder", begun, {"init_from": str(tmp_path)})
     with pytest.raises(UserError, match=r"is not a run folder.*FOLDER:best for its best adapter"):
         begun({"init_from": f"{tmp_path}:last"})
     empty = shutil.copytree(origin, tmp_path / "empty")
     shutil.rmtree(empty / "checkpoints")
-    with pytest.raises(UserError, match="has no checkpoint yet"):
-        begun({"init_from": str(empty)})
+    refused("has no checkpoint yet", begun, {"init_from": str(empty)})
 
 
 def test_a_session_does_not_begin_anew_in_place_of_another_run(origin, tiny):
@@ -358,19 +351,14 @@ def test_a_full_run_begins_from_a_model(origin, begun, tmp_path):
     saved["config"]["train"]["parameters"], saved["config"]["model"]["format"] = "full", "bf16"
     (run / "config.json").write_text(json.dumps(saved))
     full = {"train.parameters": "full", "model.format": "bf16", "init_from": f"{run}:best"}
-    with pytest.raises(UserError, match=f"--config.model.source={run}/best_model"):
-        begun(full)
+    refused(f"--config.model.source={run}/best_model", begun, full)
     with pytest.raises(UserError, match=f"or begin from its model, --config.model.source={run}/"):
         begun({"init_from": str(run)})
 
 
 def test_a_damaged_checkpoint_is_skipped_and_left(origin, begun, tmp_path):
     run = shutil.copytree(origin, tmp_path / "other")
-    files = (path for path in (run / "checkpoints" / "2").rglob("*") if path.is_file())
-    largest = max(files, key=lambda path: path.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    largest.write_bytes(data)
+    tiny_run.damage(run / "checkpoints" / "2")
     before = tiny_run.contents(run)
     said, *_ = begun({"init_from": str(run)})
     assert "beginning from the checkpoint of step 1 of" in said

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusal import refused
 from row_loss import loss_config, row_loss
 
 from qerl_jax.errors import UserError
@@ -251,25 +252,6 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient(advantage, ratio, weight)
     assert summarize(metrics)["clip_fraction"] == (weight != ratio)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "passes", "beyond"),
-    [
-        (2.9, -1.0, 2.9, True, 0),
-        (3.1, -1.0, 3.0, False, 1),
-        (np.exp(25.0), -1.0, 3.0, False, 1),
-        (3.1, 1.0, -1.28, False, 0),
-        (0.1, 1.0, -0.1, True, 0),
-    ],
-)
-def test_dual_clip(ratio, advantage, loss, passes, beyond):
-    config = loss_config("dapo", dual_clip=3.0)
-    value, gradient, metrics = token_case(np.log(ratio), advantage).loss(config)
-    assert value == pytest.approx(loss, rel=1e-5)
-    expected = -ratio * advantage if passes else 0.0
-    assert gradient.item() == pytest.approx(expected, rel=1e-5)
-    assert summarize(metrics)["clip_fraction_dual"] == beyond
-
-
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_masked_positions_may_hold_anything(name, options):
     config = loss_config(name, **options)
@@ -315,44 +297,31 @@ def test_gradient_on_policy_is_the_policy_gradient(name):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "passes", "low", "high"),
+    ("ratio", "advantage", "loss", "passes", "clipped"),
     [
-        (1.25, 1.0, -1.25, True, 0, 0),  # clip-higher does not clip it
-        (1.30, 1.0, -1.28, False, 0, 1),
-        (0.70, 1.0, -0.70, True, 0, 0),
-        (0.70, -1.0, 0.80, False, 1, 0),
-        (1.30, -1.0, 1.30, True, 0, 0),
-        (0.70, 0.0, 0.0, False, 0, 0),
+        (1.25, 1.0, -1.25, True, ""),  # clip-higher does not clip it
+        (1.30, 1.0, -1.28, False, "high"),
+        (0.70, 1.0, -0.70, True, ""),
+        (0.10, 1.0, -0.10, True, ""),
+        (0.70, -1.0, 0.80, False, "low"),
+        (1.30, -1.0, 1.30, True, ""),
+        (0.70, 0.0, 0.0, False, ""),
+        (2.9, -1.0, 2.9, True, ""),
+        (3.1, -1.0, 3.0, False, "dual"),
+        (np.exp(25.0), -1.0, 3.0, False, "dual"),
+        (3.1, 1.0, -1.28, False, "high"),
     ],
 )
-def test_clipping(ratio, advantage, loss, passes, low, high):
-    config = loss_config("dapo", clip_low=0.2, clip_high=0.28)
+def test_clipping(ratio, advantage, loss, passes, clipped):
+    config = loss_config("dapo", clip_low=0.2, clip_high=0.28, dual_clip=3.0)
     value, gradient, metrics = token_case(np.log(ratio), advantage).loss(config)
     assert value == pytest.approx(loss, rel=1e-5, abs=1e-9)
     expected = -ratio * advantage if passes else 0.0
     assert gradient.item() == pytest.approx(expected, rel=1e-5, abs=1e-9)
     summary = summarize(metrics)
-    assert (summary["clip_fraction_low"], summary["clip_fraction_high"]) == (low, high)
-    assert summary["clip_fraction"] == low + high
-
-
-@pytest.mark.parametrize("kl_grad", losses.KL_GRADS)
-def test_kl_gradients(kl_grad):
-    config = loss_config("dapo", kl_coef=1.0, kl_grad=kl_grad)
-    case = token_case(0.3, advantage=0.0)
-    ref = np.full((1, 1), -1.5, np.float32)
-    loss, gradient, metrics = case.loss(config, ref_logprobs=ref)
-    k3 = np.exp(-0.5) + 0.5 - 1
-    slope = 1 - np.exp(-0.5)
-    if kl_grad == "unbiased":
-        assert loss == pytest.approx(np.exp(0.3) * k3, rel=1e-5)
-        # With the derivative of the ratio it is the gradient of the KL: r (new - ref).
-        slope = np.exp(0.3) * 0.5
-    else:
-        assert loss == pytest.approx(k3, rel=1e-5)
-        assert slope == pytest.approx(0.3935, abs=1e-4)
-    assert gradient.item() == pytest.approx(slope, rel=1e-5)
-    assert summarize(metrics)["kl"] == pytest.approx(k3, rel=1e-5)
+    for bound in ("low", "high", "dual"):
+        assert summary[f"clip_fraction_{bound}"] == (clipped == bound)
+    assert summary["clip_fraction"] == (clipped in ("low", "high"))
 
 
 @pytest.mark.parametrize(("gap", "has_gradient"), [(2.5, True), (2.7, False), (25.0, False)])
@@ -414,11 +383,6 @@ def test_the_clamp_changes_no_bit_of_closer_policies():
         np.testing.assert_array_equal(*slopes)
 
 
-def test_k3_of_close_policies():
-    difference = np.float32(1e-3)
-    assert float(losses.k3(jnp.float32(0.0), difference)) == pytest.approx(5e-7, rel=1e-2)
-
-
 @pytest.mark.parametrize(
     ("rollout", "weight"),
     [(-1.0, 1.0), (-1.5, np.exp(0.5)), (-9.0, 2.0), (-0.5, np.exp(-0.5)), (np.nan, 1.0)],
@@ -469,8 +433,7 @@ def test_bfloat16_inputs_are_computed_in_float32():
     ],
 )
 def test_bad_options(options, message):
-    with pytest.raises(UserError, match=message):
-        loss_config(**{"name": "dapo"} | options)
+    refused(message, loss_config, **{"name": "dapo"} | options)
 
 
 def test_an_aggregation_replaces_the_one_of_the_loss():
@@ -515,16 +478,3 @@ def test_the_off_policy_mask_leaves_out_rows_of_a_negative_advantage():
     # It applies to every loss, and the KL stays.
     config = loss_config("dapo", off_policy_delta=0.5, kl_coef=0.1)
     assert case.loss(config)[1][1].any()
-
-
-def test_the_temperatures_of_sapo_count_from_the_second_update_on():
-    case = make_case("sequence")
-    plain, other = (
-        loss_config("sapo", sapo_temperature_pos=pos, sapo_temperature_neg=neg)
-        for pos, neg in ((1.0, 1.05), (3.0, 0.2))
-    )
-    first = [case.loss(config, old_logprobs=None) for config in (plain, other)]
-    assert first[0][0] != pytest.approx(first[1][0])
-    np.testing.assert_allclose(first[0][1], first[1][1], rtol=1e-6)
-    later = [case.loss(config)[1] for config in (plain, other)]
-    assert not np.allclose(*later, rtol=1e-2)

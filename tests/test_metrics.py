@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from refusal import refused
 
-from qerl_jax.errors import UserError
 from qerl_jax.processes.group import ALONE
 from qerl_jax.run import lines as run_lines
 from qerl_jax.run import metrics
@@ -119,10 +119,8 @@ def test_truncate_without_files_is_fine(tmp_path):
 def test_read_jsonl_names_a_damaged_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(UserError, match="line 2 is not JSON"):
-        read_jsonl(path)
-    with pytest.raises(UserError, match=r"cannot read .*absent\.jsonl"):
-        read_jsonl(tmp_path / "absent.jsonl")
+    refused("line 2 is not JSON", read_jsonl, path)
+    refused(r"cannot read .*absent\.jsonl", read_jsonl, tmp_path / "absent.jsonl")
 
 
 def read_events(folder):
@@ -181,11 +179,9 @@ def test_a_full_disk_is_an_error_where_a_row_is_written(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_missing_tracker_names_the_command(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=f"uv sync --extra {name}"):
-        open_log(tmp_path, **{name: True})
+    refused(f"uv sync --extra {name}", open_log, tmp_path, **{name: True})
     config = tiny_run.Tiny(tmp_path, tmp_path, tmp_path).config({f"log.{name}": True})
-    with pytest.raises(UserError, match=f"pass --config.log.{name}=false"):
-        check_start(config)  # before a model is loaded
+    refused(f"pass --config.log.{name}=false", check_start, config)  # before a model is loaded
 
 
 def test_a_folder_of_wandb_is_not_the_package(tmp_path, monkeypatch):
@@ -194,8 +190,7 @@ def test_a_folder_of_wandb_is_not_the_package(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     config = tiny_run.Tiny(tmp_path, tmp_path, tmp_path).config({"log.wandb": True})
-    with pytest.raises(UserError, match="wandb is not installed; run `uv sync --extra wandb`"):
-        metrics.check_trackers(config)
+    refused("wandb is not installed; run `uv sync --extra wandb`", metrics.check_trackers, config)
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -258,55 +253,45 @@ def test_the_name_at_services_belongs_to_the_folder(tmp_path, monkeypatch):
     saved = json.loads((moved / "config.json").read_text())
     del saved["trackers"]
     (moved / "config.json").write_text(json.dumps(saved))
-    with pytest.raises(UserError, match=r"config.json has no 'trackers'.*--workdir"):
-        start(moved)
+    refused(r"config.json has no 'trackers'.*--workdir", start, moved)
     strange = start(tmp_path / "a" / ("b#c?d%e:f" + "x" * 200))
     assert re.fullmatch(r"b-c-d-e-fx+-[0-9a-f]{8}", strange)
     assert len(strange) < 128
 
 
+ROW = {
+    "step": 7,
+    "reward": 0.4123,
+    "accuracy": 0.4,
+    "format": 0.98,
+    "length": 231.4,
+    "entropy": 0.8121,
+    "sigma": 0.01,
+    "grad_norm": 0.2134,
+    "rollout_tokens_per_second": 51234.0,
+    "train_tokens_per_second": 812.3,
+    "remaining_seconds": 3720.0,
+}
+
+
 def test_format_row():
-    row = {
-        "step": 7,
-        "reward": 0.4123,
-        "accuracy": 0.4,
-        "format": 0.98,
-        "length": 231.4,
-        "entropy": 0.8121,
-        "sigma": 0.01,
-        "grad_norm": 0.2134,
-        "rollout_tokens_per_second": 51234.0,
-        "train_tokens_per_second": 812.3,
-        "remaining_seconds": 3720.0,
-        "update_skipped": True,
-    }
-    line = run_lines.format_row(row, 600)
+    line = run_lines.format_row(ROW | {"update_skipped": True}, 600)
     assert line == (
         "step   7/600  reward  0.412  acc 0.40  format 0.98  len 231.4  entropy 0.812  "
         "sigma 1.0e-02  grad 0.213  rollout 51.2k train 812 tok/s  left 1h02m  UPDATE SKIPPED"
     )
-    del row["update_skipped"]
-    assert len(run_lines.format_row(row, 600)) <= 150
+    assert len(run_lines.format_row(ROW, 600)) <= 150
     assert run_lines.format_row({"step": 1, "reward": None}, 9) == "step 1/9  reward -"
+    before = {"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 3.0}
+    assert run_lines.format_row(before, 9) == "greedy accuracy before training: 0.250"
+    after = {"step": 4, "eval_accuracy": 0.5, "eval_seconds": 3.0}
+    assert run_lines.format_row(after, 9) == "greedy accuracy after step 4: 0.500"
     assert "format 1.00" in run_lines.format_row({"step": 1, "reward/format": 1.0}, 9)
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 100, 140])
 def test_the_line_of_a_step_fits_its_columns(columns):
-    row = {
-        "step": 1007,
-        "reward": -0.4123,
-        "accuracy": 0.4,
-        "format": 0.98,
-        "length": 1231.4,
-        "entropy": 0.8121,
-        "sigma": 0.01,
-        "grad_norm": 0.2134,
-        "update_skipped": True,
-        "rollout_tokens_per_second": 51234.0,
-        "train_tokens_per_second": 812.3,
-        "remaining_seconds": 3720.0,
-    }
+    row = ROW | {"step": 1007, "reward": -0.4123, "length": 1231.4, "update_skipped": True}
     line = run_lines.format_row(row, 2000, columns)
     whole = run_lines.format_row(row, 2000)
     assert len(line) <= columns < len(whole)
@@ -326,13 +311,6 @@ def test_a_log_has_the_whole_line_and_a_terminal_what_fits(monkeypatch):
     assert run_lines.line_columns(stream) is None
     stream.isatty = lambda: True
     assert run_lines.line_columns(stream) == 72
-
-
-def test_format_of_an_evaluation():
-    before = {"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 3.0}
-    assert run_lines.format_row(before, 9) == "greedy accuracy before training: 0.250"
-    after = {"step": 4, "eval_accuracy": 0.5, "eval_seconds": 3.0}
-    assert run_lines.format_row(after, 9) == "greedy accuracy after step 4: 0.500"
 
 
 @pytest.mark.parametrize("columns", [80, 72, 40])

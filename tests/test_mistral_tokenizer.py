@@ -5,12 +5,11 @@ import json
 import pytest
 import tokenizers
 import transformers
+from refusal import refused
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from qerl_jax.data.prompts import Problem, PromptConfig, render_prompt
-from qerl_jax.errors import UserError
 from qerl_jax.weights import tokenizer
-from qerl_jax.weights.load import load
 
 CONTROL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
 WORDS = ["What", "is", "3", "plus", "4", "The", "sum", "says", "Be", "brief", "42", "it"]
@@ -169,26 +168,11 @@ def test_a_problem_is_rendered_as_one_turn(folder):
     text = render_prompt(problem, made, PromptConfig("Be brief.", " Say it."))
     assert text == "<s>[INST] Be brief.\n\nWhat is 3 plus 4? Say it.[/INST]"
     twice = Problem("a\nb", "1", messages=(("user", "a"), ("user", "b")))
-    with pytest.raises(UserError, match="the chat template failed: roles must alternate user/ass"):
-        render_prompt(twice, made)
+    refused("the chat template failed: roles must alternate user/ass", render_prompt, twice, made)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.model.v3", "tekken.json"])
 def test_other_forms_of_a_tokenizer_are_named(folder, name):
     (folder / "tokenizer.json").unlink()
     (folder / name).touch()
-    with pytest.raises(UserError, match=rf"no tokenizer .*: {name} is another program's form of"):
-        tokenizer.from_folder(folder)
-
-
-def test_a_model_without_a_tokenizer_is_refused(tmp_path):
-    import tiny_checkpoints
-
-    config = tiny_checkpoints.model_config("mistral")
-    tensors = tiny_checkpoints.random_tensors(config)
-    model = tiny_checkpoints.write_folder(tmp_path / "model", config, tensors)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (model / file).unlink()
-    (model / "tekken.json").touch()
-    with pytest.raises(UserError, match=r"no tokenizer .*: tekken.json is another program's form"):
-        load(str(model))
+    refused(rf"no tokenizer .*: {name} is another program's form of", tokenizer.from_folder, folder)

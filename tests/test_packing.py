@@ -239,28 +239,34 @@ def packed(batch, values, *, options, buffer_tokens):
     ]
 
 
+def accumulated(update, buffers, *, first):
+    """The totals of buffers, and the old log-probabilities of each buffer."""
+    _, params, lora = policy()
+    trainable, old = Trainable(lora, {}), []
+    totals = zero_totals(trainable, update_config=update)
+    for buffer in buffers:
+        arguments = totals, trainable, params, None, buffer, np.bool_(first), TEMPERATURE
+        totals, logprobs = add_gradient(*arguments, update_config=update)
+        old.append(logprobs)
+    return totals, old
+
+
 @pytest.mark.parametrize("options", LOSSES, ids=lambda row: "-".join(map(str, row.values())))
 def test_loss_and_gradients_are_those_of_the_rows(options):
     options = loss_config(**options)
-    config, params, lora = policy()
+    config, _, lora = policy()
     batch, (old, ref) = step_batch(options), nearby_logprobs()
     values = {"old_logprobs": old} | ({"ref_logprobs": ref} if options.kl_coef else {})
     update = UpdateConfig(config, options)
-    trainable = Trainable(lora, {})
     for first in (True, False):
         (loss, _), gradient = row_by_row(lora, batch, first, options)
         # The longest row takes more than half of a buffer, and one group is divided.
         buffers = packed(batch, values, options=options, buffer_tokens=40)
         assert len(buffers) > 1
-        totals = zero_totals(trainable, update_config=update)
-        for buffer in buffers:
-            totals, logprobs = add_gradient(
-                *(totals, trainable, params, None, buffer),
-                *(np.bool_(first), TEMPERATURE),
-                update_config=update,
-            )
-            if not first:
-                np.testing.assert_array_equal(logprobs, buffer.old_logprobs)
+        totals, logprobs = accumulated(update, buffers, first=first)
+        if not first:
+            for found, buffer in zip(logprobs, buffers, strict=True):
+                np.testing.assert_array_equal(found, buffer.old_logprobs)
         assert float(totals.loss) == pytest.approx(float(loss), rel=1e-5, abs=1e-7)
         for ours, rows in zip(
             jax.tree.leaves(totals.gradient.lora), jax.tree.leaves(gradient), strict=True
@@ -287,17 +293,9 @@ def test_rows_that_teach_nothing_have_no_gradient():
 )
 def test_recomputation_and_buffer_size_do_not_change_the_gradient(recompute, buffer_tokens):
     options = loss_config("dapo")
-    config, params, lora = policy()
-    trainable, batch = Trainable(lora, {}), step_batch(options)
-    found = []
+    batch, found = step_batch(options), []
     for recomputed, tokens in (((), 128), (recompute, buffer_tokens)):
-        update = UpdateConfig(config, options, recomputed)
-        totals = zero_totals(trainable, update_config=update)
-        for buffer in packed(batch, {}, options=options, buffer_tokens=tokens):
-            totals, _ = add_gradient(
-                *(totals, trainable, params, None, buffer),
-                *(np.bool_(True), TEMPERATURE),
-                update_config=update,
-            )
-        found.append(totals)
+        update = UpdateConfig(policy()[0], options, recomputed)
+        buffers = packed(batch, {}, options=options, buffer_tokens=tokens)
+        found.append(accumulated(update, buffers, first=True)[0])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *found)

@@ -3,10 +3,9 @@
 import json
 
 import pytest
+from refusal import refused
 
-from qerl_jax.errors import UserError
-from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.plots import _all_series, plot_run
+from qerl_jax.run.plots import plot_run
 
 
 def write(folder, rows):
@@ -131,14 +130,5 @@ def test_nothing_to_draw(tmp_path, rows):
     assert not (tmp_path / "curves.png").exists()
 
 
-def test_points_of_evaluations(tmp_path):
-    before = {"step": 0, "eval_accuracy_before": 0.1, "eval_seconds": 1.0}
-    after = {"step": 2, "eval_accuracy": 0.25, "eval_seconds": 1.0}
-    write(tmp_path, [before, {"step": 2, "reward": 0.5}, after])
-    steps, values = _all_series(RunFolder(tmp_path))["eval_accuracy"]
-    assert (steps.tolist(), values.tolist()) == ([0, 2], [0.1, 0.25])
-
-
 def test_missing_metrics(tmp_path):
-    with pytest.raises(UserError, match=r"metrics\.jsonl"):
-        plot_run(tmp_path)
+    refused(r"metrics\.jsonl", plot_run, tmp_path)

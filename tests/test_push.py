@@ -9,6 +9,7 @@ import types
 import finished_run
 import huggingface_hub
 import pytest
+from refusal import refused
 
 from qerl_jax.errors import UserError
 from qerl_jax.export import push
@@ -60,8 +61,7 @@ def hub(monkeypatch):
 @pytest.mark.parametrize("name", ["name", "user/name/x", "/name", "user/", "../name", "a b/c"])
 def test_names_of_another_form_are_refused(hub, name):
     hub()
-    with pytest.raises(UserError, match="write it as USER/NAME"):
-        push.check_push([name])
+    refused("write it as USER/NAME", push.check_push, [name])
 
 
 def test_a_missing_token_is_one_line(hub):
@@ -199,8 +199,7 @@ def test_folders_of_this_machine_in_a_text(text, named, tmp_path, monkeypatch):
 def test_a_folder_with_other_characters_is_found_in_json(tmp_path):
     own = tmp_path / "mod\u00e8les"
     (tmp_path / "config.json").write_text(json.dumps({"path": os.fspath(own)}))
-    with pytest.raises(UserError, match="names"):
-        push.check_names_no_folder(tmp_path, "user/name", [own])
+    refused("names", push.check_names_no_folder, tmp_path, "user/name", [own])
 
 
 def test_a_key_in_a_url_is_kept_out_of_the_card(run, tmp_path):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refusal import refused
 
 from pallas_kernels.fp4_matmul import FORMATS
 from qerl_jax.errors import UserError
@@ -13,8 +14,6 @@ from qerl_jax.policy.quant import (
     dequantize,
     kernel_weight,
     quantize,
-    quantize_mxfp4,
-    quantize_nf4,
     quantize_nvfp4,
 )
 
@@ -63,73 +62,6 @@ def test_codes_are_the_nearest_and_ties_are_even(value, code):
     assert codes[15] == 7
 
 
-def test_signs_of_weights_that_round_to_zero():
-    # A weight that rounds to zero keeps its sign; a weight of -0.0 loses it.
-    codes = codes_of(quantize_nvfp4([unit_block([0.0, -0.0, 0.125, -0.125])]))
-    np.testing.assert_array_equal(codes[0, :4], [0, 0, 0, 8])
-
-
-def test_the_even_column_is_in_the_low_nibble_and_in_nf4_in_the_high_one():
-    block = np.zeros((1, 64), np.float32)
-    block[0, :3] = 0.5, -6.0, 1.0
-    expected = {"nvfp4": [0xF1, 0x02], "mxfp4": [0xF1, 0x02], "nf4": [0x80, 0x97]}
-    for format, packed in expected.items():
-        np.testing.assert_array_equal(quantize([block], format=format).packed[0, :2], packed)
-
-
-def test_all_zero_weight():
-    quantized = quantize_nvfp4([np.zeros((4, 32), np.float32)])
-    assert not quantized.packed.any()
-    np.testing.assert_array_equal(quantized.global_scale, np.ones(4))
-    assert (quantized.scales.astype(np.float32) > 0).all()
-    assert not np.asarray(dequantize(quantized, jnp.float32)).any()
-
-
-def test_zero_and_tiny_blocks_in_a_weight():
-    weight = random_weight(4, 64)
-    weight[0, :16] = 0.0
-    weight[1, 16:32] *= 1e-7
-    quantized = quantize_nvfp4([weight])
-    values = np.asarray(dequantize(quantized, jnp.float32))
-    assert not values[0, :16].any()
-    assert np.isfinite(values).all()
-    assert (quantized.scales.astype(np.float32) > 0).all()
-    np.testing.assert_allclose(values[1, 16:32], 0, atol=1e-4)
-
-
-def test_mxfp4_scales_are_the_power_of_two_below_the_largest_weight():
-    largest = np.array(
-        [4.0, 7.96875, 8.0, 1.0, 0.9375, 2.0**127, 2.0**-124, 2.0**-125, 2.0**-130, 0]
-    )
-    blocks = np.zeros((len(largest), 32), np.float32)
-    blocks[:, 9] = -largest
-    scales = quantize_mxfp4([blocks]).scales[:, 0]
-    exponents = scales.view(np.uint8).astype(int) - 127
-    np.testing.assert_array_equal(exponents, [0, 0, 1, -2, -3, 125, -126, -127, -127, -127])
-
-
-def test_mxfp4_codes_are_the_nearest_and_saturate():
-    # ml_dtypes casts to E2M1 to nearest even. The largest weight, 7.96875, keeps the scale at 1.
-    values = np.arange(-8, 8, 1 / 32, dtype=np.float32)[1:].astype(ml_dtypes.bfloat16)
-    rows = np.concatenate([values, [0.0]]).astype(np.float32).reshape(-1, 16)
-    rows = np.concatenate([rows, np.full_like(rows, 7.96875)], axis=1)
-    quantized = quantize_mxfp4([rows])
-    assert (quantized.scales.astype(np.float32) == 1).all()
-    expected = rows.clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    np.testing.assert_array_equal(codes_of(quantized), expected)
-    assert not codes_of(quantize_mxfp4([np.full((1, 32), -0.0)])).any()
-
-
-def test_nf4_codes_are_the_nearest():
-    weight = random_weight(32, 128).astype(ml_dtypes.bfloat16).astype(np.float32)
-    blocks = weight.reshape(32, 2, 64)
-    largest = np.abs(blocks).max(axis=-1)
-    distances = np.abs((blocks / largest[..., None])[..., None] - FORMATS["nf4"].codebook)
-    quantized = quantize_nf4([weight])
-    np.testing.assert_array_equal(codes_of(quantized), distances.argmin(axis=-1).reshape(32, 128))
-    np.testing.assert_array_equal(quantized.scales, largest)
-
-
 def test_a_device_rounds_to_bfloat16_as_numpy_does():
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**32, 100_000, np.uint32)
@@ -141,16 +73,6 @@ def test_a_device_rounds_to_bfloat16_as_numpy_does():
     np.testing.assert_array_equal(found, values.astype(ml_dtypes.bfloat16).view(np.uint16))
     nan = np.asarray(bfloat16_bits(jnp.array([np.nan, -np.nan], jnp.float32)))
     assert np.isnan(nan.view(ml_dtypes.bfloat16)).all()
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_blocks_of_zeros_stay_zero(format):
-    weight = random_weight(4, 192)
-    weight[0], weight[1, 64:128] = 0.0, -0.0
-    values = np.asarray(dequantize(quantize([weight], format=format), jnp.float32))
-    assert not values[0].any()
-    assert not values[1, 64:128].any()
-    assert (np.count_nonzero(values[2:], axis=1) > 100).all()
 
 
 @pytest.mark.parametrize("size", [1e-4, 1.0, 300.0])
@@ -197,27 +119,6 @@ def test_stored_types_and_shapes(format, scales):
         assert weight.global_scale is None
 
 
-def test_members_share_the_smallest_global_scale():
-    small, large = random_weight(8, size=0.1), random_weight(4, size=5.0, seed=1)
-    together = quantize_nvfp4([small, large])
-    alone = quantize_nvfp4([large])
-    assert quantize_nvfp4([small]).global_scale[0] > alone.global_scale[0]
-    np.testing.assert_array_equal(together.global_scale, np.full(12, alone.global_scale[0]))
-    np.testing.assert_array_equal(together.packed[8:], alone.packed)
-    np.testing.assert_array_equal(together.scales[8:].view(np.uint8), alone.scales.view(np.uint8))
-    stacked = quantize_nvfp4([np.concatenate([small, large])])
-    jax.tree.map(np.testing.assert_array_equal, together, stacked)
-
-
-@pytest.mark.parametrize("format", ["mxfp4", "nf4"])
-def test_members_without_a_global_scale_do_not_depend_on_one_another(format):
-    members = [random_weight(8, size=0.1), random_weight(4, size=5.0, seed=1)]
-    together = quantize(members, format=format)
-    alone = [quantize([member], format=format) for member in members]
-    stacked = jax.tree.map(lambda *arrays: np.concatenate(arrays), *alone)
-    jax.tree.map(np.testing.assert_array_equal, together, stacked)
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_weights_are_rounded_to_bfloat16_first(format):
     weight = random_weight()
@@ -225,19 +126,11 @@ def test_weights_are_rounded_to_bfloat16_first(format):
     jax.tree.map(np.testing.assert_array_equal, quantize([weight], format=format), rounded)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_packed_weight_is_an_argument_of_jit(format):
-    quantized = quantize([random_weight()], format=format)
-    traced = jax.jit(dequantize, static_argnums=1)(quantized, jnp.float32)
-    np.testing.assert_array_equal(traced, dequantize(quantized, jnp.float32))
-
-
 @pytest.mark.parametrize(("format", "inputs"), [("nvfp4", 24), ("mxfp4", 48), ("nf4", 96)])
 def test_inputs_must_fill_their_blocks(format, inputs):
     block = FORMATS[format].block
     message = rf"{format} needs a multiple of {block} .*\(8, {inputs}\).*model.format=bf16"
-    with pytest.raises(UserError, match=message):
-        quantize([random_weight(8, inputs)], format=format)
+    refused(message, quantize, [random_weight(8, inputs)], format=format)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -246,8 +139,7 @@ def test_inputs_must_fill_their_blocks(format, inputs):
 def test_weights_must_be_finite(format, member, value):
     members = [random_weight(8), random_weight(4)]
     members[member][2, 5] = value
-    with pytest.raises(UserError, match=rf"\({8 - 4 * member}, 64\).*not finite"):
-        quantize(members, format=format)
+    refused(rf"\({8 - 4 * member}, 64\).*not finite", quantize, members, format=format)
 
 
 def test_an_unknown_format_is_named():
@@ -294,10 +186,11 @@ def test_codes_and_scales_equal_float_arithmetic_by_numpy(format, bits):
     np.testing.assert_array_equal(codes_of(quantized), codes)
 
 
-@pytest.mark.parametrize("amax", [7.8e-36, 1e-38, 1e-40])
+@pytest.mark.parametrize("amax", [7.8e-36, 1e-38, 1e-40, 0.0])
 def test_a_global_scale_that_would_overflow_is_1(amax):
     """compressed-tensors writes 1.0; the smallest weight with a finite scale is 8e-36."""
     quantized = quantize([np.full((4, 32), amax, np.float32)], format="nvfp4")
+    assert (quantized.scales.astype(np.float32) > 0).all()
     np.testing.assert_array_equal(quantized.global_scale, np.ones(4))
     assert not np.asarray(dequantize(quantized, jnp.float32)).any()
     finite = quantize([np.full((4, 32), 9e-36, np.float32)], format="nvfp4").global_scale

@@ -13,10 +13,11 @@ import time
 import types
 
 import jax
-import numpy as np
 import pytest
 import tiny_checkpoints
 import tiny_run
+import trees
+from refusal import refused
 
 import qerl_jax.training.loop
 import qerl_jax.training.saving
@@ -188,10 +189,7 @@ def test_a_run_that_is_not_finished_can_be_used(interrupted, monkeypatch, stop, 
     monkeypatch.setattr(qerl_jax.training.saving, "PICTURE_SECONDS", 0.0)
     run = interrupted(stop, at=at)
     policy = open_policy(str(run), adapter="adapter")
-    for found, expected in zip(
-        jax.tree.leaves(policy.lora), jax.tree.leaves(states[saved]), strict=True
-    ):
-        np.testing.assert_array_equal(found, expected)
+    trees.assert_equal(policy.lora, states[saved])
     assert policy.adapter_sha256
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not (run / "summary.json").exists()
@@ -250,10 +248,24 @@ def test_the_best_adapter_does_not_depend_on_interruptions(tiny, tmp_path, monke
             train(tiny.config(changes), workdir=run)
     train(tiny.config(changes), workdir=run)
     assert tiny_run.evaluations(run) == accuracies
-    best = jax.tree.leaves(tiny_run.adapter(run, "best_adapter"))
-    for trained, expected in zip(best, jax.tree.leaves(made[1]), strict=True):
-        np.testing.assert_array_equal(trained, expected)
+    trees.assert_equal(tiny_run.adapter(run, "best_adapter"), made[1])
     assert json.loads((run / "summary.json").read_text())["best_accuracy"] == 0.5
+
+
+def killed_after(step, config, run, *, saves):
+    """Starts a run that dies after a step, before or after it `saves` it."""
+    save = qerl_jax.training.loop._save_or_stop
+
+    def save_or_die(run):
+        if saves or run.progress.step < step:
+            save(run)
+        if run.progress.step == step:
+            raise KilledError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qerl_jax.training.loop, "_save_or_stop", save_or_die)
+        with pytest.raises(KilledError):
+            train(config, workdir=run)
 
 
 def best_adapter(run):
@@ -272,26 +284,14 @@ def scores(monkeypatch):
     return accuracies
 
 
-def test_the_best_adapter_outlives_an_evaluation_that_is_not_repeated(
-    tiny, tmp_path, monkeypatch, scores
-):
+def test_the_best_adapter_outlives_an_evaluation_that_is_not_repeated(tiny, tmp_path, scores):
     """A run of 2 steps evaluates the last one, and dies before the step is saved.
 
     A longer run takes the step again, but does not evaluate it.
     """
     scores += [0.1, 0.5, 0.4]
-    save = qerl_jax.training.loop._save_or_stop
-
-    def die_at_2(run):
-        if run.progress.step == 2:
-            raise KilledError
-        save(run)
-
     run, changes = tmp_path / "run", CHANGES | {"eval.every": 3, "checkpoint.every": 1}
-    with monkeypatch.context() as patch:
-        patch.setattr(qerl_jax.training.loop, "_save_or_stop", die_at_2)
-        with pytest.raises(KilledError):
-            train(tiny.config(changes | {"steps": 2}), workdir=run)
+    killed_after(2, tiny.config(changes | {"steps": 2}), run, saves=False)
     assert tiny_run.evaluations(run) == {0: 0.1, 2: 0.5}
     best = best_adapter(run)
     train(tiny.config(changes | {"steps": 3}), workdir=run)
@@ -303,14 +303,11 @@ def test_the_best_adapter_outlives_an_evaluation_that_is_not_repeated(
     assert json.loads((run / "summary.json").read_text())["best_accuracy"] == 0.5
 
 
-def test_a_start_without_a_checkpoint_has_no_best_adapter(tiny, tmp_path, monkeypatch, scores):
+def test_a_start_without_a_checkpoint_has_no_best_adapter(tiny, tmp_path, scores):
     """The best one of a start that was killed before its first checkpoint is that of no run."""
     scores += [0.1, 0.5, 0.4, 0.3, 0.2]
     run, config = tmp_path / "run", tiny.config(CHANGES | {"eval.every": 1, "steps": 2})
-    with monkeypatch.context() as patch:
-        patch.setattr(qerl_jax.training.loop, "_save_or_stop", lambda run: kill())
-        with pytest.raises(KilledError):
-            train(config, workdir=run)
+    killed_after(1, config, run, saves=False)
     assert best_adapter(run)
     train(config, workdir=run)
     assert tiny_run.evaluations(run) == {0: 0.4, 1: 0.3, 2: 0.2}
@@ -326,18 +323,8 @@ def test_an_evaluation_with_missing_scores_is_logged_once(tiny, tmp_path, monkey
         return GreedyScore(accuracy=0.5, truncated=0.0, missing=len(made) == 2)
 
     monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
-    save = qerl_jax.training.loop._save_or_stop
-
-    def save_and_die(run):
-        save(run)
-        if run.progress.step == 2:
-            raise KilledError
-
     run, changes = tmp_path / "run", CHANGES | {"eval.every": 2, "checkpoint.every": 2, "steps": 4}
-    with monkeypatch.context() as patch:
-        patch.setattr(qerl_jax.training.loop, "_save_or_stop", save_and_die)
-        with pytest.raises(KilledError):
-            train(tiny.config(changes), workdir=run)
+    killed_after(2, tiny.config(changes), run, saves=True)
     train(tiny.config(changes), workdir=run)
     rows = [row for row in read_jsonl(run / "metrics.jsonl") if "eval_seconds" in row]
     assert [row["step"] for row in rows] == [0, 2, 4]
@@ -396,31 +383,20 @@ def test_killed_before_the_end_is_written(uninterrupted, tiny, tmp_path, monkeyp
     assert_same(tmp_path / "run", uninterrupted)
 
 
-def test_another_chat_template_is_refused(tiny, tmp_path):
-    """A hub id may get one while a run is stopped; weights and problems are the same."""
-    model, run = shutil.copytree(tiny.model, tmp_path / "model"), tmp_path / "run"
-    changes = {"model.source": str(model), "eval.every": 0}
-    train(tiny.config(changes | {"steps": 1}), workdir=run)
-    before = tiny_run.contents(run)
-    template = tiny_run.TEMPLATE.replace("t1 t2", "t1 t3")
-    tiny_checkpoints.write_tokenizer(model, chat_template=template)
-    with pytest.raises(UserError, match=r"chat template of .*model makes other prompts"):
-        train(tiny.config(changes | {"steps": 2}), workdir=run)
-    assert tiny_run.contents(run) == before
-
-
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        (
-            "config.json",
-            {"rms_norm_eps": 0.5},
-            r"the architecture \(config.json\) of .*model is not",
-        ),
+        ("config.json", {"rms_norm_eps": 0.5}, r"architecture \(config.json\) of .*model is not"),
         ("generation_config.json", {"eos_token_id": [2, 5]}, "the tokens that end a reply .*model"),
+        (
+            "tokenizer_config.json",
+            {"chat_template": tiny_run.TEMPLATE.replace("t1 t2", "t1 t3")},
+            r"chat template of .*model makes other prompts",
+        ),
     ],
 )
-def test_another_config_beside_the_same_weights_is_refused(tiny, tmp_path, file, change, words):
+def test_other_files_with_the_same_weights_are_refused(tiny, tmp_path, file, change, words):
+    """A hub id may get them while a run is stopped; weights and problems are the same."""
     model, run = shutil.copytree(tiny.model, tmp_path / "model"), tmp_path / "run"
     changes = {"model.source": str(model), "eval.every": 0}
     train(tiny.config(changes | {"steps": 1}), workdir=run)
@@ -428,8 +404,7 @@ def test_another_config_beside_the_same_weights_is_refused(tiny, tmp_path, file,
     path = model / file
     saved = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(saved | change))
-    with pytest.raises(UserError, match=words):
-        train(tiny.config(changes | {"steps": 2}), workdir=run)
+    refused(words, train, tiny.config(changes | {"steps": 2}), workdir=run)
     assert tiny_run.contents(run) == before
 
 
@@ -451,22 +426,6 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
     rows = read_jsonl(run / "completions.jsonl")
     assert {row["step"] for row in rows} == {1, 2}
     assert {tuple(row["prompt"].split()[-2:]) for row in rows} == {(f"t{before.day}", "t2")}
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # `test_checkpoint` falls back from a damaged one
-def test_damaged_checkpoint(uninterrupted, interrupted, tiny, capsys):
-    run = interrupted(kill, at=STEP_6)
-    files = (path for path in (run / "checkpoints" / "4").rglob("*") if path.is_file())
-    largest = max(files, key=lambda path: path.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    largest.write_bytes(data)
-    train(tiny.config(CHANGES), workdir=run)
-    captured = capsys.readouterr()
-    assert "WARNING: the checkpoint of step 4 is damaged" in captured.err
-    assert "resuming after step 2\n" in captured.out
-    assert_same(run, uninterrupted)
 
 
 @pytest.mark.slow  # four processes; the tests above stop a run at the same places within one

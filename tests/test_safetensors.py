@@ -7,6 +7,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
+from refusal import refused
 from safetensors.numpy import save_file
 
 from qerl_jax.errors import UserError
@@ -100,10 +101,8 @@ def test_tensors_are_read_only_views(tmp_path):
 )
 def test_a_false_header_is_an_error_of_one_line(tmp_path, header, data, named):
     path = write_raw(tmp_path / "x.safetensors", header, data)
-    with pytest.raises(UserError, match=named) as caught:
-        safetensors.read_file(path)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    said = refused(named, safetensors.read_file, path)
+    assert str(path) in said
 
 
 @pytest.mark.parametrize(
@@ -118,8 +117,7 @@ def test_a_false_header_is_an_error_of_one_line(tmp_path, header, data, named):
 )
 def test_files_of_another_format(tmp_path, content, named):
     (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=named):
-        safetensors.read_file(tmp_path / "x.safetensors")
+    refused(named, safetensors.read_file, tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("length", [10**10, 9 << 20])
@@ -129,8 +127,7 @@ def test_a_large_header_is_not_read(tmp_path, length):
         file.write(struct.pack("<Q", length))
         file.truncate(8 + length)  # a sparse file, which takes no space on the disk
     tracemalloc.start()
-    with pytest.raises(UserError, match=f"its header would be {length} bytes long"):
-        safetensors.read_file(path)
+    refused(f"its header would be {length} bytes long", safetensors.read_file, path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 
@@ -138,13 +135,11 @@ def test_a_large_header_is_not_read(tmp_path, length):
 def test_a_large_index_is_not_read(tmp_path):
     with (tmp_path / safetensors.INDEX_FILE).open("wb") as file:
         file.truncate(10**10)
-    with pytest.raises(UserError, match="10000000000 bytes; at most"):
-        safetensors.read_folder(tmp_path)
+    refused("10000000000 bytes; at most", safetensors.read_folder, tmp_path)
 
 
 def test_a_missing_file():
-    with pytest.raises(UserError, match="no-such-file"):
-        safetensors.read_file("no-such-file")
+    refused("no-such-file", safetensors.read_file, "no-such-file")
 
 
 def test_every_truncation_is_found(tmp_path):
@@ -155,17 +150,6 @@ def test_every_truncation_is_found(tmp_path):
         path.write_bytes(whole[:size])
         with pytest.raises(UserError):
             safetensors.read_file(path)
-
-
-def test_shards(tmp_path):
-    shards = {
-        "model-00001-of-00002.safetensors": {"a": np.zeros(2, np.float32)},
-        "model-00002-of-00002.safetensors": {"b": np.ones(2, np.float32)},
-    }
-    write_shards(tmp_path, shards)
-    read = safetensors.read_folder(tmp_path)
-    np.testing.assert_array_equal(read["a"], np.zeros(2))
-    np.testing.assert_array_equal(read["b"], np.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -185,12 +169,9 @@ def test_shards(tmp_path):
 def test_an_index_that_does_not_describe_its_shards(tmp_path, weight_map, named):
     tensors = {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}
     write_shards(tmp_path, {"1.safetensors": tensors}, weight_map)
-    with pytest.raises(UserError, match=named) as caught:
-        safetensors.read_folder(tmp_path)
-    assert "\n" not in str(caught.value)
+    refused(named, safetensors.read_folder, tmp_path)
 
 
 def test_a_folder_without_weights(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UserError, match="only safetensors"):
-        safetensors.read_folder(tmp_path)
+    refused("only safetensors", safetensors.read_folder, tmp_path)

@@ -43,20 +43,16 @@ async def failing_later(prompt, completion, answer, num_tokens, finished):
     raise ValueError(f"cannot parse {completion}")
 
 
-@pytest.mark.parametrize("function", [failing, failing_later])
+def failing_by_name(prompt, completion, answer, num_tokens, finished):
+    raise type(HOSTILE, (ValueError,), {})("x")
+
+
+@pytest.mark.parametrize("function", [failing, failing_later, failing_by_name])
 def test_the_message_of_a_reward(function):
     scores = score({"judge": (function, 1.0)}, ["p"], [HOSTILE], ["a"], [1], [True], time_limit=5)
     (line,) = scores.errors
     assert r"\x1b" in line
     assert is_safe(line)
-
-
-def test_a_class_of_a_reward_with_such_a_name():
-    def judge(prompt, completion, answer, num_tokens, finished):
-        raise type(HOSTILE, (ValueError,), {})("x")
-
-    scores = score({"judge": (judge, 1.0)}, ["p"], ["c"], ["a"], [1], [True], time_limit=5)
-    assert is_safe(scores.errors[0])
 
 
 def test_bad_input_of_a_command(capsys):

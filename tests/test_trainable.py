@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from refusal import refused
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.errors import UserError
@@ -45,10 +46,8 @@ def test_trained_params():
 
 def test_packed_weights_and_unknown_parts_cannot_be_trained():
     _, params = tiny_policy("qwen3", quantized=True)
-    with pytest.raises(UserError, match=r"'full'.*model.format=bf16"):
-        trained_params(params, "full")
-    with pytest.raises(UserError, match=r"'norms'.*lora, lora\+norms, full"):
-        trained_params(params, "norms")
+    refused(r"'full'.*model.format=bf16", trained_params, params, "full")
+    refused(r"'norms'.*lora, lora\+norms, full", trained_params, params, "norms")
 
 
 def test_the_current_policy():

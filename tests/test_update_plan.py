@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
+from refusal import refused
 
-from qerl_jax.errors import UserError
 from qerl_jax.memory.update_plan import (
     RECOMPUTATIONS,
     LongestRows,
@@ -77,8 +77,7 @@ def test_less_memory_computes_more_again():
 def test_a_wanted_size_is_kept():
     found = plan(buffer_tokens=3000, recompute=("o_proj",))
     assert (found.buffer_tokens, found.recompute) == (3072, ("o_proj",))
-    with pytest.raises(UserError, match=r"buffer_tokens=2146 is less than the 2147 tokens"):
-        plan(buffer_tokens=2146)
+    refused(r"buffer_tokens=2146 is less than the 2147 tokens", plan, buffer_tokens=2146)
 
 
 def test_on_a_cpu_a_buffer_is_about_a_group():
@@ -95,5 +94,4 @@ def test_recomputation():
     assert recomputation("none") == ()
     assert recomputation("all") == PRODUCTS
     assert recomputation("o_proj, qkv_proj") == ("qkv_proj", "o_proj")
-    with pytest.raises(UserError, match=r"'mlp': choose .*gate_up_proj"):
-        recomputation("mlp")
+    refused(r"'mlp': choose .*gate_up_proj", recomputation, "mlp")

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import gguf
 import ml_dtypes
@@ -117,6 +118,19 @@ def write_packed(folder, config, tensors, *, dense=(), also=(), change=None, **q
     return folder
 
 
+def write_golden_source(folder, name):
+    """Writes the bfloat16 model that llm-compressor quantized to golden/nvfp4_NAME."""
+    golden = pathlib.Path(__file__).parent / "golden" / f"nvfp4_{name}"
+    folder.mkdir(exist_ok=True)
+    config = json.loads((golden / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(golden / "source_bf16.safetensors", folder / "model.safetensors")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(golden / file, folder)
+    return folder
+
+
 def write_tokenizer(folder, **settings):
     """Writes a tokenizer whose words t0, t1, ... are the ids 0, 1, ...; its end is <|im_end|>."""
     vocabulary = {f"t{i}": i for i in range(VOCAB - 2)}
@@ -127,6 +141,24 @@ def write_tokenizer(folder, **settings):
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"} | settings
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def gguf_metadata(pre, tokens, merges=(), **extra):
+    """The fields of a GGUF file that make a tokenizer."""
+    special = [token.startswith("<|") for token in tokens]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if s else 1 for s in special],
+        "tokenizer.ggml.merges": list(merges),
+        "tokenizer.ggml.eos_token_id": special.index(True),
+    } | extra
+
+
+def byte_tokens(*more):
+    """Returns a vocabulary of the 256 byte tokens, in GPT-2's printable form, and more tokens."""
+    return [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *more]
 
 
 def gguf_name(name, arch="llama"):

@@ -13,7 +13,7 @@ from qerl_jax.policy.layers.kinds import (
     projection_shapes,
 )
 from qerl_jax.policy.lora import Lora, targets_of
-from qerl_jax.policy.quant import quantize_nvfp4
+from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 
 KINDS = ("qwen2", "qwen3", "llama")
 
@@ -60,6 +60,20 @@ def tiny_policy(model_type="qwen3", *, quantized=False, seed=0, **changes):
     if not config.tie_embeddings:
         params["lm_head"] = jnp.asarray(rng.standard_normal(table, np.float32) / 4)
     return config, params
+
+
+def rounded_to_bfloat16(params):
+    """Weights as compressed-tensors decompresses them: rounded to bfloat16, in float32."""
+    layers = [
+        {
+            name: dequantize(value, jnp.bfloat16).astype(jnp.float32)
+            if isinstance(value, QuantTensor)
+            else value
+            for name, value in layer.items()
+        }
+        for layer in params["layers"]
+    ]
+    return {**params, "layers": layers}
 
 
 def random_lora(config, *, rank=4, scale=0.5, targets=None, seed=1):

@@ -179,6 +179,15 @@ def contents(run):
     return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
+def damage(path):
+    """Flips a bit of a file, or of the largest file of a folder."""
+    files = (file for file in path.rglob("*") if file.is_file())
+    path = max(files, key=lambda file: file.stat().st_size, default=path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def sketch(count):
     """A figure without panels, and axes that draw nothing, in place of `plots._make_axes`."""
     from matplotlib.figure import Figure  # which only a process that draws has time for

@@ -20,6 +20,8 @@ import json
 import pathlib
 import sys
 
+from shared import greedy, read_decompressed, save_random_adapter
+
 HERE = pathlib.Path(__file__).parent
 PATH = HERE / "export_greedy.json"
 FORMATS = ("peft", "merged", "nvfp4")
@@ -32,27 +34,10 @@ def export_all(folder: pathlib.Path) -> None:
     import numpy as np
 
     from qerl_jax.export.write import ExportConfig, export
-    from qerl_jax.policy.layers.kinds import projection_shapes
-    from qerl_jax.policy.lora import Lora, LoraConfig
-    from qerl_jax.policy.trainable import Trainable
     from qerl_jax.weights.checkpoint import open_checkpoint
-    from qerl_jax.weights.peft import save_peft_adapter
 
-    rng = np.random.default_rng(0)
-    lora_config = LoraConfig(rank=4, alpha=8.0)
-    config = open_checkpoint(SOURCE).config
-    layers = [
-        {
-            projection: {
-                "a": rng.standard_normal((4, k), np.float32) / np.float32(k**0.5),
-                "b": rng.standard_normal((n, 4), np.float32) * np.float32(0.01),
-            }
-            for projection, (n, k) in projection_shapes(config).items()
-        }
-        for _ in range(config.num_layers)
-    ]
-    trainable = Trainable(lora=Lora(layers=layers, scale=lora_config.scale), params={})
-    save_peft_adapter(folder / "adapter", trainable, lora_config, base_model="SmolLM2")
+    config, rng = open_checkpoint(SOURCE).config, np.random.default_rng(0)
+    save_random_adapter(folder / "adapter", rng, config, size=0.01, base_model="SmolLM2")
     for form in FORMATS:
         export(
             ExportConfig(
@@ -76,38 +61,14 @@ def generate(folder: pathlib.Path) -> None:
     """Stage 2: writes the greedy tokens."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-
-    def read(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-        model(torch.ones((1, 1), dtype=torch.long))  # decompresses
-        return torch.nn.Module.float(model)  # the method of a quantized model refuses
-
     found = {}
     for form in FORMATS:
-        model = read(folder / ("peft-base" if form == "peft" else form))
+        model = read_decompressed(folder / ("peft-base" if form == "peft" else form))
         if form == "peft":
             model = PeftModel.from_pretrained(model, folder / form).eval()
-        found[form] = []
-        for prompt in prompts():
-            ids = torch.tensor([prompt])
-            output = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                eos_token_id=None,
-                pad_token_id=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-            best = torch.stack([logits[0].topk(2).values for logits in output.logits])
-            margins = [round(m, 5) for m in (best[:, 0] - best[:, 1]).tolist()]
-            tokens = output.sequences[0, ids.shape[1] :].tolist()
-            found[form].append({"tokens": tokens, "margins": margins})
-            print(form, len(prompt), "smallest margin", min(margins))
+        found[form] = [greedy(model, prompt, NEW_TOKENS) for prompt in prompts()]
     lines = [
         f' "{form}": [\n  ' + ",\n  ".join(map(json.dumps, rows)) + "\n ]"
         for form, rows in found.items()

@@ -19,6 +19,8 @@ import json
 import pathlib
 import sys
 
+from shared import read_decompressed, save_random_adapter
+
 HERE = pathlib.Path(__file__).parent
 FOLDER = HERE / "export_logits"
 NAMES = ("qwen2", "qwen3", "llama")
@@ -50,32 +52,13 @@ def write_exports(folder: pathlib.Path) -> None:
     """Stage 1: writes the adapters and the exports."""
     import numpy as np
 
-    from qerl_jax.policy.layers.kinds import projection_shapes
-    from qerl_jax.policy.lora import Lora, LoraConfig
-    from qerl_jax.policy.trainable import Trainable
     from qerl_jax.weights.load import load
-    from qerl_jax.weights.peft import save_peft_adapter
 
     rng = np.random.default_rng(0)
-    lora_config = LoraConfig(rank=4, alpha=8.0)
     for name in NAMES:
-        config = load(str(HERE / f"nvfp4_{name}")).config
-        layers = [
-            {
-                projection: {
-                    "a": rng.standard_normal((4, k), np.float32) / np.float32(k**0.5),
-                    "b": rng.standard_normal((n, 4), np.float32) * np.float32(0.02),
-                }
-                for projection, (n, k) in projection_shapes(config).items()
-            }
-            for _ in range(config.num_layers)
-        ]
-        save_peft_adapter(
-            FOLDER / f"adapter_{name}",
-            Trainable(lora=Lora(layers=layers, scale=lora_config.scale), params={}),
-            lora_config,
-            base_model=f"nvfp4_{name}",
-        )
+        base = f"nvfp4_{name}"
+        config = load(str(HERE / base)).config
+        save_random_adapter(FOLDER / f"adapter_{name}", rng, config, size=0.02, base_model=base)
     digests = export_all(folder)
     (FOLDER / "exports.json").write_text(json.dumps(digests, indent=2) + "\n")
 
@@ -85,26 +68,20 @@ def write_logits(folder: pathlib.Path) -> None:
     import torch
     from peft import PeftModel
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(64, (13,), generator=generator)
     tensors = {"ids": ids.to(torch.int32)}
 
-    def read(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-        model(ids[None])  # decompresses
-        return torch.nn.Module.float(model)  # the method of a quantized model refuses
-
     with torch.no_grad():
         for name in NAMES:
-            base = read(HERE / f"nvfp4_{name}")
+            base = read_decompressed(HERE / f"nvfp4_{name}")
             without = base(ids[None]).logits[0]
             models = {
                 "peft": PeftModel.from_pretrained(base, folder / f"{name}.peft").eval(),
-                "merged": read(folder / f"{name}.merged"),
-                "nvfp4": read(folder / f"{name}.nvfp4"),
+                "merged": read_decompressed(folder / f"{name}.merged"),
+                "nvfp4": read_decompressed(folder / f"{name}.nvfp4"),
             }
             for form, model in models.items():
                 logits = model(ids[None]).logits[0].contiguous()

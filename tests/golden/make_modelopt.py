@@ -25,6 +25,7 @@ import torch
 from modelopt.torch.export import export_hf_checkpoint
 from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from safetensors.torch import load_file, save_file
+from shared import logits_of
 from tiny_tokenizer import write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -64,15 +65,6 @@ def dequantized(tensors):
     return weights
 
 
-def logits(config, tensors, ids):
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model(ids[None]).logits[0].contiguous()
-
-
 @torch.no_grad()
 def main():
     torch.set_num_threads(1)
@@ -102,7 +94,7 @@ def main():
         del config.quantization_config
         expected = {
             "ids": ids.to(torch.int32),
-            "logits": logits(config, plain | weights, ids),
+            "logits": logits_of(config, plain | weights, ids),
         }
         save_file(weights | expected, folder / "expected.safetensors")
         print(name, json.dumps({"tensors": len(tensors), "packed": len(weights)}))

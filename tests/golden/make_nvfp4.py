@@ -28,6 +28,7 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from safetensors.torch import load_file, save_file
+from shared import logits_of
 from tiny_tokenizer import write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -106,15 +107,6 @@ def decoded(tensors, dtype):
     return plain
 
 
-def logits(config, tensors, ids):
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model(ids[None]).logits[0].contiguous()
-
-
 @torch.no_grad()
 def main():
     torch.set_num_threads(1)
@@ -151,8 +143,8 @@ def main():
                 assert torch.equal(weight.float(), rounded[key]), key
         tensors = {
             "ids": ids.to(torch.int32),
-            "logits_bf16": logits(config, rounded, ids),
-            "logits_float32": logits(config, decoded(quantized, torch.float32), ids),
+            "logits_bf16": logits_of(config, rounded, ids),
+            "logits_float32": logits_of(config, decoded(quantized, torch.float32), ids),
         }
         save_file(tensors, folder / "logits.safetensors")
         largest = (tensors["logits_bf16"] - tensors["logits_float32"]).abs().max().item()

@@ -17,6 +17,8 @@ import json
 import pathlib
 import sys
 
+from shared import greedy
+
 PATH = pathlib.Path(__file__).parent / "smollm2_greedy.json"
 NEW_TOKENS = 32
 SYSTEM = "Answer with a single number."
@@ -79,21 +81,7 @@ def generate(folder: pathlib.Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = json.loads((folder / "prompts.json").read_text())
     for entry in prompts:
-        ids = torch.tensor([entry["prompt"]])
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            eos_token_id=None,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        best = torch.stack([logits[0].topk(2).values for logits in output.logits])
-        entry["tokens"] = output.sequences[0, ids.shape[1] :].tolist()
-        entry["margins"] = [round(m, 5) for m in (best[:, 0] - best[:, 1]).tolist()]
-        print(len(entry["prompt"]), "smallest margin", min(entry["margins"]))
+        entry |= greedy(model, entry["prompt"], NEW_TOKENS)
     PATH.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in prompts) + "\n]\n")
 
 
