@@ -32,23 +32,17 @@ UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """The static arguments of the programs, apart from shapes.
+    """The static arguments of the programs, apart from shapes."""
 
-    Attributes:
-        model: the architecture of one device, see `tensor_parallel.shard_of`.
-        sampling: distribution and length of completions, without stop strings, which the host
-            looks for. Of the temperature it holds only whether it is 0: its value is an argument,
-            so that a run may change it.
-        eos_ids: token ids that end a row.
-        dequantize: 'once' or 'step', see `EngineConfig`.
-        turn_limit: number of tokens at which the first turn of a row is cut off; None where rows
-            do not talk to environments.
-    """
-
-    model: ModelConfig
+    model: ModelConfig  # the architecture of one device, see `tensor_parallel.shard_of`
+    # Distribution and length of completions, without stop strings, which the host looks for. Of the
+    # temperature it holds only whether it is 0: its value is an argument, so that a run may change
+    # it.
     sampling: SamplingConfig
-    eos_ids: tuple[int, ...]
-    dequantize: str
+    eos_ids: tuple[int, ...]  # token ids that end a row
+    dequantize: str  # 'once' or 'step', see `EngineConfig`
+    # Number of tokens at which the first turn of a row is cut off; None where rows do not talk to
+    # environments.
     turn_limit: int | None = None
 
 
@@ -80,51 +74,35 @@ class DecodeState:
 
     The turn of an inactive slot has ended. It is still decoded, as shapes are static, but attends
     to one key only, and its values are undefined.
-
-    Attributes:
-        layers: what R rows keep in every layer, of the prompt and of all tokens but the last: keys
-            and values [R, K, S, H] where the layer has attention.
-        lengths: int32 [B], number of filled cache positions.
-        rows: int32 [B], identity of the row in each slot, which its samples depend on.
-        counts: int32 [B], number of tokens sampled.
-        last: int32 [B], the newest token.
-        ended: bool [B], whether the turn of the row has ended, or the slot is empty.
-        limits: int32 [B], number of sampled tokens at which the row's turn is cut off: a state
-            cannot go back to it. None where all rows have one turn.
     """
 
+    # What R rows keep in every layer, of the prompt and of all tokens but the last: keys and values
+    # [R, K, S, H] where the layer has attention.
     layers: list[Kept]
-    lengths: jax.Array
-    rows: jax.Array
-    counts: jax.Array
-    last: jax.Array
-    ended: jax.Array
+    lengths: jax.Array  # int32 [B], number of filled cache positions
+    rows: jax.Array  # int32 [B], identity of the row in each slot, which its samples depend on
+    counts: jax.Array  # int32 [B], number of tokens sampled
+    last: jax.Array  # int32 [B], the newest token
+    ended: jax.Array  # bool [B], whether the turn of the row has ended, or the slot is empty
+    # int32 [B], number of sampled tokens at which the row's turn is cut off: a state cannot go back
+    # to it. None where all rows have one turn.
     limits: jax.Array | None = None
 
 
 @struct.dataclass
 class Prefilled:
-    """P prompts after prefill.
+    """P prompts after prefill."""
 
-    Attributes:
-        logits: float32 [P, V] after the last token of each prompt.
-        cache: what each prompt keeps, with T cache positions.
-    """
-
-    logits: jax.Array
-    cache: Cache
+    logits: jax.Array  # float32 [P, V] after the last token of each prompt
+    cache: Cache  # what each prompt keeps, with T cache positions
 
 
 class CacheRows(NamedTuple):
-    """The cache rows of a chunk.
+    """The cache rows of a chunk."""
 
-    Attributes:
-        slots: int32 [R], slot of each cache row, all different.
-        active: bool [R]; the turn of a row that is not active has ended, which only the host sees
-            of a stop string.
-    """
-
-    slots: jax.Array | np.ndarray
+    slots: jax.Array | np.ndarray  # int32 [R], slot of each cache row, all different
+    # bool [R]; the turn of a row that is not active has ended, which only the host sees of a stop
+    # string.
     active: jax.Array | np.ndarray
 
 
