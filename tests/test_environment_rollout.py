@@ -172,14 +172,14 @@ def test_rows_that_end_together_leave_their_slots_together(monkeypatch):
     """No slot waits beside others that decode, though each look at the clock takes a while."""
     looks = itertools.count()
     clock = types.SimpleNamespace(
-        monotonic=lambda: next(looks) * rows.TICK / 4, perf_counter=time.perf_counter
+        monotonic=lambda: next(looks) * rows._PATIENCE_ALONE / 4, perf_counter=time.perf_counter
     )
     monkeypatch.setattr(scheduler, "time", clock)
     due = []
 
     def submit(turn):
         reply = Reply(turn.row, [1, 2], OPEN) if turn.space else Reply(turn.row, (), DONE)
-        due.append((clock.monotonic() + 4 * rows.TICK, reply))
+        due.append((clock.monotonic() + 4 * rows._PATIENCE_ALONE, reply))
 
     def replies(_):
         now = clock.monotonic()

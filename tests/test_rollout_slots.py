@@ -219,7 +219,7 @@ def test_a_row_that_is_not_active_attends_to_nothing():
         lengths=jnp.array([5, 1, 7, 9, 11]),
         rows=jnp.array([0, 9, 1, 2, 3]),
         counts=jnp.array([1, 1, 1, 22, 1]),
-        done=jnp.array([False, False, False, False, True]),
+        ended=jnp.array([False, False, False, False, True]),
     )
     rows = decode.CacheRows(slots, np.array([True, False, True, True]))
     layers = decode.fuse_adapter(lora, model_config=model, dtype=jnp.dtype(jnp.float32))
@@ -228,7 +228,7 @@ def test_a_row_that_is_not_active_attends_to_nothing():
     )
     # One row decodes, one is not active any more, one has its last tokens, one had ended.
     assert not np.isin(samples.tokens[0], EOS).any()
-    assert state.done.tolist() == [False, False, True, True, True]
+    assert state.ended.tolist() == [False, False, True, True, True]
     assert state.lengths.tolist() == [9, 1, 0, 0, 0]
 
 

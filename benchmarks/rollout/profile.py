@@ -56,7 +56,7 @@ def step_parts(subject: Subject, batch: int, options: argparse.Namespace) -> dic
             states.pop(),  # A chunk donates its state, and returns the next one.
             lengths=full(middle, jnp.int32),
             counts=full(0, jnp.int32),
-            done=full(False, bool),
+            ended=full(False, bool),
         )
         state, samples = program(key, params, adapter, state, rows, np.float32(1))
         states.append(state)

@@ -58,37 +58,29 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field of the config.
+    """A field of the config."""
 
-    Attributes:
-        name: sections and name, such as 'rl.clip_high'. NAME stands for a name that the user
-            chooses: 'rewards.NAME.weight' is a key of each entry of the table 'rewards'.
-        default: the default, whose type is that of the field. A dict is a table with free keys.
-        help: meaning of the field.
-        limits: lower limit, and upper limit if there is one. An upper limit of infinity allows
-            infinity, which is refused without it.
-        choices: the values that the field takes; of a tuple, those that its items take. They are
-            written here where another module implements them, and a test compares the two.
-        function: whether the field also takes the import path 'package.module:function'.
-        read_if: when the field is read; None for always.
-        resume: what a resumed run may do with the field. 'fixed': it may not change. 'memory':
-            it may change, as it moves only memory or time: the distribution of the samples and the
-            loss stay the same, and only the rounding of sums changes. So a run that does not fit
-            into the memory can be saved. 'source': it may change, as it says where the weights or
-            the problems are, and the checkpoints hold fingerprints of both. 'free': it may change,
-            as it does not change how a run trains.
-        fixed_if: when the field may not change after all; None for never.
-    """
-
+    # Sections and name, such as 'rl.clip_high'. NAME stands for a name that the user chooses:
+    # 'rewards.NAME.weight' is a key of each entry of the table 'rewards'.
     name: str
-    default: Any
-    help: str
+    default: Any  # the default, whose type is that of the field. A dict is a table with free keys.
+    help: str  # meaning of the field
+    # Lower limit, and upper limit if there is one. An upper limit of infinity allows infinity,
+    # which is refused without it.
     limits: tuple[float, ...] = ()
+    # The values that the field takes; of a tuple, those that its items take. They are written here
+    # where another module implements them, and a test compares the two.
     choices: tuple[str, ...] = ()
-    function: bool = False
-    read_if: Condition | None = None
+    function: bool = False  # whether the field also takes the import path 'package.module:function'
+    read_if: Condition | None = None  # when the field is read; None for always
+    # What a resumed run may do with the field. 'fixed': it may not change. 'memory': it may change,
+    # as it moves only memory or time: the distribution of the samples and the loss stay the same,
+    # and only the rounding of sums changes. So a run that does not fit into the memory can be
+    # saved. 'source': it may change, as it says where the weights or the problems are, and the
+    # checkpoints hold fingerprints of both. 'free': it may change, as it does not change how a run
+    # trains.
     resume: Literal["fixed", "memory", "source", "free"] = "fixed"
-    fixed_if: Condition | None = None
+    fixed_if: Condition | None = None  # when the field may not change after all; None for never
 
 
 def evaluates_separately(eval_source: str, eval_path: str) -> bool:

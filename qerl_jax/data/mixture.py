@@ -25,24 +25,17 @@ _KEYS: dict[str, Any] = {key: row.default for key, row in keys_of("data.mixture"
 
 @dataclasses.dataclass(frozen=True)
 class MixtureSource:
-    """A source of a mixture.
+    """A source of a mixture."""
 
-    Attributes:
-        path: file or folder of the problems, or ''.
-        source: hub id or `reasoning_gym:TASK`, where there is no path.
-        weight: its part of the draws, relative to the weights of the other sources.
-        split: split of the dataset on the hub or of the folder.
-        levels: difficulties to train on, as `data.levels`.
-        fields: names of the fields `question`, `answer` and `level`, as `data.fields`.
-        options: options of the reasoning_gym task.
-    """
-
-    path: str = ""
-    source: str = ""
+    path: str = ""  # file or folder of the problems, or ''
+    source: str = ""  # hub id or `reasoning_gym:TASK`, where there is no path
+    # Its part of the draws, relative to the weights of the other sources.
     weight: float = _KEYS["weight"]
-    split: str = _KEYS["split"]
-    levels: tuple[int, ...] = ()
+    split: str = _KEYS["split"]  # split of the dataset on the hub or of the folder
+    levels: tuple[int, ...] = ()  # difficulties to train on, as `data.levels`
+    # Names of the fields `question`, `answer` and `level`, as `data.fields`.
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Options of the reasoning_gym task.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -32,16 +32,11 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The rule by which the training problems are drawn.
+    """The rule by which the training problems are drawn."""
 
-    Attributes:
-        sources: the sources, whose problems follow one another in one list.
-        seed: seed of all draws.
-        curriculum_share: probability with which a draw goes to the curriculum; 0 turns it off.
-    """
-
-    sources: tuple[Source, ...]
-    seed: int = 0
+    sources: tuple[Source, ...]  # the sources, whose problems follow one another in one list
+    seed: int = 0  # seed of all draws
+    # Probability with which a draw goes to the curriculum; 0 turns it off.
     curriculum_share: float = 0.0
 
     @property
@@ -63,20 +58,13 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class SourcePosition:
-    """How far the training is in one source.
+    """How far the training is in one source."""
 
-    Attributes:
-        epoch: number of finished epochs.
-        index: number of problems of this epoch that were drawn.
-        credit: number of draws by which the source lags behind its share.
-        decided: number of draws that were divided between the epoch and the curriculum.
-        results: by problem, how many completions of its last group were correct, and of how many.
-    """
-
-    epoch: int = 0
-    index: int = 0
-    credit: float = 0.0
-    decided: int = 0
+    epoch: int = 0  # number of finished epochs
+    index: int = 0  # number of problems of this epoch that were drawn
+    credit: float = 0.0  # number of draws by which the source lags behind its share
+    decided: int = 0  # number of draws that were divided between the epoch and the curriculum
+    # By problem, how many completions of its last group were correct, and of how many.
     results: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -90,13 +78,9 @@ class SourcePosition:
 
 @dataclasses.dataclass(frozen=True)
 class Cursor:
-    """How far the training is in all sources.
+    """How far the training is in all sources."""
 
-    Attributes:
-        positions: the position in each source by its name; a source without a position is at its
-            beginning.
-    """
-
+    # The position in each source by its name; a source without a position is at its beginning.
     positions: Mapping[str, SourcePosition] = dataclasses.field(default_factory=dict)
 
     def position(self, source: Source) -> SourcePosition:

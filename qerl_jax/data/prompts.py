@@ -18,19 +18,14 @@ class ChatTokenizer(TemplateTokenizer, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A question and its short reference answer (`72`, not the solution that leads to it).
+    """A question and its short reference answer (`72`, not the solution that leads to it)."""
 
-    Attributes:
-        question: the question; of a row with several chat messages, all of them as one text.
-        answer: the reference answer.
-        messages: the chat as (role, content), of which a user's message is the last; () where the
-            question is the only message.
-        columns: the whole row that the problem was read from, whose columns reach the rewards.
-    """
-
-    question: str
-    answer: str
+    question: str  # the question; of a row with several chat messages, all of them as one text
+    answer: str  # the reference answer
+    # The chat as (role, content), of which a user's message is the last; () where the question is
+    # the only message.
     messages: tuple[tuple[str, str], ...] = ()
+    # The whole row that the problem was read from, whose columns reach the rewards.
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
@@ -45,22 +40,18 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class PromptConfig:
-    """How problems are written as prompts.
+    """How problems are written as prompts."""
 
-    Attributes:
-        system_prompt: the system message; with '' the problem or the template decides.
-        question_suffix: text that is appended to the last message without a space in between.
-        examples: solved examples, a question and its answer in turn; they come before the problem
-            as messages of the user and the assistant, and their questions have the suffix too.
-        chat_template_args: further variables of the chat template.
-        tools: function from a problem to the JSON schemas of the tools that the policy may call;
-            None for no tools.
-    """
-
-    system_prompt: str = ""
+    system_prompt: str = ""  # the system message; with '' the problem or the template decides
+    # Text that is appended to the last message without a space in between.
     question_suffix: str = ""
+    # Solved examples, a question and its answer in turn; they come before the problem as messages
+    # of the user and the assistant, and their questions have the suffix too.
     examples: Sequence[str] = ()
+    # Further variables of the chat template.
     chat_template_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Function from a problem to the JSON schemas of the tools that the policy may call; None for no
+    # tools.
     tools: Callable[[Problem], Sequence[Mapping[str, Any]] | None] | None = None
 
 

@@ -36,21 +36,17 @@ class _LeftOutError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Which problems of a source are kept.
+    """Which problems of a source are kept."""
 
-    Attributes:
-        rewards: functions that score completions of the problems. A problem is left out if one of
-            them needs its answer and cannot read it. None stands for `math_answer`.
-        levels: difficulties to keep, compared with the field `level`; an empty set keeps all.
-        max_question_chars: largest length of a question; 0 means no limit.
-        fields: names of the fields `question`, `answer` and `level` in the rows. A name with dots
-            is one of a nested object, such as `reward_model.ground_truth`. A field that is absent
-            or '' has one of the usual names.
-    """
-
+    # Functions that score completions of the problems. A problem is left out if one of them needs
+    # its answer and cannot read it. None stands for `math_answer`.
     rewards: Sequence[Reward] | None = None
+    # Difficulties to keep, compared with the field `level`; an empty set keeps all.
     levels: frozenset[int] = frozenset()
-    max_question_chars: int = 0
+    max_question_chars: int = 0  # largest length of a question; 0 means no limit
+    # Names of the fields `question`, `answer` and `level` in the rows. A name with dots is one of a
+    # nested object, such as `reward_model.ground_truth`. A field that is absent or '' has one of
+    # the usual names.
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

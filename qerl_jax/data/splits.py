@@ -39,47 +39,35 @@ class ProblemConfig:
     * the training problems: the last problems of a file or train split, or the first generated
       problems, which are then not trained on. Questions of a hub dataset's test split are not
       trained on either.
-
-    Attributes:
-        source: `reasoning_gym:TASK`, `qerl_jax:sums` or a hub id; not used if `path` is set.
-        path: path of a file or folder of training problems, as in `problem_sources.read_problems`.
-            Each row has `question` (or `problem`, `prompt`) and `answer` (or `solution`). A
-            question is a text or a list of chat messages. An answer whose last line is `####
-            NUMBER`, as in GSM8K, is that number; a solution marks its answer in this way or by
-            `\boxed{}`.
-        train_split: split of the dataset on the hub, or of the folder, to train on.
-        eval_source: hub id of a dataset with evaluation problems, 'held_out', or ''.
-        eval_path: path of a file or folder of evaluation problems.
-        eval_size: largest number of evaluation problems. None takes at most `eval_most`,
-            and at most a tenth of the training problems if they are held out (of fewer than ten,
-            one).
-        eval_most: largest number of evaluation problems where `eval_size` is None.
-        is_part: whether it is a source of a mixture, with its share of the evaluation problems.
-        rewards: functions that score completions of the problems, as in `Selection`.
-        levels: difficulties to train on, compared with the field `level` (`3` or `Level 3`); ()
-            selects all.
-        max_question_chars: largest length of a training question; 0 means no limit.
-        fields: names of the fields `question`, `answer` and `level`, as in `Selection`.
-        options: options of the generated task.
-        seed: seed of the generated problems.
-        size: number of distinct training problems to generate; a task with fewer problems gives
-            fewer.
     """
 
-    source: str = ""
+    source: str = ""  # `reasoning_gym:TASK`, `qerl_jax:sums` or a hub id; not used if `path` is set
+    # Path of a file or folder of training problems, as in `problem_sources.read_problems`. Each row
+    # has `question` (or `problem`, `prompt`) and `answer` (or `solution`). A question is a text or
+    # a list of chat messages. An answer whose last line is `#### NUMBER`, as in GSM8K, is that
+    # number; a solution marks its answer in this way or by `\boxed{}`.
     path: str = ""
-    train_split: str = "train"
-    eval_source: str = ""
-    eval_path: str = ""
+    train_split: str = "train"  # split of the dataset on the hub, or of the folder, to train on
+    eval_source: str = ""  # hub id of a dataset with evaluation problems, 'held_out', or ''
+    eval_path: str = ""  # path of a file or folder of evaluation problems
+    # Largest number of evaluation problems. None takes at most `eval_most`, and at most a tenth of
+    # the training problems if they are held out (of fewer than ten, one).
     eval_size: int | None = 0
+    # Largest number of evaluation problems where `eval_size` is None.
     eval_most: int = MOST_HELD_OUT
+    # Whether it is a source of a mixture, with its share of the evaluation problems.
     is_part: bool = False
+    # Functions that score completions of the problems, as in `Selection`.
     rewards: Sequence[Reward] | None = None
+    # Difficulties to train on, compared with the field `level` (`3` or `Level 3`); () selects all.
     levels: Sequence[int] = ()
-    max_question_chars: int = 0
+    max_question_chars: int = 0  # largest length of a training question; 0 means no limit
+    # Names of the fields `question`, `answer` and `level`, as in `Selection`.
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Options of the generated task.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    seed: int = 0
+    seed: int = 0  # seed of the generated problems
+    # Number of distinct training problems to generate; a task with fewer problems gives fewer.
     size: int = 10_000
 
     @property

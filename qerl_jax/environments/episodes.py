@@ -32,42 +32,25 @@ _TICK = 0.1  # seconds between two calls of `on_wait`
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """What an environment is.
+    """What an environment is."""
 
-    Attributes:
-        kind: 'tools', whose methods the policy calls, or 'text', which reads what it writes.
-        tools: JSON schemas of its tools.
-        rewards: whether it gives rewards.
-    """
-
-    kind: str
-    tools: tuple[Mapping[str, Any], ...] = ()
-    rewards: bool = False
+    kind: str  # 'tools', whose methods the policy calls, or 'text', which reads what it writes
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of its tools
+    rewards: bool = False  # whether it gives rewards
 
 
 @dataclasses.dataclass(frozen=True)
 class Environments:
-    """The environments of a run, and how the policy talks to them.
+    """The environments of a run, and how the policy talks to them."""
 
-    Attributes:
-        pool: processes in which they run.
-        contracts: what each of them is, by name.
-        writers: writer of the replies of each, by name.
-        form: how the chat template writes calls; '' where no environment has tools.
-        tokenizer: tokenizer of the policy.
-        max_turns: largest number of turns of the policy.
-        time_limit: seconds of a call; 0 sets no limit.
-        processes: largest number of environments that are alive at the same time.
-    """
-
-    pool: Pool
-    contracts: Mapping[str, Contract]
-    writers: Mapping[str, ReplyWriter]
-    form: str
-    tokenizer: TemplateTokenizer
-    max_turns: int
-    time_limit: float
-    processes: int
+    pool: Pool  # processes in which they run
+    contracts: Mapping[str, Contract]  # what each of them is, by name
+    writers: Mapping[str, ReplyWriter]  # writer of the replies of each, by name
+    form: str  # how the chat template writes calls; '' where no environment has tools
+    tokenizer: TemplateTokenizer  # tokenizer of the policy
+    max_turns: int  # largest number of turns of the policy
+    time_limit: float  # seconds of a call; 0 sets no limit
+    processes: int  # largest number of environments that are alive at the same time
 
     def name_of(self, columns: Mapping[str, Any]) -> str:
         """Returns the name of the environment of a problem."""
@@ -123,27 +106,18 @@ def environment_of(columns: Mapping[str, Any], names: Sequence[str]) -> str:
 
 @dataclasses.dataclass
 class Episode:
-    """What has happened to a row.
+    """What has happened to a row."""
 
-    Attributes:
-        parts: role ('assistant' or 'environment') and text of everything after the prompt.
-        turns: number of turns of the policy.
-        calls: number of calls of tools.
-        failed_calls: number of those that failed or could not be read.
-        reward: sum of the environment's rewards; None without any.
-        facts: the environment's attributes at the end, those that are data.
-        ending: what ended the row, see `environments.roles`; OPEN until it ends.
-        error: why the environment failed; '' where it did not.
-    """
-
+    # Role ('assistant' or 'environment') and text of everything after the prompt.
     parts: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    turns: int = 0
-    calls: int = 0
-    failed_calls: int = 0
-    reward: float | None = None
+    turns: int = 0  # number of turns of the policy
+    calls: int = 0  # number of calls of tools
+    failed_calls: int = 0  # number of those that failed or could not be read
+    reward: float | None = None  # sum of the environment's rewards; None without any
+    # The environment's attributes at the end, those that are data.
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    ending: int = OPEN
-    error: str = ""
+    ending: int = OPEN  # what ended the row, see `environments.roles`; OPEN until it ends
+    error: str = ""  # why the environment failed; '' where it did not
 
     @property
     def answer(self) -> str:

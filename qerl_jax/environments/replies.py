@@ -43,19 +43,12 @@ class TemplateTokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ReplyWriter:
-    """Writes replies with a chat template.
+    """Writes replies with a chat template."""
 
-    Attributes:
-        tokenizer: tokenizer of the policy.
-        arguments: further variables of the chat template.
-        calls: whether replies are those of tools; else they are messages of the user.
-        system: the system message of the conversations; '' for none.
-    """
-
-    tokenizer: TemplateTokenizer
-    arguments: Mapping[str, Any]
-    calls: bool
-    system: str = ""
+    tokenizer: TemplateTokenizer  # tokenizer of the policy
+    arguments: Mapping[str, Any]  # further variables of the chat template
+    calls: bool  # whether replies are those of tools; else they are messages of the user
+    system: str = ""  # the system message of the conversations; '' for none
 
     def check(self) -> None:
         """Refuses a template that changes earlier turns, or does not end them with a token.

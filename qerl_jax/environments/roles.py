@@ -15,33 +15,20 @@ OPEN, ANSWER, DONE, TURNS, TOKENS, CONTEXT, FAILURE = range(len(ENDINGS))
 
 
 class Turn(NamedTuple):
-    """A turn of the policy that has ended.
+    """A turn of the policy that has ended."""
 
-    Attributes:
-        row: number of the row.
-        ids: its sampled tokens.
-        complete: whether the policy or a stop string ended it, and not a limit.
-        space: largest number of tokens that an environment may add; 0 where the row must end,
-            because a limit is reached.
-        limit: what ends the row where it must, TOKENS or CONTEXT.
-    """
-
-    row: int
-    ids: Sequence[int]
-    complete: bool
+    row: int  # number of the row
+    ids: Sequence[int]  # its sampled tokens
+    complete: bool  # whether the policy or a stop string ended it, and not a limit
+    # Largest number of tokens that an environment may add; 0 where the row must end, because a
+    # limit is reached.
     space: int
-    limit: int = TOKENS
+    limit: int = TOKENS  # what ends the row where it must, TOKENS or CONTEXT
 
 
 class Reply(NamedTuple):
-    """What comes back for a turn: tokens after which the policy continues, or the end of the row.
+    """What comes back for a turn: tokens that the policy continues, or the end of the row."""
 
-    Attributes:
-        row: number of the row.
-        ids: the environment's tokens; () where the row ends.
-        ending: what ends the row, one of the above; OPEN where it continues.
-    """
-
-    row: int
-    ids: Sequence[int]
-    ending: int
+    row: int  # number of the row
+    ids: Sequence[int]  # the environment's tokens; () where the row ends
+    ending: int  # what ends the row, one of the above; OPEN where it continues

@@ -20,19 +20,12 @@ NO_ID = "000000000"  # where a template wants an id of a call and the policy wro
 
 
 class Call(NamedTuple):
-    """A call of a tool that the policy wrote.
+    """A call of a tool that the policy wrote."""
 
-    Attributes:
-        name: name of the tool; '' where it cannot be read.
-        arguments: its arguments by name.
-        id: id that the policy gave the call, or `NO_ID`.
-        error: why the call cannot be read; '' where it can.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    id: str = NO_ID
-    error: str = ""
+    name: str  # name of the tool; '' where it cannot be read
+    arguments: dict[str, Any]  # its arguments by name
+    id: str = NO_ID  # id that the policy gave the call, or `NO_ID`
+    error: str = ""  # why the call cannot be read; '' where it can
 
 
 def tool_format(template: str, source: str = "") -> str:

@@ -236,22 +236,15 @@ _Rows = dict[tuple[int, int], dict[str, Any]]  # (problem, sample) -> a line of 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """One policy on one task.
+    """One policy on one task."""
 
-    Attributes:
-        policy: policy to evaluate.
-        task: task to complete.
-        prompts: P prompts of the task.
-        scorers: rewards that score a completion: 'correct' and, if the task has one, 'format'.
-        config: settings of the evaluation, with S samples per prompt.
-        environments: what the policy talks to; None for completions of one turn.
-    """
-
-    policy: LoadedPolicy
-    task: Task
-    prompts: Sequence[Prompt]
+    policy: LoadedPolicy  # policy to evaluate
+    task: Task  # task to complete
+    prompts: Sequence[Prompt]  # P prompts of the task
+    # Rewards that score a completion: 'correct' and, if the task has one, 'format'.
     scorers: Mapping[str, Reward]
-    config: EvaluateConfig
+    config: EvaluateConfig  # settings of the evaluation, with S samples per prompt
+    # What the policy talks to; None for completions of one turn.
     environments: RunEnvironments | None = None
 
     @property

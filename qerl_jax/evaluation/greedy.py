@@ -28,20 +28,15 @@ _SHOWN = 2  # answers that a run shows before and after it
 
 @dataclasses.dataclass(frozen=True)
 class GreedyScore:
-    """How a policy answers greedily.
+    """How a policy answers greedily."""
 
-    Attributes:
-        accuracy: fraction of the completions with a score that are correct; NaN without any.
-        truncated: fraction of completions that the limit on new tokens cut off.
-        missing: number of completions without a score, because a reward failed. They count neither
-            as right nor as wrong, so that scores over other problems are not comparable.
-        answers: the first completions of this process, as values for JSON: `question`, `answer`,
-            `completion`, `finished`, and `correct`, which is None without a score.
-    """
-
-    accuracy: float
-    truncated: float
+    accuracy: float  # fraction of the completions with a score that are correct; NaN without any
+    truncated: float  # fraction of completions that the limit on new tokens cut off
+    # Number of completions without a score, because a reward failed. They count neither as right
+    # nor as wrong, so that scores over other problems are not comparable.
     missing: int = 0
+    # The first completions of this process, as values for JSON: `question`, `answer`, `completion`,
+    # `finished`, and `correct`, which is None without a score.
     answers: Sequence[Mapping[str, Any]] = ()
 
 

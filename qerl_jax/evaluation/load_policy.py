@@ -77,25 +77,16 @@ class LoadedPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """What a source names: a base with its settings, and an adapter.
+    """What a source names: a base with its settings, and an adapter."""
 
-    Attributes:
-        run: content of config.json of the run that the source is, or None.
-        owner: folder of the run whose base it is; it need not exist.
-        owner_run: content of its config.json, or None where the base is that of no run.
-        base: the model.
-        adapter: folder of the adapter, or None.
-        format: format of the weights.
-        dtype: dtype of the activations.
-    """
-
-    run: dict[str, Any] | None
-    owner: RunFolder
+    run: dict[str, Any] | None  # content of config.json of the run that the source is, or None
+    owner: RunFolder  # folder of the run whose base it is; it need not exist
+    # Content of its config.json, or None where the base is that of no run.
     owner_run: dict[str, Any] | None
-    base: str
-    adapter: pathlib.Path | None
-    format: str
-    dtype: str
+    base: str  # the model
+    adapter: pathlib.Path | None  # folder of the adapter, or None
+    format: str  # format of the weights
+    dtype: str  # dtype of the activations
 
 
 def open_policy(

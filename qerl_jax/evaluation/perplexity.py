@@ -25,17 +25,11 @@ _MAX_BYTES = 256 << 20
 
 
 class Divergence(NamedTuple):
-    """How far a policy is from a reference, as means over the tokens of each window of a text.
+    """How far a policy is from a reference, as means over the tokens of each window of a text."""
 
-    Attributes:
-        losses: float32 [B] negative log-likelihoods under the policy, in nats per token.
-        kl: float32 [B] KL(reference | policy), in nats per token.
-        agreement: float32 [B] fractions of the tokens at which both find the same token the
-            likeliest.
-    """
-
-    losses: np.ndarray
-    kl: np.ndarray
+    losses: np.ndarray  # float32 [B] negative log-likelihoods under the policy, in nats per token
+    kl: np.ndarray  # float32 [B] KL(reference | policy), in nats per token
+    # float32 [B] fractions of the tokens at which both find the same token the likeliest.
     agreement: np.ndarray
 
 

@@ -36,40 +36,29 @@ _REMEDY = "pass a smaller model, --format=nvfp4 or a lower --max-new-tokens"
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """The question, the policy that answers it, and how the answer is sampled.
+    """The question, the policy that answers it, and how the answer is sampled."""
 
-    Attributes:
-        source: run folder, PEFT adapter folder or model, as in `open_policy`.
-        question: message of the user.
-        adapter: adapter of the policy, as in `open_policy`; '' shows the answer of the base first
-            and then the answer with the default adapter.
-        base: model to load instead of the one that the source names, as in `open_policy`.
-        format: format of the weights, as in `open_policy`.
-        system: system message; None is the system message of the run, or of the chat template.
-        suffix: text that is appended to the question; None is the suffix of the run, or ''.
-        chat_template_args: further variables of the chat template, as a JSON object; None are those
-            of the run.
-        columns: columns of the problem for the environment of the run, as a JSON object; None for
-            no columns.
-        max_new_tokens: limit on new tokens; None is the limit of the run's evaluations, or 512.
-        temperature: sampling temperature; 0 is greedy.
-        top_p: cumulative probability of the tokens that are sampled from; 1 keeps all tokens.
-        seed: seed of the samples.
-    """
-
-    source: str
-    question: str
+    source: str  # run folder, PEFT adapter folder or model, as in `open_policy`
+    question: str  # message of the user
+    # Adapter of the policy, as in `open_policy`; '' shows the answer of the base first and then the
+    # answer with the default adapter.
     adapter: str = ""
-    base: str = ""
-    format: str = ""
+    base: str = ""  # model to load instead of the one that the source names, as in `open_policy`
+    format: str = ""  # format of the weights, as in `open_policy`
+    # System message; None is the system message of the run, or of the chat template.
     system: str | None = None
+    # Text that is appended to the question; None is the suffix of the run, or ''.
     suffix: str | None = None
+    # Further variables of the chat template, as a JSON object; None are those of the run.
     chat_template_args: str | None = None
+    # Columns of the problem for the environment of the run, as a JSON object; None for no columns.
     columns: str | None = None
+    # Limit on new tokens; None is the limit of the run's evaluations, or 512.
     max_new_tokens: int | None = None
-    temperature: float = 0.0
+    temperature: float = 0.0  # sampling temperature; 0 is greedy
+    # Cumulative probability of the tokens that are sampled from; 1 keeps all tokens.
     top_p: float = 1.0
-    seed: int = 0
+    seed: int = 0  # seed of the samples
 
 
 def sample(config: SampleConfig) -> None:

@@ -14,15 +14,10 @@ from qerl_jax.weights.load import LoadedModel
 
 
 class TaskPrompts(NamedTuple):
-    """The prompts of a task.
+    """The prompts of a task."""
 
-    Attributes:
-        prompts: the prompts of the problems that are evaluated.
-        digest: digest of the prompts of all problems of the task, also with a limit.
-    """
-
-    prompts: list[Prompt]
-    digest: str
+    prompts: list[Prompt]  # the prompts of the problems that are evaluated
+    digest: str  # digest of the prompts of all problems of the task, also with a limit
 
 
 def encode_task(

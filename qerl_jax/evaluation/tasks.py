@@ -59,19 +59,13 @@ _ALL = 10**9  # number of problems that takes all of a task
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A published test set: the split `test` of a dataset on the hub.
+    """A published test set: the split `test` of a dataset on the hub."""
 
-    Attributes:
-        hub: hub id of the dataset.
-        fields: names of the fields with the question and the answer, which a local copy needs.
-        scorer: import path of the reward that decides whether a completion is correct.
-        max_new_tokens: default limit on new tokens per completion.
-    """
-
-    hub: str
+    hub: str  # hub id of the dataset
+    # Names of the fields with the question and the answer, which a local copy needs.
     fields: tuple[str, str]
-    scorer: str
-    max_new_tokens: int
+    scorer: str  # import path of the reward that decides whether a completion is correct
+    max_new_tokens: int  # default limit on new tokens per completion
 
 
 # An answer of GSM8K ends in `#### NUMBER`; a solution of math-ai/aime24 is \boxed{NUMBER}.
@@ -86,31 +80,20 @@ BENCHMARKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Problems with their prompt and their scorers.
+    """Problems with their prompt and their scorers."""
 
-    Attributes:
-        name: name of the task and of its file of completions.
-        source: hub id or file that the problems come from, or 'run'.
-        problems: all problems of the task.
-        prompt: how the problems are written.
-        scorer: import path or URL of the reward that decides whether a completion is correct.
-        format_scorer: import path or URL of the reward that decides whether a completion has the
-            right format; '' scores no format.
-        max_new_tokens: limit on new tokens per completion.
-        stop: strings that end a completion.
-        kv_cache_dtype: dtype of the stored keys and values, as in `EngineConfig`.
-        options: further arguments of `calls.resolve` for `scorer` and `format_scorer`.
-    """
-
-    name: str
-    source: str
-    problems: list[Problem]
-    prompt: PromptConfig
-    scorer: str
+    name: str  # name of the task and of its file of completions
+    source: str  # hub id or file that the problems come from, or 'run'
+    problems: list[Problem]  # all problems of the task
+    prompt: PromptConfig  # how the problems are written
+    scorer: str  # import path or URL of the reward that decides whether a completion is correct
+    # Import path or URL of the reward that decides whether a completion has the right format; ''
+    # scores no format.
     format_scorer: str
-    max_new_tokens: int
-    stop: tuple[str, ...] = ()
-    kv_cache_dtype: str = ""
+    max_new_tokens: int  # limit on new tokens per completion
+    stop: tuple[str, ...] = ()  # strings that end a completion
+    kv_cache_dtype: str = ""  # dtype of the stored keys and values, as in `EngineConfig`
+    # Further arguments of `calls.resolve` for `scorer` and `format_scorer`.
     options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -124,27 +107,21 @@ class TaskOverrides:
     """Settings that replace the settings of tasks.
 
     Each item is VALUE for all tasks, or TASK=VALUE for one task.
-
-    Attributes:
-        data: local files that replace the data of the hub, always as TASK=FILE.jsonl.
-        system_prompt: system messages; '' leaves it to the chat template.
-        question_suffix: texts that are appended to every question.
-        scorer: import paths of rewards that decide whether a completion is correct.
-        format_scorer: import paths of rewards that decide whether the format is right; '' scores no
-            format.
-        max_new_tokens: limits on new tokens per completion.
-        chat_template_args: further variables of the chat template, as a JSON object.
-        token_env: names of environment variables with the token for scorers that are URLs, also
-            several separated by commas, see `scorers.check_scorers`.
     """
 
+    # Local files that replace the data of the hub, always as TASK=FILE.jsonl.
     data: Sequence[str] = ()
-    system_prompt: Sequence[str] = ()
-    question_suffix: Sequence[str] = ()
+    system_prompt: Sequence[str] = ()  # system messages; '' leaves it to the chat template
+    question_suffix: Sequence[str] = ()  # texts that are appended to every question
+    # Import paths of rewards that decide whether a completion is correct.
     scorer: Sequence[str] = ()
+    # Import paths of rewards that decide whether the format is right; '' scores no format.
     format_scorer: Sequence[str] = ()
-    max_new_tokens: Sequence[str] = ()
+    max_new_tokens: Sequence[str] = ()  # limits on new tokens per completion
+    # Further variables of the chat template, as a JSON object.
     chat_template_args: Sequence[str] = ()
+    # Names of environment variables with the token for scorers that are URLs, also several
+    # separated by commas, see `scorers.check_scorers`.
     token_env: Sequence[str] = ()
 
 

@@ -41,15 +41,10 @@ _KERNEL_FORMATS = ("nvfp4", "mxfp4")  # formats that a kernel reads
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a plan needs to know of a device.
+    """What a plan needs to know of a device."""
 
-    Attributes:
-        pool: bytes that the run may use; None where they are unknown, as on a CPU.
-        kernel: what multiplies packed weights, as in `fp4_matmul`: "mosaic", "mma" or "xla".
-    """
-
-    pool: int | None
-    kernel: str
+    pool: int | None  # bytes that the run may use; None where they are unknown, as on a CPU
+    kernel: str  # what multiplies packed weights, as in `fp4_matmul`: "mosaic", "mma" or "xla"
 
     @property
     def usable(self) -> int | None:
@@ -59,31 +54,18 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPlan:
-    """Bytes of a rollout or an evaluation, in addition to what the run always holds, and its sizes.
+    """Bytes of a rollout or an evaluation besides what the run always holds, and its sizes."""
 
-    Attributes:
-        policy_copy: trained parameters in the dtype of the policy.
-        dense_copy: dense copy of packed weights.
-        cache: keys and values of the rows that decode together, and their recurrent states.
-        temporary: prompts in a prefill, or the logits of the rows.
-        rows: number of rows that decode together, 0 if not one fits.
-        all_rows: number of all rows.
-        prefill_prompts: number of prompts in one prefill.
-        positions: cache positions of a row.
-        dequantize: 'once' or 'step', as in `EngineConfig`.
-        state: bytes of the recurrent states of a row; they are a part of `cache`.
-    """
-
-    policy_copy: int
-    dense_copy: int
-    cache: int
-    temporary: int
-    rows: int
-    all_rows: int
-    prefill_prompts: int
-    positions: int
-    dequantize: str
-    state: int = 0
+    policy_copy: int  # trained parameters in the dtype of the policy
+    dense_copy: int  # dense copy of packed weights
+    cache: int  # keys and values of the rows that decode together, and their recurrent states
+    temporary: int  # prompts in a prefill, or the logits of the rows
+    rows: int  # number of rows that decode together, 0 if not one fits
+    all_rows: int  # number of all rows
+    prefill_prompts: int  # number of prompts in one prefill
+    positions: int  # cache positions of a row
+    dequantize: str  # 'once' or 'step', as in `EngineConfig`
+    state: int = 0  # bytes of the recurrent states of a row; they are a part of `cache`
 
     @property
     def bytes(self) -> int:
@@ -93,27 +75,17 @@ class RolloutPlan:
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """Bytes of a run on each of its devices, and the sizes that follow from them.
+    """Bytes of a run on each of its devices, and the sizes that follow from them."""
 
-    Attributes:
-        device: the device that the run is planned for.
-        longest: the longest rows that a step may sample.
-        weights: weights before training, with the copy of the head for rollouts.
-        training: trained parameters in float32 and the state of the optimizer.
-        gradient: gradient of an update, which is added up over buffers.
-        rollout: a rollout of a step.
-        evaluation: a rollout of an evaluation, or None where the run does not evaluate.
-        update: an update on one buffer.
-    """
-
-    device: Device
-    longest: LongestRows
-    weights: int
-    training: int
-    gradient: int
-    rollout: RolloutPlan
+    device: Device  # the device that the run is planned for
+    longest: LongestRows  # the longest rows that a step may sample
+    weights: int  # weights before training, with the copy of the head for rollouts
+    training: int  # trained parameters in float32 and the state of the optimizer
+    gradient: int  # gradient of an update, which is added up over buffers
+    rollout: RolloutPlan  # a rollout of a step
+    # A rollout of an evaluation, or None where the run does not evaluate.
     evaluation: RolloutPlan | None
-    update: MemoryPlan
+    update: MemoryPlan  # an update on one buffer
 
     @property
     def rollout_peak(self) -> int:

@@ -50,21 +50,13 @@ class LongestRows:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of an update on one buffer, without weights and training state.
+    """Bytes of an update on one buffer, without weights and training state."""
 
-    Attributes:
-        activations: what the forward pass keeps for the backward pass.
-        head: temporary arrays of the head on one chunk of the tokens.
-        layer: temporary arrays of the backward pass of one layer.
-        buffer_tokens: positions of a buffer.
-        recompute: products that the backward pass computes again.
-    """
-
-    activations: int
-    head: int
-    layer: int
-    buffer_tokens: int
-    recompute: tuple[str, ...]
+    activations: int  # what the forward pass keeps for the backward pass
+    head: int  # temporary arrays of the head on one chunk of the tokens
+    layer: int  # temporary arrays of the backward pass of one layer
+    buffer_tokens: int  # positions of a buffer
+    recompute: tuple[str, ...]  # products that the backward pass computes again
 
     @property
     def bytes(self) -> int:

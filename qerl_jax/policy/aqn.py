@@ -110,18 +110,13 @@ def _custom_schedule(name: str, **arguments) -> optax.Schedule:
 
 @struct.dataclass
 class Noise:
-    """One draw of noise on the norm scales, as `add_noise` applies it.
+    """One draw of noise on the norm scales, as `add_noise` applies it."""
 
-    Attributes:
-        key: random key of this draw, for example folded with the step.
-        sigma: standard deviation of the noise, a scalar that is converted to float32.
-        form: 'additive' or 'relative'.
-        final_norm: whether the norm before the head is also perturbed.
-    """
-
-    key: jax.Array
+    key: jax.Array  # random key of this draw, for example folded with the step
+    # Standard deviation of the noise, a scalar that is converted to float32.
     sigma: jax.Array | float
-    form: str = struct.field(pytree_node=False)
+    form: str = struct.field(pytree_node=False)  # 'additive' or 'relative'
+    # Whether the norm before the head is also perturbed.
     final_norm: bool = struct.field(pytree_node=False)
 
 

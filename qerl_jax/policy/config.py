@@ -25,19 +25,13 @@ _LARGEST_NUMBER = 1e30
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of the rotary frequencies.
+    """Llama 3's scaling of the rotary frequencies."""
 
-    Attributes:
-        factor: divisor of the low frequencies.
-        low_freq_factor: wavelengths above original_max_position / low_freq_factor are scaled fully.
-        high_freq_factor: wavelengths below original_max_position / high_freq_factor are kept.
-        original_max_position: context length of the pretraining, in tokens.
-    """
-
-    factor: float
+    factor: float  # divisor of the low frequencies
+    # Wavelengths above original_max_position / low_freq_factor are scaled fully.
     low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
+    high_freq_factor: float  # wavelengths below original_max_position / high_freq_factor are kept
+    original_max_position: int  # context length of the pretraining, in tokens
 
     def __post_init__(self):
         if not 0 < self.low_freq_factor < self.high_freq_factor or not self.factor > 0:
@@ -54,21 +48,13 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentConfig:
-    """The shapes of a Gated DeltaNet layer (https://arxiv.org/abs/2412.06464).
+    """The shapes of a Gated DeltaNet layer (https://arxiv.org/abs/2412.06464)."""
 
-    Attributes:
-        key_heads: number of heads of the queries and of the keys.
-        value_heads: number of heads of the values, a multiple of key_heads; each has a state.
-        key_dim: width of a head of the queries and of the keys.
-        value_dim: width of a head of the values.
-        window: number of positions that the convolution sees.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    window: int
+    key_heads: int  # number of heads of the queries and of the keys
+    value_heads: int  # number of heads of the values, a multiple of key_heads; each has a state
+    key_dim: int  # width of a head of the queries and of the keys
+    value_dim: int  # width of a head of the values
+    window: int  # number of positions that the convolution sees
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -16,17 +16,11 @@ DEQUANTIZE = "dequantize"  # name of the program
 
 
 class Dequantization(NamedTuple):
-    """A jitted function and its arguments, which make the packed weights of a policy dense.
+    """A jitted function and its arguments, which make the packed weights of a policy dense."""
 
-    Attributes:
-        function: the jitted function.
-        static: its static arguments.
-        packed: its other argument, the packed weights as shapes.
-    """
-
-    function: Any
-    static: dict[str, Any]
-    packed: list[Any]
+    function: Any  # the jitted function
+    static: dict[str, Any]  # its static arguments
+    packed: list[Any]  # its other argument, the packed weights as shapes
 
 
 def dequantization(params: dict, *, rows: int = 0) -> Dequantization | None:

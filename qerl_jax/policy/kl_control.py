@@ -33,32 +33,21 @@ _SMALLEST_SIGMA = 1e-4  # as a fraction of the largest sigma
 
 @dataclasses.dataclass(frozen=True)
 class KlTarget:
-    """What the noise of a run should do to its policy.
+    """What the noise of a run should do to its policy."""
 
-    Attributes:
-        schedule: target KL in nats per token by step; 0 where there is no noise.
-        sigma_start: sigma of the first step with noise.
-        sigma_max: largest sigma.
-    """
-
-    schedule: optax.Schedule
-    sigma_start: float
-    sigma_max: float
+    schedule: optax.Schedule  # target KL in nats per token by step; 0 where there is no noise
+    sigma_start: float  # sigma of the first step with noise
+    sigma_max: float  # largest sigma
 
 
 @dataclasses.dataclass(frozen=True)
 class SigmaState:
-    """What a controller remembers between steps; the same numbers always give the same sigma.
+    """What a controller remembers between steps; the same numbers always give the same sigma."""
 
-    Attributes:
-        sigma: sigma of the step that was measured last; None before the first one.
-        kl: KL that was measured there; None if it was not finite.
-        not_finite: number of steps whose KL was not finite.
-    """
-
+    # Sigma of the step that was measured last; None before the first one.
     sigma: float | None = None
-    kl: float | None = None
-    not_finite: int = 0
+    kl: float | None = None  # KL that was measured there; None if it was not finite
+    not_finite: int = 0  # number of steps whose KL was not finite
 
 
 NOTHING_MEASURED = SigmaState()

@@ -18,15 +18,11 @@ PARAMETERS = ("lora", "lora+norms", "full")
 
 @struct.dataclass
 class Trainable:
-    """The trained part of a policy.
+    """The trained part of a policy."""
 
-    Attributes:
-        lora: the adapter, or None where every parameter is trained.
-        params: a tree of the trained parameters only, in float32: {} for 'lora', the two norms of
-            each layer for 'lora+norms', every parameter for 'full'.
-    """
-
-    lora: Lora | None
+    lora: Lora | None  # the adapter, or None where every parameter is trained
+    # A tree of the trained parameters only, in float32: {} for 'lora', the two norms of each layer
+    # for 'lora+norms', every parameter for 'full'.
     params: dict
 
 

@@ -37,15 +37,11 @@ from qerl_jax.policy.quant import QuantTensor, dequantize, kernel_weight
 
 @struct.dataclass
 class Cache:
-    """What rows keep of their tokens so far.
+    """What rows keep of their tokens so far."""
 
-    Attributes:
-        layers: what they keep in every layer, of the type `KEPT` of its mixer: keys and values.
-        lengths: int32 [B], number of tokens of each row.
-    """
-
+    # What they keep in every layer, of the type `KEPT` of its mixer: keys and values.
     layers: list[Kept]
-    lengths: jax.Array
+    lengths: jax.Array  # int32 [B], number of tokens of each row
 
 
 def forward(

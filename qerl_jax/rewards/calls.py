@@ -47,29 +47,17 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """How a reward is called.
+    """How a reward is called."""
 
-    Attributes:
-        function: the reward.
-        takes_lists: whether one call scores all completions.
-        waits: whether a call returns an awaitable.
-        lists: those of `LISTS` that it takes, if it takes lists.
-        needed: columns without which it cannot be called.
-        optional: columns that it gets where a row has them.
-        takes_all: whether it gets every column.
-        reserved: names of other arguments; a column of such a name is not passed.
-        time_limit: time limit of a call in seconds; None for the common one.
-    """
-
-    function: Reward
-    takes_lists: bool
-    waits: bool
-    lists: tuple[str, ...]
-    needed: tuple[str, ...]
-    optional: tuple[str, ...]
-    takes_all: bool
-    reserved: frozenset[str]
-    time_limit: float | None
+    function: Reward  # the reward
+    takes_lists: bool  # whether one call scores all completions
+    waits: bool  # whether a call returns an awaitable
+    lists: tuple[str, ...]  # those of `LISTS` that it takes, if it takes lists
+    needed: tuple[str, ...]  # columns without which it cannot be called
+    optional: tuple[str, ...]  # columns that it gets where a row has them
+    takes_all: bool  # whether it gets every column
+    reserved: frozenset[str]  # names of other arguments; a column of such a name is not passed
+    time_limit: float | None  # time limit of a call in seconds; None for the common one
 
     def columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the columns of a row that the reward gets."""

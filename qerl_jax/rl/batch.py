@@ -49,22 +49,15 @@ class TrainBatch:
 
 
 class SampledRows(Protocol):
-    """The part of a rollout of B completions that a batch reads.
+    """The part of a rollout of B completions that a batch reads."""
 
-    Attributes:
-        tokens: int [B, M] sampled token ids; M is the limit on sampled tokens.
-        lengths: int [B] completion lengths in tokens, EOS included; may be 0.
-        finished: bool [B] flags, True where the completion ended by itself.
-        logprobs: [B, M] log-probabilities that the sampler recorded; NaN for a token without a
-            record.
-        roles: int [B, M] where each token comes from, see `environments.roles`; None where the
-            policy sampled all of them.
-    """
-
-    tokens: Array
-    lengths: Array
-    finished: Array
+    tokens: Array  # int [B, M] sampled token ids; M is the limit on sampled tokens
+    lengths: Array  # int [B] completion lengths in tokens, EOS included; may be 0
+    finished: Array  # bool [B] flags, True where the completion ended by itself
+    # [B, M] log-probabilities that the sampler recorded; NaN for a token without a record.
     logprobs: Array
+    # int [B, M] where each token comes from, see `environments.roles`; None where the policy
+    # sampled all of them.
     roles: Array | None
 
 

@@ -53,50 +53,44 @@ class LossConfig:
     """Defines a policy loss.
 
     The rows of `config.fields` have the defaults and the limits.
-
-    Attributes:
-        aggregation: how the token losses become one: a name that `token_weights` lists, or the
-            import path 'package.module:function' of a user function, as in `custom_weights`.
-        ratio: granularity of the probability ratio between the new and the old policy: 'token' for
-            one ratio per token, 'sequence' for the geometric mean over the tokens of a row, or
-            'sequence_token' for the value of that mean with the gradient of the token's own ratio.
-        objective: form of the loss of a token. 'clipped_ratio' is PPO's clipped surrogate;
-            'clipped_weight' is REINFORCE weighted with the clipped ratio, in which every token
-            keeps a gradient; 'soft_gate' is SAPO's sigmoid of the ratio. The import path
-            'package.module:function' names a user function, as in `custom_loss`.
-        clip_low: distance from 1 at which the ratio is clipped from below, at 1 - clip_low; 1 or
-            more never clips.
-        clip_high: distance from 1 at which the ratio is clipped from above, at 1 + clip_high; a
-            value larger than clip_low is DAPO's clip-higher.
-        dual_clip: largest factor that a negative advantage is multiplied with (arXiv 1912.09729),
-            above 1; None sets no bound. Only 'clipped_ratio' takes one.
-        sapo_temperature_pos: temperature of 'soft_gate' where the advantage is positive.
-        sapo_temperature_neg: the same where it is not.
-        off_policy_delta: mean difference of log-probabilities, in nats, beyond which a row with a
-            negative advantage is masked, as in `off_policy_mask`; None masks none.
-        kl_coef: factor of the KL to the reference policy; 0 leaves the KL out.
-        kl_grad: how the KL is estimated. 'k3' is the plain estimator, whose gradient differs from
-            the gradient of the KL. 'k3_clipped' is k3 bounded by 10, without a gradient beyond 10.
-            'unbiased' is k3 times the ratio, whose expected gradient is the gradient of the KL, but
-            not with the ratio of a sequence (as in TRL).
-        tis_cap: upper bound of the truncated importance weight (TIS), the probability ratio of the
-            old policy to the policy that sampled; None applies no weight.
-        entropy_coef: factor of the entropy bonus; 0 leaves it out.
     """
 
+    # How the token losses become one: a name that `token_weights` lists, or the import path
+    # 'package.module:function' of a user function, as in `custom_weights`.
     aggregation: str
+    # Granularity of the probability ratio between the new and the old policy: 'token' for one ratio
+    # per token, 'sequence' for the geometric mean over the tokens of a row, or 'sequence_token' for
+    # the value of that mean with the gradient of the token's own ratio.
     ratio: str = "token"
+    # Form of the loss of a token. 'clipped_ratio' is PPO's clipped surrogate; 'clipped_weight' is
+    # REINFORCE weighted with the clipped ratio, in which every token keeps a gradient; 'soft_gate'
+    # is SAPO's sigmoid of the ratio. The import path 'package.module:function' names a user
+    # function, as in `custom_loss`.
     objective: str = "clipped_ratio"
+    # Distance from 1 at which the ratio is clipped from below, at 1 - clip_low; 1 or more never
+    # clips.
     clip_low: float
+    # Distance from 1 at which the ratio is clipped from above, at 1 + clip_high; a value larger
+    # than clip_low is DAPO's clip-higher.
     clip_high: float
+    # Largest factor that a negative advantage is multiplied with (arXiv 1912.09729), above 1; None
+    # sets no bound. Only 'clipped_ratio' takes one.
     dual_clip: float | None = None
-    sapo_temperature_pos: float
-    sapo_temperature_neg: float
+    sapo_temperature_pos: float  # temperature of 'soft_gate' where the advantage is positive
+    sapo_temperature_neg: float  # the same where it is not
+    # Mean difference of log-probabilities, in nats, beyond which a row with a negative advantage is
+    # masked, as in `off_policy_mask`; None masks none.
     off_policy_delta: float | None = None
-    kl_coef: float
+    kl_coef: float  # factor of the KL to the reference policy; 0 leaves the KL out
+    # How the KL is estimated. 'k3' is the plain estimator, whose gradient differs from the gradient
+    # of the KL. 'k3_clipped' is k3 bounded by 10, without a gradient beyond 10. 'unbiased' is k3
+    # times the ratio, whose expected gradient is the gradient of the KL, but not with the ratio of
+    # a sequence (as in TRL).
     kl_grad: str
+    # Upper bound of the truncated importance weight (TIS), the probability ratio of the old policy
+    # to the policy that sampled; None applies no weight.
     tis_cap: float | None = None
-    entropy_coef: float
+    entropy_coef: float  # factor of the entropy bonus; 0 leaves it out
 
     def __post_init__(self):
         if names_function(self.aggregation):
@@ -260,27 +254,21 @@ def k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 
 @flax.struct.dataclass
 class LossTokens:
-    """What a loss reads of M tokens of an update besides their log-probabilities.
+    """What a loss reads of M tokens of an update besides their log-probabilities."""
 
-    Attributes:
-        advantages: [M] advantages.
-        mask: [M] mask, 1 for the tokens in the loss.
-        weights: [M] weights of the tokens, from `token_weights`.
-        rows: int32 [M] row of each token, ascending; a row is complete. Only the ratios of a
-            sequence and off_policy_delta read it.
-        old_logprobs: [M] log-probabilities under the policy before the first update of this
-            rollout. None stands for those of the policy, which makes the ratio exactly 1.
-        ref_logprobs: [M] log-probabilities under the reference policy; needed if kl_coef is not 0.
-        rollout_logprobs: [M] log-probabilities that the sampler recorded; needed if tis_cap or
-            off_policy_delta is set. NaN marks a token without a record, whose w is 1.
-    """
-
-    advantages: jax.Array
-    mask: jax.Array
-    weights: jax.Array
+    advantages: jax.Array  # [M] advantages
+    mask: jax.Array  # [M] mask, 1 for the tokens in the loss
+    weights: jax.Array  # [M] weights of the tokens, from `token_weights`
+    # int32 [M] row of each token, ascending; a row is complete. Only the ratios of a sequence and
+    # off_policy_delta read it.
     rows: jax.Array
+    # [M] log-probabilities under the policy before the first update of this rollout. None stands
+    # for those of the policy, which makes the ratio exactly 1.
     old_logprobs: jax.Array | None = None
+    # [M] log-probabilities under the reference policy; needed if kl_coef is not 0.
     ref_logprobs: jax.Array | None = None
+    # [M] log-probabilities that the sampler recorded; needed if tis_cap or off_policy_delta is set.
+    # NaN marks a token without a record, whose w is 1.
     rollout_logprobs: jax.Array | None = None
 
 

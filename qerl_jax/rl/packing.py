@@ -37,50 +37,35 @@ class PackedBuffer:
     The first four attributes describe the positions. The others describe the predicted tokens, in
     the order of `order`: what the policy sampled, completion after completion, then entries without
     a meaning, whose mask is 0.
-
-    Attributes:
-        tokens: int32 [N] token ids.
-        positions: int32 [N] positions for the rotary embedding; those of a completion continue the
-            positions of its prompt.
-        segments: which positions see each other, as in `attend_packed`.
-        order: int32 [N] permutation of the positions; entry m predicts at position order[m].
-        targets: int32 [N] predicted token ids.
-        rows: int32 [N] number of the completion within the buffer, ascending.
-        mask: float32 [N] mask, ones for the sampled tokens in front of zeros: log-probs are
-            computed up to the sum of the mask.
-        advantages: float32 [N] advantage of the completion.
-        weights: float32 [N] weights of the tokens in the loss, 0 outside the mask.
-        rollout_logprobs: float32 [N] log-probabilities that the sampler recorded; NaN for a token
-            without a record.
-        old_logprobs: float32 [N] log-probabilities under the policy before the first update of the
-            rollout; zeros before they are known.
-        ref_logprobs: float32 [N] log-probabilities under the reference policy, or None.
     """
 
-    tokens: Array
+    tokens: Array  # int32 [N] token ids
+    # int32 [N] positions for the rotary embedding; those of a completion continue the positions of
+    # its prompt.
     positions: Array
-    segments: Segments
-    order: Array
-    targets: Array
-    rows: Array
+    segments: Segments  # which positions see each other, as in `attend_packed`
+    order: Array  # int32 [N] permutation of the positions; entry m predicts at position order[m]
+    targets: Array  # int32 [N] predicted token ids
+    rows: Array  # int32 [N] number of the completion within the buffer, ascending
+    # float32 [N] mask, ones for the sampled tokens in front of zeros: log-probs are computed up to
+    # the sum of the mask.
     mask: Array
-    advantages: Array
-    weights: Array
+    advantages: Array  # float32 [N] advantage of the completion
+    weights: Array  # float32 [N] weights of the tokens in the loss, 0 outside the mask
+    # float32 [N] log-probabilities that the sampler recorded; NaN for a token without a record.
     rollout_logprobs: Array
+    # float32 [N] log-probabilities under the policy before the first update of the rollout; zeros
+    # before they are known.
     old_logprobs: Array
+    # float32 [N] log-probabilities under the reference policy, or None.
     ref_logprobs: Array | None = None
 
 
 class Part(NamedTuple):
-    """The rows of one group in one buffer.
+    """The rows of one group in one buffer."""
 
-    Attributes:
-        prompt: number of prompt positions, P - 1.
-        rows: indices of the rows in the batch.
-    """
-
-    prompt: int
-    rows: list[int]
+    prompt: int  # number of prompt positions, P - 1
+    rows: list[int]  # indices of the rows in the batch
 
 
 def rows_that_teach(batch: TrainBatch, loss: LossConfig) -> np.ndarray:

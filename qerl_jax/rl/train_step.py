@@ -42,82 +42,55 @@ _ANY_SIZE = 128  # positions of a buffer whose metrics are never computed
 
 @struct.dataclass
 class TrainState:
-    """Everything that an update changes.
+    """Everything that an update changes."""
 
-    Attributes:
-        trainable: parameters that are trained.
-        opt_state: state of the optimizer.
-        skipped_in_a_row: int32 number of updates that were skipped since the last finite one.
-    """
-
-    trainable: Trainable
-    opt_state: optax.OptState
+    trainable: Trainable  # parameters that are trained
+    opt_state: optax.OptState  # state of the optimizer
+    # int32 number of updates that were skipped since the last finite one.
     skipped_in_a_row: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateConfig:
-    """Static options of an update.
+    """Static options of an update."""
 
-    Attributes:
-        model: architecture of the policy.
-        loss: definition of the loss.
-        recompute: products of a layer that the backward pass computes again, as in
-            `transformer.packed_hidden_states`.
-    """
-
-    model: ModelConfig
-    loss: LossConfig
+    model: ModelConfig  # architecture of the policy
+    loss: LossConfig  # definition of the loss
+    # Products of a layer that the backward pass computes again, as in
+    # `transformer.packed_hidden_states`.
     recompute: tuple[str, ...] = ()
 
 
 @struct.dataclass
 class Totals:
-    """Sums over the buffers of an update.
+    """Sums over the buffers of an update."""
 
-    Attributes:
-        loss: float32 loss.
-        gradient: gradient of the loss, a tree like the `Trainable`.
-        metrics: metrics of `policy_loss` and train_entropy, combined by `add_metrics`.
-    """
-
-    loss: jax.Array
-    gradient: Any
-    metrics: Metrics
+    loss: jax.Array  # float32 loss
+    gradient: Any  # gradient of the loss, a tree like the `Trainable`
+    metrics: Metrics  # metrics of `policy_loss` and train_entropy, combined by `add_metrics`
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Options of the optimizer.
+    """Options of the optimizer."""
 
-    Attributes:
-        learning_rate: learning rate after the warm-up.
-        schedule: course of the learning rate after the warm-up: 'constant', or a decay to
-            `final_fraction * learning_rate` along a 'cosine' or a 'linear' curve.
-        final_fraction: fraction of the learning rate that remains at the end of the decay.
-        warmup_updates: number N of updates of the linear warm-up, in which update i = 0, 1, ... has
-            (i + 1) / (N + 1) of the learning rate, so that the first update is not lost.
-        total_updates: number of updates until the decay ends, warm-up included.
-        b1: decay rate of the first moment.
-        b2: decay rate of the second moment.
-        eps: constant that is added to the root of the second moment.
-        weight_decay: decoupled weight decay, multiplied by the learning rate; norms and biases do
-            not decay.
-        max_grad_norm: largest global gradient norm; larger gradients are scaled down to it.
-        name: 'adamw', or the import path 'package.module:function' of a user function, which makes
-            the optimizer after the clip, as in `make_optimizer`.
-    """
-
-    learning_rate: float
+    learning_rate: float  # learning rate after the warm-up
+    # Course of the learning rate after the warm-up: 'constant', or a decay to `final_fraction *
+    # learning_rate` along a 'cosine' or a 'linear' curve.
     schedule: str
-    final_fraction: float
+    final_fraction: float  # fraction of the learning rate that remains at the end of the decay
+    # Number N of updates of the linear warm-up, in which update i = 0, 1, ... has (i + 1) / (N + 1)
+    # of the learning rate, so that the first update is not lost.
     warmup_updates: int
-    total_updates: int
-    b1: float
-    b2: float
-    eps: float
+    total_updates: int  # number of updates until the decay ends, warm-up included
+    b1: float  # decay rate of the first moment
+    b2: float  # decay rate of the second moment
+    eps: float  # constant that is added to the root of the second moment
+    # Decoupled weight decay, multiplied by the learning rate; norms and biases do not decay.
     weight_decay: float
-    max_grad_norm: float
+    max_grad_norm: float  # largest global gradient norm; larger gradients are scaled down to it
+    # 'adamw', or the import path 'package.module:function' of a user function, which makes the
+    # optimizer after the clip, as in `make_optimizer`.
     name: str = "adamw"
 
 

@@ -32,23 +32,17 @@ UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """The static arguments of the programs, apart from shapes.
+    """The static arguments of the programs, apart from shapes."""
 
-    Attributes:
-        model: the architecture of one device, see `tensor_parallel.shard_of`.
-        sampling: distribution and length of completions, without stop strings, which the host
-            looks for. Of the temperature it holds only whether it is 0: its value is an argument,
-            so that a run may change it.
-        eos_ids: token ids that end a row.
-        dequantize: 'once' or 'step', see `EngineConfig`.
-        turn_limit: number of tokens at which the first turn of a row is cut off; None where rows
-            do not talk to environments.
-    """
-
-    model: ModelConfig
+    model: ModelConfig  # the architecture of one device, see `tensor_parallel.shard_of`
+    # Distribution and length of completions, without stop strings, which the host looks for. Of the
+    # temperature it holds only whether it is 0: its value is an argument, so that a run may change
+    # it.
     sampling: SamplingConfig
-    eos_ids: tuple[int, ...]
-    dequantize: str
+    eos_ids: tuple[int, ...]  # token ids that end a row
+    dequantize: str  # 'once' or 'step', see `EngineConfig`
+    # Number of tokens at which the first turn of a row is cut off; None where rows do not talk to
+    # environments.
     turn_limit: int | None = None
 
 
@@ -78,52 +72,37 @@ class DecodeState:
     Compaction gathers cache rows and leaves the state of the slots where it is. So R shrinks and B
     does not, and `decode_chunk` takes the slot of each cache row.
 
-    An inactive slot is done. It is still decoded, as shapes are static, but attends to one key
-    only, and its values are undefined.
-
-    Attributes:
-        layers: what R rows keep in every layer, of the prompt and of all tokens but the last: keys
-            and values [R, K, S, H] where the layer has attention.
-        lengths: int32 [B], number of filled cache positions.
-        rows: int32 [B], identity of the row in each slot, which its samples depend on.
-        counts: int32 [B], number of tokens sampled.
-        last: int32 [B], the newest token.
-        done: bool [B], whether the row has ended or the slot is empty.
-        limits: int32 [B], number of sampled tokens at which the row's turn is cut off: a state
-            cannot go back to it. None where all rows have one turn.
+    The turn of an inactive slot has ended. It is still decoded, as shapes are static, but attends
+    to one key only, and its values are undefined.
     """
 
+    # What R rows keep in every layer, of the prompt and of all tokens but the last: keys and values
+    # [R, K, S, H] where the layer has attention.
     layers: list[Kept]
-    lengths: jax.Array
-    rows: jax.Array
-    counts: jax.Array
-    last: jax.Array
-    done: jax.Array
+    lengths: jax.Array  # int32 [B], number of filled cache positions
+    rows: jax.Array  # int32 [B], identity of the row in each slot, which its samples depend on
+    counts: jax.Array  # int32 [B], number of tokens sampled
+    last: jax.Array  # int32 [B], the newest token
+    ended: jax.Array  # bool [B], whether the turn of the row has ended, or the slot is empty
+    # int32 [B], number of sampled tokens at which the row's turn is cut off: a state cannot go back
+    # to it. None where all rows have one turn.
     limits: jax.Array | None = None
 
 
 @struct.dataclass
 class Prefilled:
-    """P prompts after prefill.
+    """P prompts after prefill."""
 
-    Attributes:
-        logits: float32 [P, V] after the last token of each prompt.
-        cache: what each prompt keeps, with T cache positions.
-    """
-
-    logits: jax.Array
-    cache: Cache
+    logits: jax.Array  # float32 [P, V] after the last token of each prompt
+    cache: Cache  # what each prompt keeps, with T cache positions
 
 
 class CacheRows(NamedTuple):
-    """The cache rows of a chunk.
+    """The cache rows of a chunk."""
 
-    Attributes:
-        slots: int32 [R], slot of each cache row, all different.
-        active: bool [R]; a row that is not active is done from now on.
-    """
-
-    slots: jax.Array | np.ndarray
+    slots: jax.Array | np.ndarray  # int32 [R], slot of each cache row, all different
+    # bool [R]; the turn of a row that is not active has ended, which only the host sees of a stop
+    # string.
     active: jax.Array | np.ndarray
 
 
@@ -182,7 +161,7 @@ def empty_state(
         rows=jnp.zeros(slots, jnp.int32, device=sharding),
         counts=jnp.zeros(slots, jnp.int32, device=sharding),
         last=jnp.zeros(slots, jnp.int32, device=sharding),
-        done=jnp.ones(slots, bool, device=sharding),
+        ended=jnp.ones(slots, bool, device=sharding),
         limits=jnp.zeros(slots, jnp.int32, device=sharding) if has_turns else None,
     )
 
@@ -265,7 +244,7 @@ def insert_rows(
         rows=put(state.rows, rows),
         counts=put(state.counts, 1),
         last=put(state.last, samples.tokens),
-        done=put(state.done, config.turn_limit == 1 or _ends(samples.tokens, config)),
+        ended=put(state.ended, config.turn_limit == 1 or _ends(samples.tokens, config)),
         limits=None if state.limits is None else put(state.limits, config.turn_limit),
     )
     return state, jax.tree.map(lambda x: x[:, None], samples)
@@ -320,26 +299,26 @@ def decode_chunk(
     limits = config.sampling.max_new_tokens if state.limits is None else state.limits[slots]
 
     def step(carry, _):
-        cache, counts, last, done = carry
+        cache, counts, last, ended = carry
         logits, cache = transformer.decode_step(
             params, lora_layers, last, cache, config=config.model
         )
         samples = _sample(key, logits, rows, counts, temperature, config)
         counts = counts + 1
-        done |= _ends(samples.tokens, config) | (counts >= limits)
-        return (_without_keys(cache, done), counts, samples.tokens, done), samples
+        ended |= _ends(samples.tokens, config) | (counts >= limits)
+        return (_without_keys(cache, ended), counts, samples.tokens, ended), samples
 
-    done = state.done[slots] | ~active
+    ended = state.ended[slots] | ~active
     cache = Cache(layers=state.layers, lengths=state.lengths[slots])
-    carry = _without_keys(cache, done), state.counts[slots], state.last[slots], done
-    (cache, counts, last, done), samples = jax.lax.scan(step, carry, length=steps)
+    carry = _without_keys(cache, ended), state.counts[slots], state.last[slots], ended
+    (cache, counts, last, ended), samples = jax.lax.scan(step, carry, length=steps)
     state = dataclasses.replace(
         state,
         layers=cache.layers,
         lengths=state.lengths.at[slots].set(cache.lengths),
         counts=state.counts.at[slots].set(counts),
         last=state.last.at[slots].set(last),
-        done=state.done.at[slots].set(done),
+        ended=state.ended.at[slots].set(ended),
     )
     return state, jax.tree.map(lambda x: x.T, samples)
 
@@ -399,18 +378,18 @@ def resume_rows(
     slots, lengths, rows, counts, limits = turns
     samples = _sample(key, logits, rows, counts, temperature, config)
     counts = counts + 1
-    done = _ends(samples.tokens, config) | (counts >= limits)
+    ended = _ends(samples.tokens, config) | (counts >= limits)
 
     def put(array, values):
         return array.at[slots].set(values, mode="drop")
 
     state = dataclasses.replace(
         state,
-        lengths=put(state.lengths, jnp.where(done, 0, lengths)),
+        lengths=put(state.lengths, jnp.where(ended, 0, lengths)),
         rows=put(state.rows, rows),
         counts=put(state.counts, counts),
         last=put(state.last, samples.tokens),
-        done=put(state.done, done),
+        ended=put(state.ended, ended),
         limits=put(state.limits, limits),
     )
     return state, jax.tree.map(lambda x: x[:, None], samples)
@@ -464,6 +443,6 @@ def _ends(tokens, config):
     return jnp.isin(tokens, jnp.array(config.eos_ids, jnp.int32))
 
 
-def _without_keys(cache, done):
-    """Sets the lengths of finished rows to 0, so that they attend to one key, not to thousands."""
-    return cache.replace(lengths=jnp.where(done, 0, cache.lengths))
+def _without_keys(cache, ended):
+    """Sets the lengths of ended rows to 0, so that they attend to one key, not to thousands."""
+    return cache.replace(lengths=jnp.where(ended, 0, cache.lengths))

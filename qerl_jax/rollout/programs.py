@@ -33,17 +33,11 @@ from qerl_jax.rollout.shapes import RolloutShapes
 
 
 class RolloutPrograms(NamedTuple):
-    """The programs of a rollout, and what they are made for.
+    """The programs of a rollout, and what they are made for."""
 
-    Attributes:
-        shapes: shapes of the rollout.
-        config: static arguments.
-        programs: the programs by name.
-    """
-
-    shapes: RolloutShapes
-    config: DecodeConfig
-    programs: Programs
+    shapes: RolloutShapes  # shapes of the rollout
+    config: DecodeConfig  # static arguments
+    programs: Programs  # the programs by name
 
 
 def operations(

@@ -10,39 +10,25 @@ from qerl_jax.rollout.completions import Rollout
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """The work of a rollout.
+    """The work of a rollout."""
 
-    Attributes:
-        prefilled_prompts: number of prompts that were prefilled; it includes those that fill up a
-            batch.
-        decoded: row-steps of all chunks, the steps of a chunk times its rows.
-        live: row-steps that sampled a token of a completion.
-        idle: row-steps of slots whose rows waited for an environment.
-        waiting_seconds: time in which the device waited for environments.
-    """
-
+    # Number of prompts that were prefilled; it includes those that fill up a batch.
     prefilled_prompts: int
-    decoded: int
-    live: int
-    idle: int = 0
-    waiting_seconds: float = 0.0
+    decoded: int  # row-steps of all chunks, the steps of a chunk times its rows
+    live: int  # row-steps that sampled a token of a completion
+    idle: int = 0  # row-steps of slots whose rows waited for an environment
+    waiting_seconds: float = 0.0  # time in which the device waited for environments
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutProgress:
-    """A rollout so far.
+    """A rollout so far."""
 
-    Attributes:
-        ended: bool [B], whether a completion has ended.
-        tokens: number of tokens sampled.
-        statistics: work of the device.
-        rollout: the completions so far. The sampler writes to its arrays when the generator
-            continues; after the last step they are the result.
-    """
-
-    ended: np.ndarray
-    tokens: int
-    statistics: Statistics
+    ended: np.ndarray  # bool [B], whether a completion has ended
+    tokens: int  # number of tokens sampled
+    statistics: Statistics  # work of the device
+    # The completions so far. The sampler writes to its arrays when the generator continues; after
+    # the last step they are the result.
     rollout: Rollout
 
     @property

@@ -13,7 +13,7 @@ from qerl_jax.environments.roles import OPEN
 
 NO_SLOT = -1
 _PATIENCE = 0.3  # seconds after which a row that is at its environment may lose its slot
-TICK = 0.05  # the same where no row decodes; and between two looks whether replies are there
+_PATIENCE_ALONE = 0.05  # the same where no row decodes
 
 
 class State(enum.Enum):
@@ -85,7 +85,7 @@ def next_rows(live: Collection[Row], *, waiting: int, slots: int, now: float) ->
     free = slots - sum(row.cache_row != NO_SLOT for row in live)
     evicted: list[Row] = []
     if (wanted := len(returning) + waiting - free) > 0:
-        before = now - (_PATIENCE if any(row.decodes for row in live) else TICK)
+        before = now - (_PATIENCE if any(row.decodes for row in live) else _PATIENCE_ALONE)
         patient = [
             row
             for row in live

@@ -48,24 +48,19 @@ class Sampler:
     """Everything about rollouts but the policy, the prompts and the randomness; made once.
 
     `dataclasses.replace` makes a sampler with other settings.
-
-    Attributes:
-        model_config: the architecture of the whole policy.
-        tokenizer: token ids that end a completion and that follow it; text for stop strings.
-        sampling: distribution and length of the completions.
-        engine: settings of the engine; its bounds of rows and memory are those of one device.
-        group_size: G, number of completions of each prompt.
-        executables: programs for policies of the shapes on the devices for which `compiled` made
-            them. With None, jit compiles each program when it is first used.
-        turns: limits of conversations with environments; None for completions of one turn.
     """
 
-    model_config: ModelConfig
+    model_config: ModelConfig  # the architecture of the whole policy
+    # Token ids that end a completion and that follow it; text for stop strings.
     tokenizer: Tokenizer
-    sampling: SamplingConfig
+    sampling: SamplingConfig  # distribution and length of the completions
+    # Settings of the engine; its bounds of rows and memory are those of one device.
     engine: EngineConfig = DEFAULT_ENGINE
-    group_size: int = 1
+    group_size: int = 1  # G, number of completions of each prompt
+    # Programs for policies of the shapes on the devices for which `compiled` made them. With None,
+    # jit compiles each program when it is first used.
     executables: Executables | None = None
+    # Limits of conversations with environments; None for completions of one turn.
     turns: TurnConfig | None = None
 
     def __post_init__(self) -> None:

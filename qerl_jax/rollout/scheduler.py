@@ -24,8 +24,10 @@ from qerl_jax.rollout.completions import Completions
 from qerl_jax.rollout.decode import Samples
 from qerl_jax.rollout.programs import RolloutPrograms, compactions
 from qerl_jax.rollout.progress import RolloutProgress, Statistics
-from qerl_jax.rollout.row import NO_SLOT, TICK, Row, State, array_of, next_rows
+from qerl_jax.rollout.row import NO_SLOT, Row, State, array_of, next_rows
 from qerl_jax.rollout.turns import TurnPolicy
+
+_TICK = 0.05  # seconds between two looks whether replies are there
 
 
 class _InFlight(NamedTuple):
@@ -161,25 +163,25 @@ class Scheduler:
         self._enqueue(rows, array_of(rows, "cache_row"), samples)
 
     def drain(self, count: int) -> None:
-        """Waits for the oldest `count` samples in flight, and ends the turns that are complete."""
-        ended: dict[Row, bool] = {}
+        """Waits for the oldest `count` samples in flight, and ends the turns that end in them."""
+        turns_ended: dict[Row, bool] = {}  # and whether they are complete
         for _ in range(count):
             rows, indices, turns, samples = self.in_flight.pop(0)
             is_current = [row.turn == turn for row, turn in zip(rows, turns, strict=True)]
             rows = list(itertools.compress(rows, is_current))
-            complete = self._completions.append(rows, indices[is_current], jax.device_get(samples))
-            for row in complete:
+            ended = self._completions.append(rows, indices[is_current], jax.device_get(samples))
+            for row in ended:
                 row.turn += 1
-            ended |= complete
+            turns_ended |= ended
         # Rows that end together wait from the same moment, so that they leave together: the first
         # of them would let others decode, for which the last ones then wait longer.
         now = time.monotonic()
-        for row in sorted(ended, key=attrgetter("number")):
+        for row in sorted(turns_ended, key=attrgetter("number")):
             ids = self._completions.turn(row)
             row.sampled += len(ids)
             row.since = now
-            self._turns.end_turn(row, ids, complete=ended[row])
-        self._remove_ended(ended)
+            self._turns.end_turn(row, ids, complete=turns_ended[row])
+        self._remove_ended(turns_ended)
 
     def close(self) -> None:
         """On a CPU, waits for the samples in flight: XLA aborts a process that exits before."""
@@ -195,7 +197,7 @@ class Scheduler:
             or any(row.decodes or row.state is State.READY for row in self._live)
         )
         began, ended = time.perf_counter(), list[Row]()
-        for reply in self._turns.replies(TICK if waits else 0.0):
+        for reply in self._turns.replies(_TICK if waits else 0.0):
             row = self._rows[reply.row]
             if reply.ending == OPEN:
                 row.state, row.reply = State.READY, reply.ids

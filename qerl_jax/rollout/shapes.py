@@ -36,34 +36,24 @@ _CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}
 
 @dataclasses.dataclass(frozen=True)
 class RolloutShapes:
-    """The shapes of a rollout, few enough to compile all of its programs ahead of time.
+    """The shapes of a rollout, few enough to compile all of its programs ahead of time."""
 
-    Attributes:
-        cache_positions: S, tokens of the widest prompt and the longest completion, rounded up.
-        batch_sizes: R, numbers of rows that decode together. The first is the full batch, each is
-            at most 1.5 times the next one, and 1.25 times where the next one has 64 rows or more.
-            With `compact='once'` there are two at most: the second is a quarter of the first.
-            There is only one where rows end too late for a smaller batch to be of use.
-        chunk_steps: decode steps of a chunk.
-        prefill_batch: P, number of prompts in one prefill.
-        prompt_widths: T, numbers of tokens that prompts are padded to, ascending.
-        shared_tokens: number of tokens that all prompts begin with, less than every T.
-        insert_sizes: N, numbers of rows that are inserted together, ascending.
-        dtype: dtype of the cache.
-        extend_sizes: N, the number of rows that are extended together by what environments wrote;
-            () without environments.
-        extend_widths: T, the number of tokens that such extensions are padded to.
-    """
-
-    cache_positions: int
+    cache_positions: int  # S, tokens of the widest prompt and the longest completion, rounded up
+    # R, numbers of rows that decode together. The first is the full batch, each is at most 1.5
+    # times the next one, and 1.25 times where the next one has 64 rows or more. With
+    # `compact='once'` there are two at most: the second is a quarter of the first. There is only
+    # one where rows end too late for a smaller batch to be of use.
     batch_sizes: tuple[int, ...]
-    chunk_steps: int
-    prefill_batch: int
-    prompt_widths: tuple[int, ...]
-    insert_sizes: tuple[int, ...]
-    dtype: jnp.dtype
-    shared_tokens: int = 0
+    chunk_steps: int  # decode steps of a chunk
+    prefill_batch: int  # P, number of prompts in one prefill
+    prompt_widths: tuple[int, ...]  # T, numbers of tokens that prompts are padded to, ascending
+    insert_sizes: tuple[int, ...]  # N, numbers of rows that are inserted together, ascending
+    dtype: jnp.dtype  # dtype of the cache
+    shared_tokens: int = 0  # number of tokens that all prompts begin with, less than every T
+    # N, the number of rows that are extended together by what environments wrote; () without
+    # environments.
     extend_sizes: tuple[int, ...] = ()
+    # T, the number of tokens that such extensions are padded to.
     extend_widths: tuple[int, ...] = ()
 
 

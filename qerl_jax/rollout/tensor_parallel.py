@@ -26,7 +26,7 @@ _STATE = DecodeState(
     rows=WHOLE,  # pyrefly: ignore[bad-argument-type]
     counts=WHOLE,  # pyrefly: ignore[bad-argument-type]
     last=WHOLE,  # pyrefly: ignore[bad-argument-type]
-    done=WHOLE,  # pyrefly: ignore[bad-argument-type]
+    ended=WHOLE,  # pyrefly: ignore[bad-argument-type]
 )
 
 

@@ -48,13 +48,9 @@ class _Inside:
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """The paths of the files of a run, which need not exist.
+    """The paths of the files of a run, which need not exist."""
 
-    Attributes:
-        path: the folder, for example runs/sums-smollm2-135m-paper-1a2b3c4d.
-    """
-
-    path: Path
+    path: Path  # the folder, for example runs/sums-smollm2-135m-paper-1a2b3c4d
 
     # The resolved config, versions, commit, device and command line of the first start. A later
     # start changes only fields that move only memory or time, and lists their old values as

@@ -42,40 +42,28 @@ TOTAL = "total"  # the metric of dynamic sampling that is the weighted sum of al
 
 @dataclasses.dataclass(frozen=True)
 class CollectConfig:
-    """Options of a step's completions.
+    """Options of a step's completions."""
 
-    Attributes:
-        prompts_per_step: P, number of prompts that a step trains on.
-        prompts_per_rollout: number of prompts of each rollout of a step, at least P.
-        sampler: samples G completions per prompt.
-        scoring: function from a number of completions, and `on_wait` by name, to the
-            `score.Scoring` of them with all rewards.
-        reward_weights: weights of the rewards by name.
-        length_penalty: function from the number of tokens of a completion to its length penalty,
-            or None for none.
-        length_penalty_weight: factor of the length penalty, which is -1 at the limit.
-        rounds: number of rollouts that a step may make to replace uninformative groups (DAPO's
-            dynamic sampling); 1 replaces none.
-        metric: name of the reward that must differ within an informative group, as in
-            `dynamic_sampling_metric`.
-        order: rule by which the prompts are drawn.
-        advantage: as in `rl.advantage`; with 'gdpo' its sums count where the metric is 'total'.
-        advantage_eps: `eps` of the advantages.
-        environments: what the policy talks to; None without environments.
-    """
-
-    prompts_per_step: int
-    prompts_per_rollout: int
-    sampler: Sampler
+    prompts_per_step: int  # P, number of prompts that a step trains on
+    prompts_per_rollout: int  # number of prompts of each rollout of a step, at least P
+    sampler: Sampler  # samples G completions per prompt
+    # Function from a number of completions, and `on_wait` by name, to the `score.Scoring` of them
+    # with all rewards.
     scoring: Callable[..., contextlib.AbstractContextManager[Any]]
-    reward_weights: Mapping[str, float]
+    reward_weights: Mapping[str, float]  # weights of the rewards by name
+    # Function from the number of tokens of a completion to its length penalty, or None for none.
     length_penalty: Callable[[int], float] | None
-    length_penalty_weight: float
+    length_penalty_weight: float  # factor of the length penalty, which is -1 at the limit
+    # Number of rollouts that a step may make to replace uninformative groups (DAPO's dynamic
+    # sampling); 1 replaces none.
     rounds: int
+    # Name of the reward that must differ within an informative group, as in
+    # `dynamic_sampling_metric`.
     metric: str
-    order: Order
-    advantage: str
-    advantage_eps: float
+    order: Order  # rule by which the prompts are drawn
+    advantage: str  # as in `rl.advantage`; with 'gdpo' its sums count where the metric is 'total'
+    advantage_eps: float  # `eps` of the advantages
+    # What the policy talks to; None without environments.
     environments: RunEnvironments | None = None
 
     @property

@@ -35,27 +35,17 @@ class Peers(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Experience:
-    """Scored completions of P prompts, G of each; the rows of a group are neighbors (B = P G).
+    """Scored completions of P prompts, G of each; the rows of a group are neighbors (B = P G)."""
 
-    Attributes:
-        prompts: P prompts.
-        places: P places of the prompts among the training prompts.
-        texts: B completions as text.
-        rollout: B completions as tokens.
-        scores: rewards of the B completions.
-        statistics: work of the devices, by rollout.
-        seconds: duration of the rollouts.
-        episodes: what happened between each row and its environment; [] without environments,
-            whose texts are those of the last turns.
-    """
-
-    prompts: list[Prompt]
-    places: list[int]
-    texts: list[str]
-    rollout: Rollout
-    scores: Scores
-    statistics: list[Statistics]
-    seconds: float
+    prompts: list[Prompt]  # P prompts
+    places: list[int]  # P places of the prompts among the training prompts
+    texts: list[str]  # B completions as text
+    rollout: Rollout  # B completions as tokens
+    scores: Scores  # rewards of the B completions
+    statistics: list[Statistics]  # work of the devices, by rollout
+    seconds: float  # duration of the rollouts
+    # What happened between each row and its environment; [] without environments, whose texts are
+    # those of the last turns.
     episodes: list[Episode] = dataclasses.field(default_factory=list)
 
     @property

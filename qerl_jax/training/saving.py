@@ -41,35 +41,23 @@ PICTURE_SECONDS = 10.0
 
 @dataclasses.dataclass
 class Run:
-    """A run while it trains.
+    """A run while it trains."""
 
-    Attributes:
-        setup: the parts that do not change.
-        folder: the open run folder.
-        checkpoints: saves `progress`.
-        log: writes the rows of metrics; None in a process that writes nothing.
-        progress: the part that the steps change.
-        evaluations: greedy accuracy by step, as logged, None where scores are missing; step 0 is
-            before training.
-        problem_digests: digests of the training and the held-out problems.
-        prompts_digest: digest of their prompts as token ids.
-        compilations: what was compiled since the last row of metrics.
-        live: the line of progress on the terminal.
-        adapter_step: step of the adapter that this process wrote last, -1 before the first one.
-        picture_time: when the curves were drawn last, or the run began, by `time.monotonic`.
-    """
-
-    setup: Setup
-    folder: OpenRun
-    checkpoints: Checkpoints
-    log: MetricsLog | None
-    progress: Progress
+    setup: Setup  # the parts that do not change
+    folder: OpenRun  # the open run folder
+    checkpoints: Checkpoints  # saves `progress`
+    log: MetricsLog | None  # writes the rows of metrics; None in a process that writes nothing
+    progress: Progress  # the part that the steps change
+    # Greedy accuracy by step, as logged, None where scores are missing; step 0 is before training.
     evaluations: dict[int, float | None]
-    problem_digests: dict[str, str]
-    prompts_digest: str
-    compilations: Compilations
+    problem_digests: dict[str, str]  # digests of the training and the held-out problems
+    prompts_digest: str  # digest of their prompts as token ids
+    compilations: Compilations  # what was compiled since the last row of metrics
+    # The line of progress on the terminal.
     live: LiveLine = dataclasses.field(default_factory=LiveLine)
+    # Step of the adapter that this process wrote last, -1 before the first one.
     adapter_step: int = -1
+    # When the curves were drawn last, or the run began, by `time.monotonic`.
     picture_time: float = dataclasses.field(default_factory=time.monotonic)
 
     def stop_if_asked(self) -> None:

@@ -64,27 +64,17 @@ CURVES: dict[str, Callable[[float], float]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Setup(StepSetup):
-    """The parts of a run that do not change: those of its steps, and those of its evaluations.
+    """The parts of a run that do not change: those of its steps, and those of its evaluations."""
 
-    Attributes:
-        processes: processes of the run.
-        rewards: function and weight by name.
-        model: architecture, parameters before training and tokenizer.
-        reference_digest: identity of `reference` if it is not the model itself, else None.
-        eval_prompts: held-out prompts; empty without evaluations.
-        eval_sampler: samples the completions of an evaluation, greedily.
-        memory: the plan of the memory: how many rows decode together, the size of the buffers.
-        state_shapes: shapes and dtypes of the state that the steps change.
-    """
-
-    processes: Processes
-    rewards: Mapping[str, tuple[Reward, float]]
-    model: LoadedModel
-    reference_digest: str | None
-    eval_prompts: list[Prompt]
-    eval_sampler: Sampler
+    processes: Processes  # processes of the run
+    rewards: Mapping[str, tuple[Reward, float]]  # function and weight by name
+    model: LoadedModel  # architecture, parameters before training and tokenizer
+    reference_digest: str | None  # identity of `reference` if it is not the model itself, else None
+    eval_prompts: list[Prompt]  # held-out prompts; empty without evaluations
+    eval_sampler: Sampler  # samples the completions of an evaluation, greedily
+    # The plan of the memory: how many rows decode together, the size of the buffers.
     memory: RunPlan
-    state_shapes: TrainState
+    state_shapes: TrainState  # shapes and dtypes of the state that the steps change
 
 
 def prepare(

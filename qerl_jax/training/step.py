@@ -65,52 +65,30 @@ class Method(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepSetup:
-    """What all steps of a run have in common.
+    """What all steps of a run have in common."""
 
-    Attributes:
-        config: the resolved config.
-        method: noise, temperature, loss and optimizer.
-        key: key of the run.
-        params: parameters of the policy before training.
-        rollout_head: parameters that replace those of the policy in rollouts.
-        reference: the policy that the KL of the loss is measured to.
-        train_prompts: prompts that the steps draw from, of all sources.
-        collect: options of a step's completions, with the sampler and its programs.
-        update: static options of the update, with its loss.
-        buffer_tokens: positions of a buffer of the update.
-        mesh: devices of the run; None for one device.
-        processes: processes of the run.
-    """
-
-    config: ConfigDict
-    method: Method
-    key: jax.Array
-    params: dict
-    rollout_head: dict
-    reference: Policy
-    train_prompts: list[Prompt]
-    collect: CollectConfig
-    update: UpdateConfig
-    buffer_tokens: int
-    mesh: Mesh | None
-    processes: Peers
+    config: ConfigDict  # the resolved config
+    method: Method  # noise, temperature, loss and optimizer
+    key: jax.Array  # key of the run
+    params: dict  # parameters of the policy before training
+    rollout_head: dict  # parameters that replace those of the policy in rollouts
+    reference: Policy  # the policy that the KL of the loss is measured to
+    train_prompts: list[Prompt]  # prompts that the steps draw from, of all sources
+    collect: CollectConfig  # options of a step's completions, with the sampler and its programs
+    update: UpdateConfig  # static options of the update, with its loss
+    buffer_tokens: int  # positions of a buffer of the update
+    mesh: Mesh | None  # devices of the run; None for one device
+    processes: Peers  # processes of the run
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The part of a run that a step changes.
+    """The part of a run that a step changes."""
 
-    Attributes:
-        step: number of finished steps.
-        state: trained parameters and optimizer state.
-        cursor: position in the training prompts.
-        noise: what the control of the noise remembers.
-    """
-
-    step: int
-    state: TrainState
-    cursor: Cursor
-    noise: SigmaState = kl_control.NOTHING_MEASURED
+    step: int  # number of finished steps
+    state: TrainState  # trained parameters and optimizer state
+    cursor: Cursor  # position in the training prompts
+    noise: SigmaState = kl_control.NOTHING_MEASURED  # what the control of the noise remembers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,23 +42,15 @@ _USER_DEFINED = 4
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer with its chat template.
+    """A tokenizer with its chat template."""
 
-    Attributes:
-        backend: the tokenizer of the `tokenizers` package.
-        chat_template: the chat template in Jinja, or None.
-        special_tokens: texts of special tokens by their name in templates, such as 'eos_token'.
-        eos_ids: every id that ends a reply, ascending.
-        pad_id: the id that pads rows; its positions are never read.
-        template_source: what holds the chat template, for error messages; may be ''.
-    """
-
-    backend: tokenizers.Tokenizer
-    chat_template: str | None
+    backend: tokenizers.Tokenizer  # the tokenizer of the `tokenizers` package
+    chat_template: str | None  # the chat template in Jinja, or None
+    # Texts of special tokens by their name in templates, such as 'eos_token'.
     special_tokens: Mapping[str, str]
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    template_source: str = ""
+    eos_ids: tuple[int, ...]  # every id that ends a reply, ascending
+    pad_id: int  # the id that pads rows; its positions are never read
+    template_source: str = ""  # what holds the chat template, for error messages; may be ''
 
     @property
     def vocab_size(self) -> int:

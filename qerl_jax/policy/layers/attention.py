@@ -52,14 +52,10 @@ class KeysValues:
     """Keys and values of the tokens so far, left-aligned; keys after the rotation.
 
     They may be stored in another dtype than the dtype of the computation, see `decode.to_cache`.
-
-    Attributes:
-        keys: [B, K, S, H]; [B, T, K, H] as `mix` returns them.
-        values: the same.
     """
 
-    keys: jax.Array
-    values: jax.Array
+    keys: jax.Array  # [B, K, S, H]; [B, T, K, H] as `mix` returns them
+    values: jax.Array  # the same
 
 
 KEPT: type = KeysValues

@@ -37,15 +37,10 @@ _BEFORE = jnp.iinfo(jnp.int32).min  # the segment in front of the first token
 
 
 class Gates(NamedTuple):
-    """What decides how much of the state a token keeps and writes.
+    """What decides how much of the state a token keeps and writes."""
 
-    Attributes:
-        decay: float32 [B, T, N] logarithm g of the factor of the state.
-        rate: float32 [B, T, N] part beta of the new value that is written.
-    """
-
-    decay: jax.Array
-    rate: jax.Array
+    decay: jax.Array  # float32 [B, T, N] logarithm g of the factor of the state
+    rate: jax.Array  # float32 [B, T, N] part beta of the new value that is written
 
 
 def gates(ba: jax.Array, layer: dict) -> Gates:
@@ -184,29 +179,22 @@ def _chunks(x: jax.Array) -> jax.Array:
 
 
 class _Borders(NamedTuple):
-    """How the segments of a packed buffer lie in a chunk.
+    """How the segments of a packed buffer lie in a chunk."""
 
-    Attributes:
-        starts: float32 [n, 2, C], 1 where a token sees the state of the last token before the
-            chunk, and where it sees that of the prompt of this last token alone.
-        prompt: bool [n, C], whether a token is of the prompt that the chunk's last token sees.
-        goes_on: float32 [n], 1 where the group of the last token began before the chunk.
-    """
-
+    # float32 [n, 2, C], 1 where a token sees the state of the last token before the chunk, and
+    # where it sees that of the prompt of this last token alone.
     starts: jax.Array
+    # bool [n, C], whether a token is of the prompt that the chunk's last token sees.
     prompt: jax.Array
-    goes_on: jax.Array
+    goes_on: jax.Array  # float32 [n], 1 where the group of the last token began before the chunk
 
 
 class _Visibility(NamedTuple):
-    """Which tokens of a chunk see each other, and which states in front of it they see.
+    """Which tokens of a chunk see each other, and which states in front of it they see."""
 
-    Attributes:
-        seen: bool [n, C, C], whether a token sees another one of its chunk, itself included.
-        borders: the borders of segments; None for rows, in which a token sees all before it.
-    """
-
+    # bool [n, C, C], whether a token sees another one of its chunk, itself included.
     seen: jax.Array
+    # The borders of segments; None for rows, in which a token sees all before it.
     borders: _Borders | None
 
 
@@ -234,18 +222,14 @@ def _visibility_of(ids: jax.Array) -> _Visibility:
 
 
 class _Sources(NamedTuple):
-    """Where the tokens of a packed buffer find the `W - 1` tokens that they see before them.
+    """Where the tokens of a packed buffer find the `W - 1` tokens that they see before them."""
 
-    Attributes:
-        tails: int32 [n, W - 1] places of the last tokens of a prompt for the first of the chunks
-            that need them; places past the end, each another one, elsewhere.
-        readers: bool [n, n], the chunk that gathers the tails of a chunk.
-        selected: bool [W - 1, n, C, 2 (W - 1) + C], for the distances W - 1, ..., 1 the source of
-            each token: a tail, the end of the chunk before, or its chunk.
-    """
-
+    # int32 [n, W - 1] places of the last tokens of a prompt for the first of the chunks that need
+    # them; places past the end, each another one, elsewhere.
     tails: jax.Array
-    readers: jax.Array
+    readers: jax.Array  # bool [n, n], the chunk that gathers the tails of a chunk
+    # bool [W - 1, n, C, 2 (W - 1) + C], for the distances W - 1, ..., 1 the source of each token: a
+    # tail, the end of the chunk before, or its chunk.
     selected: jax.Array
 
 
@@ -266,28 +250,19 @@ class _Part(NamedTuple):
     """A chunk as the scan over chunks reads it, in float32; the dots are B, Kh and R.
 
     Of rows there is S = 1 state, of a packed buffer two: the running one and that of its prompt.
-
-    Attributes:
-        queries: [.., C, Dk], of which R is 1.
-        keys: [.., C, Dk], of which R is 1.
-        values: [.., C, Dv], times the rate.
-        rates: [.., C].
-        inverse: [.., C, C] inverse of the triangular system.
-        scores: [.., C, C] products of queries with the keys that they see, and the decay between.
-        sees: [S, .., C] decay since a state, or 0 for a token that does not see it.
-        writes: [S, .., C] decay until the end of a state, or 0 for a token that is not in it.
-        keeps: [S, S, ..] factors of the old states in each new state.
     """
 
-    queries: jax.Array
-    keys: jax.Array
-    values: jax.Array
-    rates: jax.Array
-    inverse: jax.Array
+    queries: jax.Array  # [.., C, Dk], of which R is 1
+    keys: jax.Array  # [.., C, Dk], of which R is 1
+    values: jax.Array  # [.., C, Dv], times the rate
+    rates: jax.Array  # [.., C]
+    inverse: jax.Array  # [.., C, C] inverse of the triangular system
+    # [.., C, C] products of queries with the keys that they see, and the decay between.
     scores: jax.Array
-    sees: jax.Array
+    sees: jax.Array  # [S, .., C] decay since a state, or 0 for a token that does not see it
+    # [S, .., C] decay until the end of a state, or 0 for a token that is not in it.
     writes: jax.Array
-    keeps: jax.Array
+    keeps: jax.Array  # [S, S, ..] factors of the old states in each new state
 
 
 def _prepare(chunk: tuple[jax.Array, ...], visibility: _Visibility) -> _Part:

@@ -24,91 +24,61 @@ Rows = Callable[[ModelConfig], tuple[int, ...]]
 
 
 class Weight(NamedTuple):
-    """A weight [N, K] that stacks the outputs of projections with the same inputs.
+    """A weight [N, K] that stacks the outputs of projections with the same inputs."""
 
-    Attributes:
-        name: its name in the parameters of a layer.
-        members: Hugging Face names of the projections, in the order of the rows.
-        product: the name, as in `linear.PRODUCTS`, under which the backward pass finds the result.
-        by_rows: whether a mesh cuts the outputs, each member alone; else it cuts the inputs, and
-            the results are added up over the devices.
-        packed: whether a format of 4 bits packs it.
-        bias: name of its bias in the parameters, which a layer may lack.
-        stacked: members that are a stack themselves, each with the function that returns the rows
-            of its parts. A mesh cuts each part, so B of the member's LoRA is whole on all devices.
-    """
-
-    name: str
-    members: tuple[str, ...]
+    name: str  # its name in the parameters of a layer
+    members: tuple[str, ...]  # Hugging Face names of the projections, in the order of the rows
+    # The name, as in `linear.PRODUCTS`, under which the backward pass finds the result.
     product: str
+    # Whether a mesh cuts the outputs, each member alone; else it cuts the inputs, and the results
+    # are added up over the devices.
     by_rows: bool
-    packed: bool = True
-    bias: str = ""
+    packed: bool = True  # whether a format of 4 bits packs it
+    bias: str = ""  # name of its bias in the parameters, which a layer may lack
+    # Members that are a stack themselves, each with the function that returns the rows of its
+    # parts. A mesh cuts each part, so B of the member's LoRA is whole on all devices.
     stacked: tuple[tuple[str, Rows], ...] = ()
 
 
 class Array(NamedTuple):
-    """An array of a layer that is no projection.
+    """An array of a layer that is no projection."""
 
-    Attributes:
-        tensors: names of the stored tensors whose rows it stacks, in the module of its part.
-        is_wide: whether it is in float32 whatever the dtype of the policy.
-        by_rows: whether a mesh cuts it by its rows; else it lies whole on every device.
-        may_be_centered: whether checkpoints store it minus 1 if `ModelConfig.centered_norms`.
-        parts: function that returns the rows of the parts that a mesh cuts one by one; None for
-            one part.
-    """
-
+    # Names of the stored tensors whose rows it stacks, in the module of its part.
     tensors: tuple[str, ...]
-    is_wide: bool = False
-    by_rows: bool = False
+    is_wide: bool = False  # whether it is in float32 whatever the dtype of the policy
+    by_rows: bool = False  # whether a mesh cuts it by its rows; else it lies whole on every device
+    # Whether checkpoints store it minus 1 if `ModelConfig.centered_norms`.
     may_be_centered: bool = False
+    # Function that returns the rows of the parts that a mesh cuts one by one; None for one part.
     parts: Rows | None = None
 
 
 class Memory(NamedTuple):
-    """Bytes and numbers of a part, for the plan.
+    """Bytes and numbers of a part, for the plan."""
 
-    Attributes:
-        kept: numbers of a token that the backward pass of an update reads, by names of `PRODUCTS`.
-        backward: bytes of temporary arrays in the backward pass of a buffer.
-        prefill: bytes of temporary arrays of a token in a prefill.
-    """
-
+    # Numbers of a token that the backward pass of an update reads, by names of `PRODUCTS`.
     kept: dict[str, int]
-    backward: int = 0
-    prefill: int = 0
+    backward: int = 0  # bytes of temporary arrays in the backward pass of a buffer
+    prefill: int = 0  # bytes of temporary arrays of a token in a prefill
 
 
 class Own(NamedTuple):
-    """What a part of a layer computes with.
+    """What a part of a layer computes with."""
 
-    Attributes:
-        layer: the arrays of the layer.
-        adapters: the pairs of `lora.fuse` by the names of weights.
-        config: the architecture of one device.
-        inputs: where `linear.project` keeps what the weights read, by their names; None for a layer
-            that is not calibrated.
-    """
-
-    layer: dict
-    adapters: dict
-    config: ModelConfig
+    layer: dict  # the arrays of the layer
+    adapters: dict  # the pairs of `lora.fuse` by the names of weights
+    config: ModelConfig  # the architecture of one device
+    # Where `linear.project` keeps what the weights read, by their names; None for a layer that is
+    # not calibrated.
     inputs: dict[str, jax.Array] | None = None
 
 
 class Part(Protocol):
-    """What mixers and MLPs have in common.
+    """What mixers and MLPs have in common."""
 
-    Attributes:
-        MODULE: Hugging Face's name of its module in a layer.
-        WEIGHTS: its projections.
-        ARRAYS: its other arrays by their name in the parameters.
-    """
-
-    MODULE: str
-    WEIGHTS: tuple[Weight, ...]
-    ARRAYS: dict[str, Array]
+    MODULE: str  # Hugging Face's name of its module in a layer
+    WEIGHTS: tuple[Weight, ...]  # its projections
+    ARRAYS: dict[str, Array]  # its other arrays by their name in the parameters
 
     def projection_shapes(self, config: ModelConfig) -> dict[str, tuple[int, int]]:
         """Returns the shape (outputs, inputs) of each projection."""
@@ -134,13 +104,9 @@ class Part(Protocol):
 
 
 class Mlp(Part, Protocol):
-    """A kind of MLP: `mlp`.
+    """A kind of MLP: `mlp`."""
 
-    Attributes:
-        FUSES: whether the fused kernels of `pallas_kernels.decode.layer` compute it.
-    """
-
-    FUSES: bool
+    FUSES: bool  # whether the fused kernels of `pallas_kernels.decode.layer` compute it
 
     def mlp(self, own: Own, x: jax.Array) -> jax.Array:
         """Returns what the MLP adds to x [B, T, D]."""
@@ -148,18 +114,13 @@ class Mlp(Part, Protocol):
 
 
 class Mixer(Part, Protocol):
-    """A kind of layer, by what mixes its tokens: `attention`, `recurrent`.
+    """A kind of layer, by what mixes its tokens: `attention`, `recurrent`."""
 
-    Attributes:
-        KEPT: dataclass of what rows keep.
-        REWINDS: whether a row may go back to any of its positions and be extended from there: what
-            it keeps is by position.
-        SPREAD: what XLA needs, as a factor, for what a model with such layers keeps for the
-            backward pass.
-    """
-
-    KEPT: type
+    KEPT: type  # dataclass of what rows keep
+    # Whether a row may go back to any of its positions and be extended from there: what it keeps is
+    # by position.
     REWINDS: bool
+    # What XLA needs, as a factor, for what a model with such layers keeps for the backward pass.
     SPREAD: float
 
     def layout_of(self, segments: Segments, config: ModelConfig) -> Any:

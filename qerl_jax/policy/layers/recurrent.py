@@ -56,15 +56,10 @@ SPREAD: float = 1.14
 
 @struct.dataclass
 class RowState:
-    """What a row keeps of its tokens in a layer, in float32, whatever their number.
+    """What a row keeps of its tokens in a layer, in float32, whatever their number."""
 
-    Attributes:
-        state: [B, N, Dk, Dv] states of the delta rule.
-        window: [B, channels, W - 1] last inputs of the convolution.
-    """
-
-    state: jax.Array
-    window: jax.Array
+    state: jax.Array  # [B, N, Dk, Dv] states of the delta rule
+    window: jax.Array  # [B, channels, W - 1] last inputs of the convolution
 
 
 KEPT: type = RowState
