@@ -24,6 +24,15 @@ def random_weight(rng, n, k, form="nvfp4"):
     return fp4.Fp4Weight(packed, jnp.asarray(scales), divisors)
 
 
+def check_dequantize(dequantize, n, k, form, seed=None):
+    """Compares a kernel that dequantizes with the definition; other data every time, or by seed."""
+    weight = random_weight(np.random.default_rng(seed), n, k, form)
+    if form == "nvfp4":  # of exact values, which are rounded once
+        weight = weight._replace(global_scale=jnp.full(n, 2.0**11))
+    actual = dequantize(fp4.to_tiles(weight), inputs=k)
+    np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
+
+
 @jax.jit
 def exact(x, weight, lora=None, bias=None):
     """The product in float32 at the highest precision, from the dequantized weight."""

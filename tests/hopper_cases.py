@@ -1,6 +1,7 @@
 """Tilings, random weights and comparisons for tests of the kernels on a GPU."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,12 @@ def skip_unless_hopper():
         pytest.skip(f"needs a Hopper GPU, this is {device.device_kind}")
 
 
+def whole_products(shapes):
+    """What a caller gets in every shape and format, with and without an adapter."""
+    for shape, form, adapter in itertools.product(shapes, ("nvfp4", "mxfp4"), (False, True)):
+        yield None, shape, adapter, form
+
+
 def check_product(implementation, config, shape, adapter, form):
     """Compares a product with the exact one, and with itself."""
     m, n, k = shape
@@ -68,15 +75,6 @@ def check_product(implementation, config, shape, adapter, form):
     assert error < ROUNDING
     for again in results[1:]:  # a difference would be a race
         np.testing.assert_array_equal(results[0].view(np.uint16), again.view(np.uint16))
-
-
-def check_dequantize(dequantize, n, k, form):
-    """Compares a kernel that dequantizes with the definition."""
-    weight = random_weight(np.random.default_rng(), n, k, form)
-    if form == "nvfp4":  # of exact values, which are rounded once
-        weight = weight._replace(global_scale=jnp.full(n, 2.0**11))
-    actual = dequantize(fp4.to_tiles(weight), inputs=k)
-    np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
 
 
 def check_derivatives(implementation, m):
