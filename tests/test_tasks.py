@@ -4,8 +4,6 @@ import json
 
 import datasets
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from finished_run import META
 from problem_sets import load_problems
@@ -390,14 +388,3 @@ def test_no_other_reward_of_such_a_run_is_imported(run, file, tmp_path, monkeypa
     for trusted in (False, True):
         make(run=run, trusted=trusted)
         assert (tmp_path / "imported").exists() == trusted
-
-
-@pytest.mark.parametrize("name", ["mine.json", "mine.parquet"])
-def test_files_of_other_kinds_are_tasks(tmp_path, name):
-    rows = [{"question": "q", "answer": "7"}]
-    if name.endswith("json"):
-        (tmp_path / name).write_text(json.dumps(rows))
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
-    (task,) = make(str(tmp_path / name))
-    assert (task.name, task.problems) == ("mine", [Problem("q", "7")])
