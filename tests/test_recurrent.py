@@ -40,7 +40,6 @@ from qerl_jax.weights.checkpoint import open_checkpoint
 from qerl_jax.weights.load import load
 from qerl_jax.weights.safetensors import read_file, read_folder
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
-from qerl_jax.weights.tokenizer import from_folder
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "qwen3_5"
 SHAPES = RecurrentConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=6, window=4)
@@ -331,25 +330,6 @@ def test_a_config_with_a_vision_tower_is_that_of_its_text():
 def test_what_differs_is_refused_by_name(changes, message):
     with pytest.raises(UserError, match=message):
         from_hf_config(hf_config(**changes))
-
-
-def test_the_presets_turn_thinking_on(tmp_path):
-    """A template like that of Qwen3.5: the prompt ends in an open, or in an empty, think block."""
-    template = (
-        "{%- macro text(content) %}{{- content if content is string else '' }}{%- endmacro %}"
-        "{%- for message in messages %}{{- message.role + ': ' + text(message.content) + '\\n' }}"
-        "{%- endfor %}{%- if add_generation_prompt %}{{- 'assistant: ' }}"
-        "{%- if enable_thinking is defined and enable_thinking is false %}"
-        "{{- '<think>\\n\\n</think>\\n\\n' }}{%- else %}{{- '<think>\\n' }}{%- endif %}{%- endif %}"
-    )
-    tiny_checkpoints.write_tokenizer(tmp_path, chat_template=template)
-    tokenizer = from_folder(tmp_path)
-    arguments = get_config("qwen3.5-4b").data.chat_template_args.to_dict()
-    messages = [{"role": "user", "content": "t1"}]
-    text = tokenizer.apply_chat_template(messages, **arguments)
-    assert text == "user: t1\nassistant: <think>\n"
-    text = tokenizer.apply_chat_template(messages, enable_thinking=False)
-    assert text == "user: t1\nassistant: <think>\n\n</think>\n\n"
 
 
 def test_other_parts_of_a_checkpoint_are_named(capsys):
