@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from refusal import refused
 from tiny_checkpoints import write_tokenizer
 
 from qerl_jax.environments.episodes import Contract, Environments, Episodes
@@ -16,7 +17,6 @@ from qerl_jax.environments.pool import CallError, Pool
 from qerl_jax.environments.replies import ReplyWriter
 from qerl_jax.environments.roles import ANSWER, CONTEXT, DONE, FAILURE, OPEN, TOKENS, TURNS, Turn
 from qerl_jax.environments.tools import NO_ID, read_calls, tool_format
-from qerl_jax.errors import UserError
 from qerl_jax.weights.tokenizer import from_folder
 
 TEMPLATE = (
@@ -292,8 +292,7 @@ def test_the_id_of_a_call_is_kept():
     "template", ["", "{{ messages }}", "{{ tools }}", "{{ tools }}<tool_call><function=name>"]
 )
 def test_templates_without_these_tools_are_refused(template):
-    with pytest.raises(UserError, match=r"Qwen2\.5, Qwen3, Qwen3\.5, Llama 3\.1"):
-        tool_format(template, "model")
+    refused(r"Qwen2\.5, Qwen3, Qwen3\.5, Llama 3\.1", tool_format, template, "model")
 
 
 class Written:
@@ -446,8 +445,7 @@ def test_too_few_files_for_another_process_are_one_line(pool, monkeypatch):
 
     monkeypatch.setattr(pool, "_idle", [])
     monkeypatch.setattr("qerl_jax.environments.pool.socket.socketpair", fails)
-    with pytest.raises(UserError, match=r"Too many open files: lower environment\.processes"):
-        pool.take()
+    refused(r"Too many open files: lower environment\.processes", pool.take)
 
 
 def test_errors_of_importing_are_shown():
@@ -455,8 +453,7 @@ def test_errors_of_importing_are_shown():
         ("environment_cases:Missing", "AttributeError"),
         ("no_such_module_here:X", "ModuleNotFoundError"),
     ):
-        with pytest.raises(UserError, match=message):
-            Pool({"x": path})
+        refused(message, Pool, {"x": path})
 
 
 def test_an_environment_is_described(pool):

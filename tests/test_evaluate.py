@@ -19,6 +19,7 @@ import pytest
 import tiny_checkpoints
 import tiny_run
 from problem_sets import load_problems
+from refusal import refused
 from tiny_model import random_lora
 
 import qerl_jax.evaluation.evaluate
@@ -197,8 +198,7 @@ def test_the_time_limit_of_a_scorer_is_that_of_the_run(settings, tiny, monkeypat
 def test_a_mistyped_policy_is_named_before_problems_are_loaded(tmp_path):
     """Without --tasks a model is evaluated on GSM8K, which the hub may not give either."""
     source = str(tmp_path / "run_of_yesterday")
-    with pytest.raises(UserError, match=r"'.*run_of_yesterday' is neither a folder"):
-        evaluate(EvaluateConfig(source=source))
+    refused(r"'.*run_of_yesterday' is neither a folder", evaluate, EvaluateConfig(source=source))
 
 
 def test_what_is_saved_is_what_is_counted(settings, tiny, rollouts, capsys):
@@ -413,8 +413,7 @@ def test_too_many_rows_is_one_line(settings, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nwhile allocating")
 
     monkeypatch.setattr(Sampler, "steps", full)
-    with pytest.raises(UserError, match=r"9 rows do not fit.*--max-rows=9, --samples=3"):
-        evaluate(settings())
+    refused(r"9 rows do not fit.*--max-rows=9, --samples=3", evaluate, settings())
 
 
 @pytest.mark.parametrize(
@@ -534,9 +533,8 @@ def test_votes_are_counted_as_the_scorer_compares(settings, rollouts):
 def test_a_folder_holds_completions_with_the_same_settings(settings, changes, words):
     (folder,) = evaluate(settings(limit=3))
     before = tiny_run.contents(folder)
-    with pytest.raises(UserError) as error:
-        evaluate(settings(limit=3, **changes))
-    assert all(word in str(error.value) for word in words), error.value
+    error = refused("", evaluate, settings(limit=3, **changes))
+    assert all(word in error for word in words), error
     assert tiny_run.contents(folder) == before
 
 
@@ -544,8 +542,7 @@ def test_other_problems_of_the_same_name_are_noticed(settings, tiny, tmp_path):
     path = shutil.copy(tiny.problems, tmp_path / "mine.jsonl")
     evaluate(settings(limit=3, tasks=(str(path),)))
     tiny_run.write_problems(tmp_path / "mine.jsonl", count=20)
-    with pytest.raises(UserError, match=r"mine\.problems_sha256"):
-        evaluate(settings(limit=3, tasks=(str(path),)))
+    refused(r"mine\.problems_sha256", evaluate, settings(limit=3, tasks=(str(path),)))
     # Under another name it is another task in the same folder.
     (folder,) = evaluate(settings(limit=3))
     assert results_of(folder)["tasks"].keys() == {"mine", "problems"}
@@ -559,8 +556,7 @@ def test_completions_of_other_prompts_are_not_continued(settings, tiny, tmp_path
     template = tiny_run.TEMPLATE.replace("t1 t2", "t1 t3")
     tiny_checkpoints.write_tokenizer(model, chat_template=template)
     words = r"chat template of .*model makes other prompts .*evaluation of problems.*--out"
-    with pytest.raises(UserError, match=words):
-        evaluate(settings(limit=4, source=str(model)))
+    refused(words, evaluate, settings(limit=4, source=str(model)))
     assert tiny_run.contents(folder) == before
     tiny_checkpoints.write_tokenizer(model, chat_template=tiny_run.TEMPLATE)
     assert evaluate(settings(limit=4, source=str(model))) == [folder]
@@ -611,9 +607,8 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
     ],
 )
 def test_what_cannot_be_done(settings, tmp_path, changes, words):
-    with pytest.raises(UserError) as error:
-        evaluate(settings(**changes))
-    assert all(word in str(error.value) for word in words), error.value
+    error = refused("", evaluate, settings(**changes))
+    assert all(word in error for word in words), error
     assert not (tmp_path / "out").exists()
 
 
@@ -630,8 +625,7 @@ def test_what_cannot_be_done(settings, tmp_path, changes, words):
 def test_other_files_are_left_alone(settings, tmp_path, name, content, words):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text(content)
-    with pytest.raises(UserError, match=words):
-        evaluate(settings())
+    refused(words, evaluate, settings())
     assert tiny_run.contents(tmp_path / "out") == {name: content.encode()}
 
 
@@ -644,8 +638,7 @@ def test_completions_without_the_stop_strings_are_not_continued(settings, tmp_pa
         (folder / "results.json").write_text(
             json.dumps(results | {"tasks": {"problems": task | stop}})
         )
-        with pytest.raises(UserError, match=rf"problems.stop: {shown} -> \[\]"):
-            evaluate(settings(limit=1, samples=1))
+        refused(rf"problems.stop: {shown} -> \[\]", evaluate, settings(limit=1, samples=1))
 
 
 # --- Runs -----------------------------------------------------------------------------------------
@@ -844,8 +837,7 @@ def test_an_adapter_that_changed_is_another_policy(run):
     (other,) = evaluate(config)
     assert other != folder
     assert other.parent == folder.parent
-    with pytest.raises(UserError, match="adapter_sha256"):
-        evaluate(dataclasses.replace(config, out=str(folder)))
+    refused("adapter_sha256", evaluate, dataclasses.replace(config, out=str(folder)))
 
 
 def test_a_model_is_evaluated_beside_the_working_directory(settings, tmp_path, monkeypatch):

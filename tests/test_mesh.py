@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mesh_cases import CUT, FEW, LENGTHS, MOVED, SHAPES, head_loss, packed
+from refusal import refused
 from tiny_checkpoints import VOCAB
 from tiny_model import tiny_policy
 
@@ -284,8 +285,7 @@ def part(ended):
 
 def test_a_rollout_that_fails_ends_the_others(part, ended):
     parts = [lambda n=n: part(n, 3 if n == 1 else None) for n in range(3)]
-    with pytest.raises(UserError, match="no memory"):
-        collections.deque(in_threads(parts), maxlen=0)
+    refused("no memory", collections.deque, in_threads(parts), maxlen=0)
     assert sorted(ended) == [0, 1, 2]
 
 
@@ -313,8 +313,7 @@ def test_a_mesh_of_another_number_of_devices_is_refused(data, tensor, devices, m
         devices = jax.devices() * devices
     else:
         devices = [types.SimpleNamespace(process_index=number) for number in devices]
-    with pytest.raises(UserError, match=message):
-        sharding.make_mesh(data, tensor, devices)
+    refused(message, sharding.make_mesh, data, tensor, devices)
 
 
 def test_a_run_on_one_device_has_no_mesh():
@@ -343,5 +342,4 @@ def test_a_run_on_one_device_has_no_mesh():
 def test_a_mesh_that_does_not_fit_the_config_is_refused(changes, message):
     config = get_config()
     config.update_from_flattened_dict({"rollout.prompts_per_step": 16} | changes)
-    with pytest.raises(UserError, match=message):
-        validate(config)
+    refused(message, validate, config)
