@@ -426,10 +426,6 @@ def test_adapters_have_the_names_of_their_base(tmp_path, nested):
 # --- Runs -----------------------------------------------------------------------------------------
 
 
-class KilledError(BaseException):
-    """Ends a run as abruptly as this process can survive."""
-
-
 @pytest.mark.slow  # 30 s
 def test_a_run_learns_and_resumes_bit_for_bit(tmp_path):
     """A tiny run learns, and ends with the same bytes if it is killed in its fifth step."""
@@ -454,7 +450,7 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path):
 
     def killing(*arguments):
         if next(calls) == 5 * 64 - 3:
-            raise KilledError
+            raise tiny_run.KilledError
         return tiny_run.low_fraction(*arguments)
 
     low = {"low_fraction": tiny_run.low_fraction}
@@ -463,7 +459,7 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path):
     assert max(abs(row["logprob_diff_mean"]) for row in rows) < 1e-4
     rewards = [row["reward"] for row in rows]
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1
-    with pytest.raises(KilledError):
+    with pytest.raises(tiny_run.KilledError):
         train(tiny.config(config), workdir=tmp_path / "killed", rewards={"low_fraction": killing})
     resumed = train(tiny.config(config), workdir=tmp_path / "killed", rewards=low)
     weights = [(run / "adapter" / peft.WEIGHTS_FILE).read_bytes() for run in (whole, resumed)]
