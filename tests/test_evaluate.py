@@ -533,7 +533,7 @@ def test_votes_are_counted_as_the_scorer_compares(settings, rollouts):
 def test_a_folder_holds_completions_with_the_same_settings(settings, changes, words):
     (folder,) = evaluate(settings(limit=3))
     before = tiny_run.contents(folder)
-    error = refused("", evaluate, settings(limit=3, **changes))
+    error = refused(".", evaluate, settings(limit=3, **changes))
     assert all(word in error for word in words), error
     assert tiny_run.contents(folder) == before
 
@@ -607,7 +607,7 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
     ],
 )
 def test_what_cannot_be_done(settings, tmp_path, changes, words):
-    error = refused("", evaluate, settings(**changes))
+    error = refused(".", evaluate, settings(**changes))
     assert all(word in error for word in words), error
     assert not (tmp_path / "out").exists()
 

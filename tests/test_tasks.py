@@ -237,7 +237,7 @@ def test_the_fingerprint_is_of_the_problems(file):
     ],
 )
 def test_what_cannot_be_asked(hub, names, overrides, words):
-    error = refused("", make, *names, **overrides)
+    error = refused(".", make, *names, **overrides)
     assert all(word in error for word in words), error
 
 
