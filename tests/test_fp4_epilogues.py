@@ -57,13 +57,10 @@ SWIGLU_VARIANTS = {
 }
 
 
-FAST_VARIANTS = ("tiles of even rows, some beyond the weight",)
-
-
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(name, marks=() if name in FAST_VARIANTS else pytest.mark.slow)
+        pytest.param(name, marks=() if "even rows" in name else pytest.mark.slow)
         for name in SWIGLU_VARIANTS
     ],
 )

@@ -154,7 +154,8 @@ def test_a_finished_run_is_left_alone(finished, tiny, capsys):
     assert tiny_run.contents(finished) == before
     out = capsys.readouterr().out
     assert "finished after step 4" in out
-    first, last = (row["eval_answers"] for row in answers_of(finished) if row["step"] in (0, 4))
+    rows = read_jsonl(finished / "metrics.jsonl")
+    first, _, last = (row["eval_answers"] for row in rows if "eval_answers" in row)
     for before, after in zip(first, last, strict=True):
         assert before["question"] == after["question"]
         assert f"{before['question']}\n  before: {before['completion']} (" in out
@@ -163,10 +164,6 @@ def test_a_finished_run_is_left_alone(finished, tiny, capsys):
     fewer = {"log.tensorboard": True, "aqn.stages": 4, "steps": 3}
     train(tiny.config(fewer), workdir=finished)
     assert "steps=3: the run has taken 4, nothing is trained\n" in capsys.readouterr().out
-
-
-def answers_of(run):
-    return [row for row in read_jsonl(run / "metrics.jsonl") if "eval_answers" in row]
 
 
 def test_more_steps_extend_a_finished_run(finished, tiny, tmp_path, monkeypatch):
@@ -382,19 +379,12 @@ def test_fully_truncated_batch_has_no_gradient(variant):
         assert {key for key, value in row.items() if value is None} == UNMEASURED
 
 
-def constant(prompt, completion, answer, num_tokens, finished):
-    return 1.0
-
-
-EQUAL = {"correctness": (constant, 1.0)}
-
-
 def test_equal_rewards_change_nothing_but_the_weight_decay(tiny, tmp_path):
     changes = {"rl.dynamic_sampling": True, "rl.dynamic_sampling_rounds": 3}
-    adapters = []
+    equal, adapters = {"correctness": (lambda *_: 1.0, 1.0)}, []
     for steps in (1, 2):
         config = tiny.config(changes | {"steps": steps})
-        run = train(config, workdir=tmp_path / "run", rewards=EQUAL)
+        run = train(config, workdir=tmp_path / "run", rewards=equal)
         adapters.append(tiny_run.adapter(run))
     for row in tiny_run.results(run):
         assert row["advantage_zero_groups"] == 1
