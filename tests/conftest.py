@@ -199,6 +199,23 @@ def nothing_is_compiled_after_the_first_step(monkeypatch):
     assert not late
 
 
+@pytest.fixture
+def simulated():
+    """The parameters of a simulated Hopper GPU, which searches for races."""
+    from simulated_kernel import simulation
+
+    with simulation() as parameters:
+        yield parameters
+
+
+@pytest.fixture
+def simulated_api(simulated, monkeypatch):
+    """Makes `fp4_matmul` run the simulated Hopper kernel."""
+    from simulated_kernel import simulate_the_kernel
+
+    simulate_the_kernel(monkeypatch, simulated)
+
+
 @pytest.fixture(autouse=True)
 def interrupts_reach_children():
     """A process inherits that SIGINT is ignored, as it is where a shell runs this in background."""

@@ -1,13 +1,14 @@
 """Tilings, random weights and comparisons for tests of the kernels on a GPU."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from fp4_oracles import exact, float64, product_and_derivatives, random_weight
+from fp4_oracles import exact, float64, random_weight
 
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul.tiling import TileConfig
@@ -49,6 +50,12 @@ def skip_unless_hopper():
         pytest.skip(f"needs a Hopper GPU, this is {device.device_kind}")
 
 
+def whole_products(shapes):
+    """What a caller gets in every shape and format, with and without an adapter."""
+    for shape, form, adapter in itertools.product(shapes, ("nvfp4", "mxfp4"), (False, True)):
+        yield None, shape, adapter, form
+
+
 def check_product(implementation, config, shape, adapter, form):
     """Compares a product with the exact one, and with itself."""
     m, n, k = shape
@@ -68,41 +75,6 @@ def check_product(implementation, config, shape, adapter, form):
     assert error < ROUNDING
     for again in results[1:]:  # a difference would be a race
         np.testing.assert_array_equal(results[0].view(np.uint16), again.view(np.uint16))
-
-
-def check_dequantize(dequantize, n, k, form):
-    """Compares a kernel that dequantizes with the definition."""
-    weight = random_weight(np.random.default_rng(), n, k, form)
-    if form == "nvfp4":  # of exact values, which are rounded once
-        weight = weight._replace(global_scale=jnp.full(n, 2.0**11))
-    actual = dequantize(fp4.to_tiles(weight), inputs=k)
-    np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
-
-
-def check_derivatives(implementation, m):
-    """Compares a product and its derivatives with those in float64."""
-    rng = np.random.default_rng()
-    n, k, rank = 1536, 1024, 32
-    weight = random_weight(rng, n, k)
-    x, a, b, bias, dy = (
-        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-        for shape in ((m, k), (rank, k), (n, rank), (n,), (m, n))
-    )
-    tiles = fp4.to_tiles(weight)
-
-    @jax.jit
-    def gradients(x, lora, bias, dy):
-        def run(x, lora, bias):
-            return fp4.fp4_matmul(x, tiles, lora=lora, bias=bias, implementation=implementation)
-
-        y, backward = jax.vjp(run, x, lora, bias)
-        return y, *backward(dy)
-
-    y, dx, (da, db), dbias = gradients(x, (a, b), bias, dy)
-    actual = {"y": y, "dx": dx, "dA": da, "dB": db, "dbias": dbias}
-    for name, want in product_and_derivatives(x, weight, (a, b), bias, dy).items():
-        error = np.linalg.norm(float64(actual[name]) - want) / np.linalg.norm(want)
-        assert error < 6e-3, (name, error)
 
 
 def check_layers_in_a_loop(kernel):

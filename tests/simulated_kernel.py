@@ -38,15 +38,6 @@ def check_kernel(matmul, shape, config, rank, *, form="nvfp4", dtype="bfloat16",
     assert relative_error(y, product(x, weight, **extra)) < tolerance
 
 
-def check_dequantize(dequantize, n, k, form):
-    """Compares a kernel that dequantizes with the definition."""
-    weight = random_weight(n, k, form)
-    if form == "nvfp4":  # of exact values, which are rounded once
-        weight = weight._replace(global_scale=jnp.full(n, 2.0**11))
-    actual = dequantize(fp4.to_tiles(weight), inputs=k)
-    np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
-
-
 def product(x, weight, *, xa=None, b=None, bias=0.0):
     """In float64: x W^T + xa B^T + bias."""
     y = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T

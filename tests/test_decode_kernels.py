@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from simulated_kernel import simulation
 from warpgroup_kernel import BACKENDS, assert_close, on_gpu, wide
 
 from pallas_kernels import decode, device
@@ -206,12 +205,6 @@ def test_attention(dtype, qk_norm, kv_heads, group, positions, head_dim, num_sms
     assert_xa_partials(xa_partials, attended, a)
     assert_same_cache(caches[0], keys)
     assert_same_cache(caches[1], values)
-
-
-@pytest.fixture
-def simulated():
-    with simulation() as parameters:
-        yield parameters
 
 
 def check_sm90_attention(inputs, factor, interpret, *, num_sms):

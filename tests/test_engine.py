@@ -124,15 +124,6 @@ def test_a_token_is_the_sample_of_its_key_row_and_position():
         np.testing.assert_allclose(logprobs, result.logprobs[row], atol=1e-4)
 
 
-def test_prompts_are_padded():
-    tokens, lengths = pad_prompts(PROMPTS, width=16, pad_id=7)
-    assert tokens.shape == (3, 16)
-    np.testing.assert_array_equal(lengths, [5, 2, 9])
-    for row, prompt in enumerate(PROMPTS):
-        np.testing.assert_array_equal(tokens[row, : len(prompt)], prompt)
-        assert (tokens[row, len(prompt) :] == 7).all()
-
-
 @pytest.mark.parametrize(
     ("dequantize", "temperature"),
     [pytest.param("once", 1.0, marks=pytest.mark.slow), ("step", 0.6)],

@@ -11,6 +11,7 @@ import pytest
 import tiny_checkpoints
 import tiny_run
 from finished_run import write_run
+from refusal import refused
 
 from benchmarks import environments
 from benchmarks.result_tables import environment_table
@@ -167,10 +168,8 @@ def test_dynamic_sampling_replaces_conversations(talker, tmp_path):
 )
 def test_what_does_not_work_is_refused(talker, tmp_path, changes, message):
     config = talker.config(CHANGES | {"rewards.format.function": "tiny_run:low_fraction"} | changes)
-    with pytest.raises(UserError, match=message):
-        train(config, workdir=tmp_path / "run")
-    with pytest.raises(UserError, match=message):
-        dry_run(config, workdir=tmp_path / "dry", write=lambda text: None)
+    refused(message, train, config, workdir=tmp_path / "run")
+    refused(message, dry_run, config, workdir=tmp_path / "dry", write=lambda text: None)
 
 
 def test_a_dry_run_shows_what_an_environment_says_at_its_reset(talker, tmp_path):
@@ -196,8 +195,7 @@ def test_a_question_may_come_with_columns(talker, tmp_path, capsys):
     assert "--columns passes what it reads of a problem" in said
     sample(SampleConfig(**asked, columns='{"environment": "number", "number": 3}'))
     assert "ended by done, 1 turns, reward 3" in capsys.readouterr().err
-    with pytest.raises(UserError, match="--columns=3: a JSON object is needed"):
-        sample(SampleConfig(**asked, columns="3"))
+    refused("--columns=3: a JSON object is needed", sample, SampleConfig(**asked, columns="3"))
     with pytest.raises(UserError, match="read by the environment of a run: leave them out"):
         sample(SampleConfig(str(talker.model), "t3", columns="{}"))
 
@@ -222,8 +220,7 @@ def test_an_evaluation_talks_to_the_environment(run, tmp_path, capsys):
     assert "[assistant] t" in output.out
     assert "ended by " in output.err
     assert "reward " in output.err
-    with pytest.raises(UserError, match="pass one question"):
-        chat(SampleConfig(str(run), "", adapter="adapter"), ["t1"])
+    refused("pass one question", chat, SampleConfig(str(run), "", adapter="adapter"), ["t1"])
 
 
 def test_an_environment_of_another_person_is_not_imported(talker, tmp_path):
@@ -305,8 +302,7 @@ def test_roles_keep_tokens_of_environments_out_of_the_loss(talker, tmp_path):
     config = talker.config(CHANGES | {"eval.every": 0})
     first = open_session(config)
     session, result = train_step(first)
-    with pytest.raises(UserError, match="this session has taken its step"):
-        train_step(first)
+    refused("this session has taken its step", train_step, first)
     batch = _batch(session.setup, result.experience, result.advantages)
     roles = result.experience.rollout.roles[:, : batch.sampled.shape[1]]
     np.testing.assert_array_equal(batch.sampled, roles == SAMPLED)

@@ -19,6 +19,7 @@ import pytest
 import tiny_checkpoints
 import tiny_run
 from problem_sets import load_problems
+from refusal import refused
 from tiny_model import random_lora
 
 import qerl_jax.evaluation.evaluate
@@ -84,12 +85,15 @@ def settings(tiny, tmp_path):
 @pytest.fixture
 def rollouts(monkeypatch):
     """Records the number of prompts and of rows that decode together in each rollout."""
-    seen = []
+    return record_rollouts(monkeypatch, lambda sampler, ids: (len(ids), sampler.engine.max_rows))
 
-    steps = Sampler.steps
+
+def record_rollouts(monkeypatch, read):
+    """A list to which each rollout adds what `read` finds in its sampler and prompts."""
+    seen, steps = [], Sampler.steps
 
     def recording(sampler, key, policy, prompts, **options):
-        seen.append((len(prompts), sampler.engine.max_rows))
+        seen.append(read(sampler, prompts))
         return steps(sampler, key, policy, prompts, **options)
 
     monkeypatch.setattr(Sampler, "steps", recording)
@@ -118,27 +122,29 @@ def stop_at_chunk(number, monkeypatch):
     monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_watch", stopping)
 
 
-def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
-    model = load(str(tiny.model), format="nvfp4", dtype="float32")
-    problems = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=10)
+def greedy_inputs(tiny, count, sampling, *, format="nvfp4", **engine):
+    """A sampler, the policy and the prompts of the first problems."""
+    model = load(str(tiny.model), format=format, dtype="float32")
+    problems = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=count)
     prompts = encode_prompts(problems, model.tokenizer, max_prompt_tokens=16)
+    sampler = Sampler(model.config, model.tokenizer, sampling, EngineConfig(**engine))
+    return sampler, Policy(model.params, None), prompts
+
+
+def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
     sampling = SamplingConfig(max_new_tokens=4, temperature=0.7, top_k=3, top_p=0.5)
-    sampler = Sampler(model.config, model.tokenizer, sampling, EngineConfig(max_rows=4))
-    policy = Policy(model.params, None)
+    sampler, policy, prompts = greedy_inputs(tiny, 10, sampling, max_rows=4)
     found = greedy_accuracy(sampler, policy, prompts, correctness=tiny_run.even_end, time_limit=1.0)
     likeliest = SamplingConfig(max_new_tokens=4, temperature=0.0)
     rollout = dataclasses.replace(sampler, sampling=likeliest).rollout(
         jax.random.key(0), policy, [prompt.ids for prompt in prompts]
     )
-    expected = [
-        tiny_run.even_end("", text, "", 1, True)
-        for text in detokenize(rollout, model.tokenizer.decode)
-    ]
+    texts = detokenize(rollout, sampler.tokenizer.decode)
+    expected = [tiny_run.even_end("", text, "", 1, True) for text in texts]
     assert found.accuracy == np.mean(expected)
     assert 0 < found.accuracy < 1
     assert found.truncated == pytest.approx(np.mean(~rollout.finished))
     assert found.truncated > 0
-    texts = detokenize(rollout, model.tokenizer.decode)
     assert found.answers == [
         {
             "question": prompts[i].problem.question,
@@ -152,14 +158,9 @@ def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
 
 
 def test_greedy_accuracy_leaves_missing_scores_out(tiny, capsys):
-    model = load(str(tiny.model), format="nvfp4", dtype="float32")
-    problems = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=8)
-    prompts = encode_prompts(problems, model.tokenizer, max_prompt_tokens=16)
-    sampler = Sampler(model.config, model.tokenizer, SamplingConfig(max_new_tokens=4))
+    inputs = greedy_inputs(tiny, 8, SamplingConfig(max_new_tokens=4))
     for judge, expected in ((no_opinion, (1.0, 4)), (away, (None, 8))):
-        found = greedy_accuracy(
-            sampler, Policy(model.params, None), prompts, correctness=judge, time_limit=1.0
-        )
+        found = greedy_accuracy(*inputs, correctness=judge, time_limit=1.0)
         assert (None if np.isnan(found.accuracy) else found.accuracy, found.missing) == expected
     assert [answer["correct"] for answer in found.answers] == [None, None]
     assert "reward 'correct' is missing for 8 of 8" in capsys.readouterr().err
@@ -197,8 +198,7 @@ def test_the_time_limit_of_a_scorer_is_that_of_the_run(settings, tiny, monkeypat
 def test_a_mistyped_policy_is_named_before_problems_are_loaded(tmp_path):
     """Without --tasks a model is evaluated on GSM8K, which the hub may not give either."""
     source = str(tmp_path / "run_of_yesterday")
-    with pytest.raises(UserError, match=r"'.*run_of_yesterday' is neither a folder"):
-        evaluate(EvaluateConfig(source=source))
+    refused(r"'.*run_of_yesterday' is neither a folder", evaluate, EvaluateConfig(source=source))
 
 
 def test_what_is_saved_is_what_is_counted(settings, tiny, rollouts, capsys):
@@ -258,15 +258,8 @@ def test_one_sample_is_greedy(settings, tiny, rollouts):
     figures = results_of(folder)["tasks"]["problems"]
     assert not [name for name in figures if name.startswith(("pass@", "maj@"))]
     assert rollouts == [(8, 8)]
-    model = load(str(tiny.model), format="bf16", dtype="float32")
-    problems = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=8)
-    found = greedy_accuracy(
-        Sampler(model.config, model.tokenizer, SamplingConfig(max_new_tokens=6)),
-        Policy(model.params, None),
-        encode_prompts(problems, model.tokenizer, max_prompt_tokens=16),
-        correctness=tiny_run.even_end,
-        time_limit=1.0,
-    )
+    inputs = greedy_inputs(tiny, 8, SamplingConfig(max_new_tokens=6), format="bf16")
+    found = greedy_accuracy(*inputs, correctness=tiny_run.even_end, time_limit=1.0)
     assert figures["accuracy"]["value"] == found.accuracy
     assert figures["finished"] == pytest.approx(1 - found.truncated)
     (again,) = evaluate(settings(samples=1, out=str(folder / "other")))
@@ -420,25 +413,24 @@ def test_too_many_rows_is_one_line(settings, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nwhile allocating")
 
     monkeypatch.setattr(Sampler, "steps", full)
-    with pytest.raises(UserError, match=r"9 rows do not fit.*--max-rows=9, --samples=3"):
-        evaluate(settings())
-
-
-def test_another_seed_gives_other_samples(settings, tmp_path):
-    texts = []
-    for seed in (0, 1):
-        (folder,) = evaluate(settings(seed=seed, out=str(tmp_path / str(seed))))
-        texts.append([row["completion"] for row in read_jsonl(folder / "problems.jsonl")])
-    assert sum(a == b for a, b in zip(*texts, strict=True)) < 8
+    refused(r"9 rows do not fit.*--max-rows=9, --samples=3", evaluate, settings())
 
 
 @pytest.mark.parametrize(
     "max_rows", [3, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (1, 24))]
 )
-def test_samples_do_not_depend_on_the_rows_that_decode_together(settings, tmp_path, max_rows):
-    (folder,) = evaluate(settings())
-    (other,) = evaluate(settings(max_rows=max_rows, out=str(tmp_path / "other")))
-    assert read_jsonl(other / "problems.jsonl") == read_jsonl(folder / "problems.jsonl")
+def test_samples_depend_on_the_seed_and_not_on_the_rows_that_decode_together(
+    settings, tmp_path, max_rows
+):
+    changes = ({}, {"max_rows": max_rows}, {"seed": 1})
+    folders = [
+        evaluate(settings(out=str(tmp_path / str(number)), **change))[0]
+        for number, change in enumerate(changes)
+    ]
+    first, few, other = (read_jsonl(folder / "problems.jsonl") for folder in folders)
+    assert few == first
+    same = [a["completion"] == b["completion"] for a, b in zip(first, other, strict=True)]
+    assert sum(same) < 8
 
 
 @pytest.mark.slow  # `test_sampling` has such cuts
@@ -528,15 +520,6 @@ def test_votes_are_counted_as_the_scorer_compares(settings, rollouts):
     assert rollouts == []
 
 
-def test_copies_of_a_problem_are_one_problem(settings, tmp_path, capsys):
-    path = tmp_path / "copies.jsonl"
-    lines = [f'{{"question": "t{i}", "answer": "{i}"}}\n' for i in (3, 4)]
-    path.write_text("".join(lines * 4))
-    (folder,) = evaluate(settings(tasks=(str(path),)))
-    assert results_of(folder)["tasks"]["copies"]["problems"] == 2
-    assert "left out 6 problems to evaluate that have the question" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -550,9 +533,8 @@ def test_copies_of_a_problem_are_one_problem(settings, tmp_path, capsys):
 def test_a_folder_holds_completions_with_the_same_settings(settings, changes, words):
     (folder,) = evaluate(settings(limit=3))
     before = tiny_run.contents(folder)
-    with pytest.raises(UserError) as error:
-        evaluate(settings(limit=3, **changes))
-    assert all(word in str(error.value) for word in words), error.value
+    error = refused(".", evaluate, settings(limit=3, **changes))
+    assert all(word in error for word in words), error
     assert tiny_run.contents(folder) == before
 
 
@@ -560,8 +542,7 @@ def test_other_problems_of_the_same_name_are_noticed(settings, tiny, tmp_path):
     path = shutil.copy(tiny.problems, tmp_path / "mine.jsonl")
     evaluate(settings(limit=3, tasks=(str(path),)))
     tiny_run.write_problems(tmp_path / "mine.jsonl", count=20)
-    with pytest.raises(UserError, match=r"mine\.problems_sha256"):
-        evaluate(settings(limit=3, tasks=(str(path),)))
+    refused(r"mine\.problems_sha256", evaluate, settings(limit=3, tasks=(str(path),)))
     # Under another name it is another task in the same folder.
     (folder,) = evaluate(settings(limit=3))
     assert results_of(folder)["tasks"].keys() == {"mine", "problems"}
@@ -575,8 +556,7 @@ def test_completions_of_other_prompts_are_not_continued(settings, tiny, tmp_path
     template = tiny_run.TEMPLATE.replace("t1 t2", "t1 t3")
     tiny_checkpoints.write_tokenizer(model, chat_template=template)
     words = r"chat template of .*model makes other prompts .*evaluation of problems.*--out"
-    with pytest.raises(UserError, match=words):
-        evaluate(settings(limit=4, source=str(model)))
+    refused(words, evaluate, settings(limit=4, source=str(model)))
     assert tiny_run.contents(folder) == before
     tiny_checkpoints.write_tokenizer(model, chat_template=tiny_run.TEMPLATE)
     assert evaluate(settings(limit=4, source=str(model))) == [folder]
@@ -593,16 +573,9 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
     tiny_checkpoints.write_tokenizer(model, chat_template=template)
     before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3)
     created = before.strftime("%Y-%m-%dT%H:%M:%S%z")
-    ends = set()
-
-    steps = Sampler.steps
-
-    def recording(sampler, key, policy, prompts, **options):
-        texts = [sampler.tokenizer.decode(list(ids)) for ids in prompts]
-        ends.update(tuple(text.split()[-2:]) for text in texts)
-        return steps(sampler, key, policy, prompts, **options)
-
-    monkeypatch.setattr(Sampler, "steps", recording)
+    texts = record_rollouts(
+        monkeypatch, lambda sampler, prompts: [sampler.tokenizer.decode(ids) for ids in prompts]
+    )
     with monkeypatch.context() as patch:
         clock = types.SimpleNamespace(strftime=lambda _: created)
         patch.setattr("qerl_jax.run.provenance.time", clock)
@@ -612,6 +585,7 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
         )
         (folder,) = evaluate(settings(limit=2, source=str(model)))
     evaluate(settings(limit=4, source=str(model)))
+    ends = {tuple(text.split()[-2:]) for part in texts for text in part}
     assert ends == {(f"t{before.day}", "t2")}
     assert results_of(folder)["created"] == created
 
@@ -628,42 +602,31 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
         ({"max_rows": -1}, ["--max-rows=-1"]),
         ({"overrides": {"max_new_tokens": ("125",)}}, ["8 of 8", "128", "--max-new-tokens=122"]),
         ({"overrides": {"scorer": ("absent:f",)}}, ["absent:f"]),
-        ({"tasks": ("gsm7k",)}, ["gsm7k"]),
+        ({"tasks": ("gsm7k",)}, ["no such task", "gsm7k"]),
+        ({"tasks": ("absent.jsonl",)}, ["absent.jsonl", "cannot read"]),
     ],
 )
 def test_what_cannot_be_done(settings, tmp_path, changes, words):
-    with pytest.raises(UserError) as error:
-        evaluate(settings(**changes))
-    assert all(word in str(error.value) for word in words), error.value
+    error = refused(".", evaluate, settings(**changes))
+    assert all(word in error for word in words), error
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("content", ["{}", '{"tasks": {}}', '{"tasks": [], "settings": {}}'])
-def test_results_without_their_fields_are_left_alone(settings, tmp_path, content):
-    (tmp_path / "out").mkdir()
-    results = tmp_path / "out" / "results.json"
-    results.write_text(content)
-    with pytest.raises(UserError, match=r"results\.json: .*not the result of an evaluation"):
-        evaluate(settings())
-    assert results.read_text() == content
-
-
-def test_other_files_are_left_alone(settings, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    with pytest.raises(UserError, match="holds other files"):
-        evaluate(settings())
-
-
 @pytest.mark.parametrize(
-    ("content", "name"), [({}, "tasks"), ({"tasks": {}}, "settings"), ({"tasks": [1]}, "tasks")]
+    ("name", "content", "words"),
+    [
+        ("mine", "", "holds other files"),
+        ("results.json", "{}", "'tasks' is not an object.*--out"),
+        ("results.json", '{"tasks": [1]}', "'tasks' is not an object.*--out"),
+        ("results.json", '{"tasks": {}}', "'settings' is not an object.*--out"),
+        ("results.json", '{"tasks": [], "settings": {}}', "'tasks' .*not the result of an eval"),
+    ],
 )
-def test_results_of_something_else_are_left_alone(settings, tmp_path, content, name):
+def test_other_files_are_left_alone(settings, tmp_path, name, content, words):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "results.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=f"results.json: '{name}' is not an object.*--out"):
-        evaluate(settings())
-    assert results_of(tmp_path / "out") == content
+    (tmp_path / "out" / name).write_text(content)
+    refused(words, evaluate, settings())
+    assert tiny_run.contents(tmp_path / "out") == {name: content.encode()}
 
 
 def test_completions_without_the_stop_strings_are_not_continued(settings, tmp_path):
@@ -675,8 +638,7 @@ def test_completions_without_the_stop_strings_are_not_continued(settings, tmp_pa
         (folder / "results.json").write_text(
             json.dumps(results | {"tasks": {"problems": task | stop}})
         )
-        with pytest.raises(UserError, match=rf"problems.stop: {shown} -> \[\]"):
-            evaluate(settings(limit=1, samples=1))
+        refused(rf"problems.stop: {shown} -> \[\]", evaluate, settings(limit=1, samples=1))
 
 
 # --- Runs -----------------------------------------------------------------------------------------
@@ -684,9 +646,17 @@ def test_completions_without_the_stop_strings_are_not_continued(settings, tmp_pa
 
 @pytest.fixture
 def run(tiny, tmp_path):
-    """A run folder with an adapter; the run evaluates 8 problems with 6 new tokens."""
-    config = tiny.config({"eval.problems": 8, "eval.max_new_tokens": 6})
-    with open_run(tmp_path / "run", config) as folder:
+    """A run folder with an adapter."""
+    return write_run(tmp_path / "run", run_config(tiny))
+
+
+def run_config(tiny, **changes):
+    """The config of a run that evaluates 8 problems with 6 new tokens."""
+    return tiny.config({"eval.problems": 8, "eval.max_new_tokens": 6} | changes)
+
+
+def write_run(path, config):
+    with open_run(path, config) as folder:
         write_adapter(folder.path / "adapter", seed=1)
     return folder.path
 
@@ -704,10 +674,8 @@ def write_adapter(folder, *, seed):
     "changes", [{}, {"rollout.stop": ("t1", "t3")}, {"data.examples": ("t5", "t6")}]
 )
 def test_a_run_is_evaluated_as_during_its_training(tiny, tmp_path, monkeypatch, changes):
-    config = tiny.config({"eval.problems": 8, "eval.max_new_tokens": 6} | changes)
-    with open_run(tmp_path / "run", config) as opened:
-        run = opened.path
-    write_adapter(run / "adapter", seed=1)
+    config = run_config(tiny, **changes)
+    run = write_run(tmp_path / "run", config)
     engines, compiled = [], qerl_jax.evaluation.evaluate._compile
 
     def recording(job, sampler, received):
@@ -869,8 +837,7 @@ def test_an_adapter_that_changed_is_another_policy(run):
     (other,) = evaluate(config)
     assert other != folder
     assert other.parent == folder.parent
-    with pytest.raises(UserError, match="adapter_sha256"):
-        evaluate(dataclasses.replace(config, out=str(folder)))
+    refused("adapter_sha256", evaluate, dataclasses.replace(config, out=str(folder)))
 
 
 def test_a_model_is_evaluated_beside_the_working_directory(settings, tmp_path, monkeypatch):
@@ -887,16 +854,6 @@ def test_a_model_is_evaluated_beside_the_working_directory(settings, tmp_path, m
 # --- The command ----------------------------------------------------------------------------------
 
 
-def command(tiny, cwd, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.evaluate", *arguments],
-        env=tiny.environment(),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-    )
-
-
 def test_the_command(tiny, tmp_path):
     arguments = [
         str(tiny.model), "--tasks=gsm8k", f"--data=gsm8k={tiny.problems}", "--samples=2",
@@ -904,7 +861,13 @@ def test_the_command(tiny, tmp_path):
         "--format-judge=", "--out=here", "--seed=1", "--top-p=0.9", "--temperature=0.5",
         "--dtype=float32", "--format=nvfp4", "--max-rows=2", "--time-limit=2",
     ]  # fmt: skip
-    result = command(tiny, tmp_path, *arguments)
+    result = subprocess.run(
+        [sys.executable, "-m", "experiments.evaluate", *arguments],
+        env=tiny.environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stderr
     assert "gsm8k  1" in result.stdout
     results = results_of(tmp_path / "here")
@@ -916,19 +879,3 @@ def test_the_command(tiny, tmp_path):
     task = {"judge": "tiny_run:even_end", "format_judge": "", "max_new_tokens": 1}
     assert results["tasks"]["gsm8k"].items() >= task.items()
     assert "--samples=2" in results["command"]
-
-
-@pytest.mark.slow  # `test_the_command` starts a process, and `test_errors` one that fails
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--tasks=gsm7k"], ["no such task", "gsm7k"]),
-        (["--tasks=absent.jsonl"], ["absent.jsonl", "cannot read"]),
-    ],
-)
-def test_bad_input_is_one_line(tiny, tmp_path, arguments, words):
-    result = command(tiny, tmp_path, str(tiny.model), *arguments)
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("error: ")
-    assert all(word in result.stderr for word in words)

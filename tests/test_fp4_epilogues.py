@@ -10,25 +10,12 @@ from simulated_kernel import (
     product,
     random_weight,
     relative_error,
-    simulate_the_kernel,
-    simulation,
 )
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, dispatch, layout, sm90
 from pallas_kernels.fp4_matmul.tiling import TileConfig
-
-
-@pytest.fixture
-def simulated():
-    with simulation() as parameters:
-        yield parameters
-
-
-@pytest.fixture
-def simulated_api(simulated, monkeypatch):
-    simulate_the_kernel(monkeypatch, simulated)
 
 
 def swiglu_inputs(m, n, k, rank=64):
@@ -70,13 +57,10 @@ SWIGLU_VARIANTS = {
 }
 
 
-FAST_VARIANTS = ("tiles of even rows, some beyond the weight",)
-
-
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(name, marks=() if name in FAST_VARIANTS else pytest.mark.slow)
+        pytest.param(name, marks=() if "even rows" in name else pytest.mark.slow)
         for name in SWIGLU_VARIANTS
     ],
 )
@@ -103,34 +87,27 @@ def test_the_swiglu_epilogue(variant, simulated):
 
 
 @pytest.mark.usefixtures("simulated_api")
-def test_swiglu_with_its_own_adapter():
-    m, n, k, rank = 8, 128, 512, 32
+@pytest.mark.parametrize("made", [False, True])
+def test_swiglu(made):
+    """With given partials, and with A, of which the simulation computes them."""
+    m, n, k, rank = 8, 128, 512, 32 if made else 40
     x, weight, square_partials, b = swiglu_inputs(m, n, k)
-    a = 0.1 * normal(rank, k, seed=1)
-    b = b.at[:, rank:].set(0)
-    config = TileConfig(8, warpgroups_n=1, block_k=256, stages=2)
-    y = fp4.fp4_matmul(
-        x, fp4.to_tiles(weight), lora=(a, b), epilogue=Swiglu(square_partials, 0.5), config=config
-    )
-    xa = float64(x) @ float64(a).T
-    expected = swiglu_of(x, weight, xa, b[:, :rank], square_partials, 0.5)
-    assert relative_error(y, expected) < 3 * ROUNDING  # x A^T is rounded, too
-
-
-@pytest.mark.usefixtures("simulated_api")
-def test_swiglu():
-    m, n, k, rank = 8, 128, 512, 40
-    x, weight, square_partials, b = swiglu_inputs(m, n, k)
-    b = b.at[:, rank:].set(0)
-    xa_partials = jnp.asarray(np.random.default_rng(4).standard_normal((5, m, 64)), jnp.float32)
+    a, b = 0.1 * normal(rank, k, seed=1), b.at[:, rank:].set(0)
+    xa, xa_partials, config = float64(x) @ float64(a).T, None, None
+    if made:
+        config = TileConfig(8, warpgroups_n=1, block_k=256, stages=2)
+    else:
+        drawn = np.random.default_rng(4).standard_normal((5, m, 64))
+        xa_partials = jnp.asarray(drawn, jnp.float32).at[:, :, rank:].set(0)
+        xa = float64(xa_partials.sum(axis=0))[:, :rank]
     y = fp4.fp4_matmul(
         x,
         fp4.to_tiles(weight),
-        lora=(normal(rank, k), b),
-        xa_partials=xa_partials.at[:, :, rank:].set(0),
+        lora=(a, b),
+        xa_partials=xa_partials,
         epilogue=Swiglu(square_partials, 0.5),
+        config=config,
     )
-    xa = float64(xa_partials.sum(axis=0))[:, :rank]
     expected = swiglu_of(x, weight, xa, b[:, :rank], square_partials, 0.5)
     assert relative_error(y, expected) < 3 * ROUNDING  # x A^T is rounded, too
 

@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from fp4_oracles import float64
+from fp4_oracles import check_dequantize, check_derivatives, float64
 from hopper_cases import (
     CONFIGS,
     ROUNDING,
     check_adapters,
-    check_dequantize,
-    check_derivatives,
     check_layers_in_a_loop,
     check_product,
     random_weight,
     skip_unless_hopper,
+    whole_products,
 )
 from jax.sharding import PartitionSpec
 
@@ -79,10 +78,7 @@ def test_dequantize(form):
 
 def products():
     """What a caller gets in every shape and format; every kind of tiling in three ragged shapes."""
-    for shape in SHAPES:
-        for form in ("nvfp4", "mxfp4"):
-            for adapter in (False, True):
-                yield None, shape, adapter, form
+    yield from whole_products(SHAPES)
     for config in CONFIGS[1:]:
         for m, n, k in ((33, 576, 576), (40, 1024, 8960), (200, 2056, 1520)):
             yield config, (m, n, k), True, "nvfp4"
@@ -174,7 +170,8 @@ def test_timeline(m, n, k):
 
 
 def test_derivatives():
-    check_derivatives("mosaic", 192)
+    matmul = functools.partial(fp4.fp4_matmul, implementation="mosaic")
+    check_derivatives(matmul, (192,), 1536, 1024, 32)
 
 
 def test_the_kernel_is_what_a_caller_gets():

@@ -142,19 +142,6 @@ def test_the_method_is_read_without_the_rest_of_the_house():
     assert not folders & {f"qerl_jax.{name}" for name in others}
 
 
-def test_what_a_module_reaches_would_be_counted(tmp_path):
-    write_modules(
-        tmp_path,
-        {
-            "qerl_jax/a.py": "import qerl_jax.b\n",
-            "qerl_jax/b.py": "def f():\n    from qerl_jax import c\n",
-            "qerl_jax/c.py": "",
-            "qerl_jax/d.py": "",
-        },
-    )
-    assert reached("qerl_jax.a", tmp_path) == {"qerl_jax.a", "qerl_jax.b", "qerl_jax.c"}
-
-
 def test_no_circles_between_modules():
     assert circle(imports(ROOT, everywhere=False)) == ()
 
@@ -172,17 +159,19 @@ def write_modules(root, texts):
         (root / path).write_text(text)
 
 
-def test_a_circle_between_modules_would_be_found(tmp_path):
+def test_a_circle_and_what_a_module_reaches_would_be_found(tmp_path):
     write_modules(
         tmp_path,
         {
             "qerl_jax/a.py": "import qerl_jax.b\n",
             "qerl_jax/b.py": "if True:\n    from qerl_jax import c\n",
             "qerl_jax/c.py": "def f():\n    from qerl_jax.a import x\n",
+            "qerl_jax/d.py": "",
         },
     )
     assert circle(imports(tmp_path, everywhere=False)) == ()
     assert set(circle(imports(tmp_path))) == {"qerl_jax.a", "qerl_jax.b", "qerl_jax.c"}
+    assert reached("qerl_jax.a", tmp_path) == {"qerl_jax.a", "qerl_jax.b", "qerl_jax.c"}
 
 
 def test_a_circle_between_folders_would_be_found(tmp_path):

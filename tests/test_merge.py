@@ -16,6 +16,7 @@ from qerl_jax.policy.lora import merge_layer
         pytest.param("qwen2", False, PROJECTIONS, marks=pytest.mark.slow),
         ("qwen3", True, PROJECTIONS),
         ("llama", False, ("k_proj", "up_proj", "down_proj")),
+        ("qwen3_5", True, (*PROJECTIONS, "in_proj_qkv", "in_proj_z", "out_proj")),
     ],
 )
 def test_merged_layers_compute_the_same(kind, quantized, targets):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mesh_cases import CUT, FEW, LENGTHS, MOVED, SHAPES, head_loss, packed
+from refusal import refused
 from tiny_checkpoints import VOCAB
 from tiny_model import tiny_policy
 
@@ -284,8 +285,7 @@ def part(ended):
 
 def test_a_rollout_that_fails_ends_the_others(part, ended):
     parts = [lambda n=n: part(n, 3 if n == 1 else None) for n in range(3)]
-    with pytest.raises(UserError, match="no memory"):
-        collections.deque(in_threads(parts), maxlen=0)
+    refused("no memory", collections.deque, in_threads(parts), maxlen=0)
     assert sorted(ended) == [0, 1, 2]
 
 
@@ -299,26 +299,21 @@ def test_the_rollouts_end_with_their_reader(part, ended):
 
 
 @pytest.mark.parametrize(
-    ("data", "tensor", "message"),
+    ("data", "tensor", "devices", "message"),
     [
-        (3, 1, r"mesh\.data=3 x mesh\.tensor=1 are 3 devices.* process has 2: pass mesh\.data=2$"),
-        (1, 4, r"mesh\.data=1 x mesh\.tensor=4 are 4 devices.* process has 2: pass two numbers"),
+        (3, 1, 2, r"mesh\.data=3 x mesh\.tensor=1 are 3 .* process has 2: pass mesh\.data=2$"),
+        (1, 4, 2, r"mesh\.data=1 x mesh\.tensor=4 are 4 .* process has 2: pass two numbers"),
+        (2, 1, 8, r"has 8: .*such as CUDA_VISIBLE_DEVICES=0,1$"),  # which hides the others
+        (2, 4, [0, 0, 1, 1, 2, 2, 3, 3], r"mesh\.tensor=4 does not divide the 2 devices"),
     ],
 )
-def test_a_mesh_of_another_number_of_devices_is_refused(data, tensor, message):
-    with pytest.raises(UserError, match=message):
-        sharding.make_mesh(data, tensor, jax.devices() * 2)
-
-
-def test_a_group_of_several_processes_is_refused():
-    devices = [types.SimpleNamespace(process_index=number // 2) for number in range(8)]
-    with pytest.raises(UserError, match=r"mesh\.tensor=4 does not divide the 2 devices"):
-        sharding.make_mesh(2, 4, devices)
-
-
-def test_a_mesh_of_fewer_devices_names_how_to_hide_the_others():
-    with pytest.raises(UserError, match=r"has 8: .*such as CUDA_VISIBLE_DEVICES=0,1$"):
-        sharding.make_mesh(2, 1, jax.devices() * 8)
+def test_a_mesh_of_another_number_of_devices_is_refused(data, tensor, devices, message):
+    """Devices are a number, or the processes that have them."""
+    if isinstance(devices, int):
+        devices = jax.devices() * devices
+    else:
+        devices = [types.SimpleNamespace(process_index=number) for number in devices]
+    refused(message, sharding.make_mesh, data, tensor, devices)
 
 
 def test_a_run_on_one_device_has_no_mesh():
@@ -347,5 +342,4 @@ def test_a_run_on_one_device_has_no_mesh():
 def test_a_mesh_that_does_not_fit_the_config_is_refused(changes, message):
     config = get_config()
     config.update_from_flattened_dict({"rollout.prompts_per_step": 16} | changes)
-    with pytest.raises(UserError, match=message):
-        validate(config)
+    refused(message, validate, config)

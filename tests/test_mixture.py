@@ -217,21 +217,17 @@ def test_a_mixture_of_one_source_is_the_run_on_that_source(tiny, files, tmp_path
     assert (run / "completions.jsonl").read_bytes() == (alone / "completions.jsonl").read_bytes()
 
 
-class KilledError(BaseException):
-    """Ends a run as abruptly as this process can survive."""
-
-
 @pytest.mark.parametrize("call", [pytest.param(20, marks=pytest.mark.slow), 75])
 def test_a_resumed_run_equals_an_uninterrupted_one(whole, mixed, tmp_path, call):
     calls = itertools.count(1)
 
     def correctness(*arguments):
         if next(calls) == call:
-            raise KilledError
+            raise tiny_run.KilledError
         return tiny_run.rare(*arguments)
 
     rewards = {"correctness": (correctness, 1.0), "format": (tiny_run.low_fraction, 0.1)}
-    with pytest.raises(KilledError):
+    with pytest.raises(tiny_run.KilledError):
         train(mixed(CURRICULUM), workdir=tmp_path / "run", rewards=rewards)
     run = train(mixed(CURRICULUM), workdir=tmp_path / "run")
     assert tiny_run.results(run) == tiny_run.results(whole)

@@ -174,25 +174,24 @@ def simulate(heads, ids):
     return results, errors(results, oracle(*operands, d_out, ids), ids)
 
 
-def test_the_kernels():
-    """Two tiles: a prompt before the own run, full blocks, padding."""
-    ids = packed_ids((30, 70, 60), (90, 5), total=256)
-    assert max(simulate((2, 1, 64), ids)[1]) < ROUNDING
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("heads", "groups"),
+    ("heads", "total", "groups"),
     [
-        ((2, 1, 128), [(200, 100, 150)]),
-        ((3, 1, 64), [(9, 500)]),
-        ((4, 2, 64), [(30, 40), (77, 90), (3, *[20] * 9)]),
-        ((1, 1, 128), []),
+        ((2, 1, 64), 256, [(30, 70, 60), (90, 5)]),  # a prompt before the own run, full blocks
+        *(
+            pytest.param(heads, 512, groups, marks=pytest.mark.slow)
+            for heads, groups in (
+                ((2, 1, 128), [(200, 100, 150)]),
+                ((3, 1, 64), [(9, 500)]),
+                ((4, 2, 64), [(30, 40), (77, 90), (3, *[20] * 9)]),
+                ((1, 1, 128), []),
+            )
+        ),
     ],
 )
-def test_the_kernels_with_other_layouts(heads, groups):
+def test_the_kernels(heads, total, groups):
     """Full blocks of both kinds, divided tiles, many groups in a tile, padding alone."""
-    ids = packed_ids(*groups, total=512)
+    ids = packed_ids(*groups, total=total)
     if groups:
         assert max(simulate(heads, ids)[1]) < ROUNDING
         return

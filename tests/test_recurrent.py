@@ -40,7 +40,6 @@ from qerl_jax.weights.checkpoint import open_checkpoint
 from qerl_jax.weights.load import load
 from qerl_jax.weights.safetensors import read_file, read_folder
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
-from qerl_jax.weights.tokenizer import from_folder
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "qwen3_5"
 SHAPES = RecurrentConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=6, window=4)
@@ -151,24 +150,13 @@ def test_slots_and_compaction_keep_states_with_their_rows():
 
 
 def test_the_trainer_computes_the_log_probabilities_of_the_rollout():
-    config, made = policy()
-    prompts = tiny_rollout.PROMPTS
-    rollout = sampler().rollout(jax.random.key(5), made, prompts)
-    rows = [list(prompts[row // 4]) for row in range(len(rollout.tokens))]
-    lengths = np.array([len(row) for row in rows], np.int32)
-    width = max(lengths) + rollout.tokens.shape[1]
-    tokens = np.zeros((len(rows), width), np.int32)
-    for row, prompt in enumerate(rows):
-        whole = [*prompt, *rollout.tokens[row, : rollout.lengths[row]]]
-        tokens[row, : len(whole)] = whole
-    logits = transformer.forward(
-        made.params, made.lora, tokens, lengths + rollout.lengths, config=config
-    )
-    logprobs = jax.nn.log_softmax(logits)
+    rollout = sampler().rollout(jax.random.key(5), policy()[1], tiny_rollout.PROMPTS)
+    prompts = [prompt for prompt in tiny_rollout.PROMPTS for _ in range(4)]
+    expected, _ = tiny_rollout.conversation_logprobs(*policy(), prompts, rollout)
     for row, length in enumerate(rollout.lengths):
-        index = lengths[row] - 1 + np.arange(length)
-        want = logprobs[row, index, rollout.tokens[row, :length]]
-        np.testing.assert_allclose(rollout.logprobs[row, :length], want, atol=2e-4)
+        np.testing.assert_allclose(
+            rollout.logprobs[row, :length], expected[row, :length], atol=2e-4
+        )
 
 
 def test_a_step_rounds_where_rows_do():
@@ -244,25 +232,6 @@ def test_an_adapter_has_the_projections_of_each_layer():
         UserError, match="a qwen3 has no in_proj_qkv, in_proj_z: choose from q_proj"
     ):
         lora.check_targets(tiny_checkpoints.model_config("qwen3"), TARGETS[:9])
-
-
-@pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_merged_weights_are_the_adapted_policy(quantized):
-    config, made = policy(quantized)
-    if quantized:
-        assert isinstance(made.params["layers"][0]["down_proj"], QuantTensor)
-        assert not isinstance(made.params["layers"][0]["in_proj"], QuantTensor)
-    layers = []
-    for layer, adapters in zip(made.params["layers"], made.lora.layers, strict=True):
-        merged, updates = lora.merge_layer(layer, adapters, config, scale=made.lora.scale)
-        assert set(updates) == set(kinds.ALL_FUSED) & set(layer)
-        layers.append(merged)
-    tokens, lengths = random_tokens(2, 70), np.array([70, 66], np.int32)
-    forward = jax.jit(functools.partial(transformer.forward, config=config))
-    expected = forward(made.params, made.lora, tokens, lengths)
-    actual = forward(made.params | {"layers": layers}, None, tokens, lengths)
-    for row, length in enumerate(lengths):
-        np.testing.assert_allclose(actual[row, :length], expected[row, :length], atol=2e-3)
 
 
 @pytest.mark.parametrize("format", ["bf16", "nvfp4"])
@@ -352,7 +321,7 @@ def test_a_config_with_a_vision_tower_is_that_of_its_text():
         ({"attn_output_gate": False}, "attn_output_gate=False"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
         ({"linear_num_value_heads": 3}, "3 value heads"),
-        ({"linear_conv_kernel_dim": 0}, "window of the recurrent layers is 0"),
+        ({"linear_conv_kernel_dim": 1}, "window of the recurrent layers is 1, must be at least 2"),
         ({"model_type": "qwen3_5_moe_text"}, "'qwen3_5_moe_text' is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 2.0}}, "rotated dimensions"),
         ({"model_type": "qwen3_5", "text_config": 3}, "text_config is 3"),
@@ -361,25 +330,6 @@ def test_a_config_with_a_vision_tower_is_that_of_its_text():
 def test_what_differs_is_refused_by_name(changes, message):
     with pytest.raises(UserError, match=message):
         from_hf_config(hf_config(**changes))
-
-
-def test_the_presets_turn_thinking_on(tmp_path):
-    """A template like that of Qwen3.5: the prompt ends in an open, or in an empty, think block."""
-    template = (
-        "{%- macro text(content) %}{{- content if content is string else '' }}{%- endmacro %}"
-        "{%- for message in messages %}{{- message.role + ': ' + text(message.content) + '\\n' }}"
-        "{%- endfor %}{%- if add_generation_prompt %}{{- 'assistant: ' }}"
-        "{%- if enable_thinking is defined and enable_thinking is false %}"
-        "{{- '<think>\\n\\n</think>\\n\\n' }}{%- else %}{{- '<think>\\n' }}{%- endif %}{%- endif %}"
-    )
-    tiny_checkpoints.write_tokenizer(tmp_path, chat_template=template)
-    tokenizer = from_folder(tmp_path)
-    arguments = get_config("qwen3.5-4b").data.chat_template_args.to_dict()
-    messages = [{"role": "user", "content": "t1"}]
-    text = tokenizer.apply_chat_template(messages, **arguments)
-    assert text == "user: t1\nassistant: <think>\n"
-    text = tokenizer.apply_chat_template(messages, enable_thinking=False)
-    assert text == "user: t1\nassistant: <think>\n\n</think>\n\n"
 
 
 def test_other_parts_of_a_checkpoint_are_named(capsys):
@@ -476,10 +426,6 @@ def test_adapters_have_the_names_of_their_base(tmp_path, nested):
 # --- Runs -----------------------------------------------------------------------------------------
 
 
-class KilledError(BaseException):
-    """Ends a run as abruptly as this process can survive."""
-
-
 @pytest.mark.slow  # 30 s
 def test_a_run_learns_and_resumes_bit_for_bit(tmp_path):
     """A tiny run learns, and ends with the same bytes if it is killed in its fifth step."""
@@ -502,31 +448,19 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path):
     }
     calls = itertools.count(1)
 
-    def reward(*arguments, kills):
-        if kills and next(calls) == 5 * 64 - 3:
-            raise KilledError
+    def killing(*arguments):
+        if next(calls) == 5 * 64 - 3:
+            raise tiny_run.KilledError
         return tiny_run.low_fraction(*arguments)
 
-    def low_fraction(prompt, completion, answer, num_tokens, finished):
-        return reward(prompt, completion, answer, num_tokens, finished, kills=False)
-
-    def killing(prompt, completion, answer, num_tokens, finished):
-        return reward(prompt, completion, answer, num_tokens, finished, kills=True)
-
-    whole = train(tiny.config(config), workdir=tmp_path / "whole", rewards=low_fraction)
+    low = {"low_fraction": tiny_run.low_fraction}
+    whole = train(tiny.config(config), workdir=tmp_path / "whole", rewards=low)
     rows = tiny_run.results(whole)
     assert max(abs(row["logprob_diff_mean"]) for row in rows) < 1e-4
     rewards = [row["reward"] for row in rows]
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1
-    with pytest.raises(KilledError):
+    with pytest.raises(tiny_run.KilledError):
         train(tiny.config(config), workdir=tmp_path / "killed", rewards={"low_fraction": killing})
-    resumed = train(
-        tiny.config(config), workdir=tmp_path / "killed", rewards={"low_fraction": low_fraction}
-    )
+    resumed = train(tiny.config(config), workdir=tmp_path / "killed", rewards=low)
     weights = [(run / "adapter" / peft.WEIGHTS_FILE).read_bytes() for run in (whole, resumed)]
     assert weights[0] == weights[1]
-
-
-def test_a_convolution_of_one_position_is_refused():
-    with pytest.raises(UserError, match="window of the recurrent layers is 1, must be at least 2"):
-        dataclasses.replace(SHAPES, window=1)

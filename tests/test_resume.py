@@ -48,12 +48,8 @@ STEP_2_SECOND_ROUND, EVALUATION_2, STEP_6, EVALUATION_6 = 25, 30, 80, 94
 CALLS = 96
 
 
-class KilledError(BaseException):
-    """Ends a run as abruptly as this process can survive."""
-
-
 def kill():
-    raise KilledError
+    raise tiny_run.KilledError
 
 
 def terminate():
@@ -90,7 +86,7 @@ def interrupted(uninterrupted, tiny, tmp_path):
 
     def start(act, *, at):
         run = tmp_path / "run"
-        with pytest.raises((KilledError, StoppedError)) as error:
+        with pytest.raises((tiny_run.KilledError, StoppedError)) as error:
             train(tiny.config(CHANGES), workdir=run, rewards=rewards_that(act, at=at))
         assert getattr(error.value, "exit_code", 143) == 143
         return run
@@ -243,7 +239,7 @@ def test_the_best_adapter_does_not_depend_on_interruptions(tiny, tmp_path, monke
     run = tmp_path / "run"
     # The first start stops in the evaluation after step 2. The second one makes it, and dies in the
     # evaluation after step 4, before a checkpoint holds anything of the evaluation after step 2.
-    for error in (StoppedError, KilledError):
+    for error in (StoppedError, tiny_run.KilledError):
         with pytest.raises(error):
             train(tiny.config(changes), workdir=run)
     train(tiny.config(changes), workdir=run)
@@ -260,11 +256,11 @@ def killed_after(step, config, run, *, saves):
         if saves or run.progress.step < step:
             save(run)
         if run.progress.step == step:
-            raise KilledError
+            raise tiny_run.KilledError
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(qerl_jax.training.loop, "_save_or_stop", save_or_die)
-        with pytest.raises(KilledError):
+        with pytest.raises(tiny_run.KilledError):
             train(config, workdir=run)
 
 
@@ -356,14 +352,14 @@ def test_problems_that_changed_under_a_run_are_refused(
     before = tiny_run.contents(run)
 
     def stop(*_, **__):
-        raise KilledError
+        raise tiny_run.KilledError
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(qerl_jax.training.loop, "take_step", stop)
-        with pytest.raises((UserError, KilledError)) as error:
+        with pytest.raises((UserError, tiny_run.KilledError)) as error:
             train(config, workdir=run)
     if words is None:
-        assert isinstance(error.value, KilledError)
+        assert isinstance(error.value, tiny_run.KilledError)
         return
     assert str(error.value).startswith(words.format(path))
     assert str(error.value).endswith("or pass another --workdir to begin a run with the new ones")
@@ -372,10 +368,10 @@ def test_problems_that_changed_under_a_run_are_refused(
 
 def test_killed_before_the_end_is_written(uninterrupted, tiny, tmp_path, monkeypatch, capsys):
     def plot_run(folder):
-        raise KilledError
+        raise tiny_run.KilledError
 
     monkeypatch.setattr(qerl_jax.training.saving, "plot_run", plot_run)
-    with pytest.raises(KilledError):
+    with pytest.raises(tiny_run.KilledError):
         train(tiny.config(CHANGES), workdir=tmp_path / "run")
     monkeypatch.undo()
     train(tiny.config(CHANGES), workdir=tmp_path / "run")

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from refusal import refused
 
 from benchmarks.common import check_out, describe, merge
 from benchmarks.rollout.results import KEYS
-from qerl_jax.errors import UserError
 
 POLICY = {
     "model": "m", "format": "bf16", "weights": "random", "lora_rank": 32, "tensor": 1,
@@ -43,15 +43,12 @@ def test_a_run_replaces_its_own_rows(tmp_path):
         (32, None, None),
     ]
     assert result["rows"][-1]["tokens"] == 7
-    with pytest.raises(UserError, match="holds rows of H, this is I"):
-        check_out(path, KEYS, "I")
+    refused("holds rows of H, this is I", check_out, path, KEYS, "I")
     for text in ("[]", '{"rows": []}', '{"device": "H", "rows": [{"kind": "decode"}]}'):
         path.write_text(text)
-        with pytest.raises(UserError, match="holds no rows"):
-            check_out(path, KEYS, "H")
+        refused("holds no rows", check_out, path, KEYS, "H")
     for wrong in (tmp_path, path / "x.json"):
-        with pytest.raises(UserError, match=r"pass a file as --out|Not a directory"):
-            check_out(wrong, KEYS, "H")
+        refused(r"pass a file as --out|Not a directory", check_out, wrong, KEYS, "H")
 
 
 OTHERS = [

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_checkpoints
 import tiny_rollout
+from refusal import refused
 from tiny_model import random_tokens
 from tiny_rollout import KEY, PAD, PROMPTS, TinyTokenizer, configs, letters
 
@@ -38,7 +39,10 @@ def together():
     """All twelve rows from the start, without compaction."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shapes, "_smaller_batches", lambda rows, compact: [])
-        return rollout(**LONG)
+        result = rollout(**LONG)
+    assert len(set(result.lengths.tolist())) > 5  # They end at different times.
+    assert set(result.finished.tolist()) == {False, True}
+    return result
 
 
 @pytest.fixture
@@ -71,13 +75,6 @@ def same(result, expected, *, atol=1e-4):
 
 
 # --- Slots ----------------------------------------------------------------------------------------
-
-
-def test_the_rows_of_these_tests_end_at_different_times():
-    lengths = together().lengths
-    assert len(set(lengths.tolist())) > 5
-    assert together().finished.any()
-    assert not together().finished.all()
 
 
 @pytest.mark.parametrize(
@@ -384,10 +381,16 @@ def prefill_of(prompts):
     return shapes.prefill_bytes(config, num_prompts=prompts, width=16, dtype=dtype, compute=dtype)
 
 
-def test_rows_follow_from_what_the_device_has_left(monkeypatch):
-    memory = {"bytes_limit": 10**9, "bytes_in_use": 0}
-    device = mock.Mock(memory_stats=lambda: memory)
+@pytest.fixture
+def memory(monkeypatch):
+    """What the device says of its memory."""
+    stats = {"bytes_limit": 10**9, "bytes_in_use": 0}
+    device = mock.Mock(memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    return stats
+
+
+def test_rows_follow_from_what_the_device_has_left(memory):
     row = POSITIONS * POSITION + 4 * 4 * 48
     assert plan(prompts=9).batch_sizes[0] == 36
     memory["bytes_in_use"] = 9 * 10**8 - prefill_of(9) - 15 * row
@@ -400,16 +403,12 @@ def test_rows_follow_from_what_the_device_has_left(monkeypatch):
     assert plan(prompts=9, kv_cache_bytes=10**9).batch_sizes[0] == 36
 
 
-def test_a_device_with_memory_for_one_row_or_none(monkeypatch):
+def test_a_device_with_memory_for_one_row_or_none(memory):
     needed = POSITIONS * POSITION + 4 * 4 * 48 + prefill_of(1)
-    memory = {"bytes_limit": 10**6, "bytes_in_use": 900_000 - needed}
-    device = mock.Mock(memory_stats=lambda: memory)
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    memory["bytes_in_use"] = 9 * 10**8 - needed
     assert (plan(prompts=9).batch_sizes, plan(prompts=9).prefill_batch) == ((1,), 1)
     memory["bytes_in_use"] += 1
-    with pytest.raises(UserError, match=f"no memory for one row of {POSITIONS} positions") as e:
-        plan(prompts=9)
-    assert "\n" not in str(e.value)
+    refused(f"no memory for one row of {POSITIONS} positions", plan, prompts=9)
 
 
 def test_a_prefill_has_at_most_the_given_number_of_prompts():
@@ -486,6 +485,4 @@ def test_ten_thousand_prompts_in_little_memory():
     ],
 )
 def test_what_cannot_be_done_is_one_line(prompts, options, words):
-    with pytest.raises(UserError, match=words) as caught:
-        rollout(prompts, **options)
-    assert "\n" not in str(caught.value)
+    refused(words, rollout, prompts, **options)

@@ -164,10 +164,6 @@ def test_the_plan_counts_trained_parameters(tiny):
     assert setup.memory.rollout.policy_copy == size
 
 
-class KilledError(BaseException):
-    """An exception that ends a run abruptly."""
-
-
 def test_resume(whole, tiny, tmp_path):
     changes, run = whole
     config = tiny.config(CHANGES | changes)
@@ -175,11 +171,11 @@ def test_resume(whole, tiny, tmp_path):
 
     def correctness(*arguments):
         if next(calls) == 37:  # in step 4: an evaluation has 4 calls, a step has 8
-            raise KilledError
+            raise tiny_run.KilledError
         return tiny_run.even_end(*arguments)
 
     rewards = {"correctness": (correctness, 1.0), "format": (tiny_run.low_fraction, 0.1)}
-    with pytest.raises(KilledError):
+    with pytest.raises(tiny_run.KilledError):
         train(config, workdir=tmp_path / "run", rewards=rewards)
     resumed = train(config, workdir=tmp_path / "run")
     assert tiny_run.results(resumed) == tiny_run.results(run)

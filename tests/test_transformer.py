@@ -69,41 +69,6 @@ def test_decoding_gives_the_logits_of_forward_at_every_position(
     assert seen == (LENGTHS - prompts + 1).sum()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("quantized", [False, True])
-def test_logits_of_a_step_agree_across_buckets(quantized):
-    """For any number of rows that decode together, and any number of cache positions."""
-    config, params, lora, _ = logits_of("qwen3", quantized)
-    lora_layers = lora_lib.fuse(lora, config, jnp.float32)
-    step = jax.jit(functools.partial(transformer.decode_step, config=config))
-
-    def steps(rows, cache_positions):
-        which = np.arange(rows) % 3
-        lengths = np.array([3, 1, 2], np.int32)[which]
-        tokens = TOKENS[which]
-        logits, cache = transformer.prefill(
-            params,
-            lora,
-            tokens[:, :4],
-            lengths,
-            config=config,
-            cache_positions=cache_positions,
-        )
-        found = [logits]
-        for number in range(4):
-            logits, cache = step(
-                params, lora_layers, tokens[np.arange(rows), lengths + number], cache
-            )
-            found.append(logits)
-        return np.asarray(found)
-
-    expected = steps(3, 16)
-    assert np.abs(expected).max() > 0.1
-    for rows, cache_positions in [(1, 16), (3, 48), (4, 16), (12, 16), (12, 48)]:
-        repeated = expected[:, np.arange(rows) % 3]
-        np.testing.assert_allclose(steps(rows, cache_positions), repeated, rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("model_type", KINDS)
 def test_padding_does_not_matter(model_type):
     config, params, lora, expected = logits_of(model_type)

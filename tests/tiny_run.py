@@ -188,6 +188,10 @@ def damage(path):
     path.write_bytes(data)
 
 
+class KilledError(BaseException):
+    """Ends a run as abruptly as this process can survive."""
+
+
 def sketch(count):
     """A figure without panels, and axes that draw nothing, in place of `plots._make_axes`."""
     from matplotlib.figure import Figure  # which only a process that draws has time for
