@@ -320,6 +320,7 @@ VARIANTS = {
         "train.recompute": "all",
     },
     "truncated": {
+        "seed": 2,  # No completion of two tokens ends with it.
         "model.dtype": "bfloat16",
         "rl.mask_truncated": True,
         "rollout.max_new_tokens": 2,
