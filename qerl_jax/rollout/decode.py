@@ -25,6 +25,8 @@ from qerl_jax.policy.transformer import Cache
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer, TurnConfig
 from qerl_jax.rollout.sampling import row_keys, sample
 
+RowShape = tuple[tuple[int, ...], jnp.dtype]  # shape and dtype of a row of an array
+
 # Without autotuning of matmuls: the search takes longer than the rest of the compilation, chooses
 # differently while the device is busy, and finds nothing faster than the library's choice.
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
@@ -415,7 +417,7 @@ def put_row(layers: list[Kept], taken: list[jax.Array], cache_row: jax.Array) ->
     return jax.tree.map(lambda x: x.at[cache_row].set(next(rows[row_shape(x)])), layers)
 
 
-def row_shape(x: jax.Array) -> tuple[tuple[int, ...], jnp.dtype]:
+def row_shape(x: jax.Array) -> RowShape:
     """Returns the shape and the dtype of a row of an array [R, ...]."""
     return x.shape[1:], x.dtype
 

@@ -14,7 +14,7 @@ state of the slots as it is.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from qerl_jax.compile.operation import Operation, Programs, abstract, digest
 from qerl_jax.policy import transformer
 from qerl_jax.policy.dequantize import DEQUANTIZE, dequantization
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.part import Kept
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.sharding import abstract_on, mesh_of
@@ -131,7 +132,7 @@ def operations(
         ),
         *cache,
     )
-    for name, array in _gathered(state(rows).layers).items():
+    for name, array in _gathered(kinds.row_shapes(model, shapes.cache_positions, dtype)).items():
         add(
             *(name, itertools.pairwise(shapes.batch_sizes), functions.gather_rows, {}),
             lambda rows, fewer, array=array: (array(state(rows)), _int32(fewer)),
@@ -142,21 +143,23 @@ def operations(
     return table
 
 
-def compactions(layers: list[Kept]) -> list[str]:
-    """Returns for each array of the tree `layers` the name of the program that gathers its rows.
+def compactions(shapes: Sequence[decode.RowShape]) -> list[str]:
+    """Returns for arrays with rows of these shapes the names of the programs that gather them.
 
     Arrays with rows of one shape, as all keys and values, share a program.
     """
-    shapes = [decode.row_shape(array) for array in jax.tree.leaves(layers)]
     different = list(dict.fromkeys(shapes))
     names = ["compact", *(f"compact_{number}" for number in range(1, len(different)))]
     return [names[different.index(shape)] for shape in shapes]
 
 
-def _gathered(layers: list[Kept]) -> dict[str, Callable[[decode.DecodeState], jax.Array]]:
-    """Returns for each such program a function from a state to an array that it gathers."""
+def _gathered(row: list[Kept]) -> dict[str, Callable[[decode.DecodeState], jax.Array]]:
+    """Returns for each such program a function from a state to an array that it gathers.
+
+    `row` are the shapes of what a row keeps.
+    """
     numbers: dict[str, int] = {}
-    for number, name in enumerate(compactions(layers)):
+    for number, name in enumerate(compactions([(x.shape, x.dtype) for x in jax.tree.leaves(row)])):
         numbers.setdefault(name, number)
     return {
         name: lambda state, number=number: jax.tree.leaves(state.layers)[number]

@@ -336,7 +336,8 @@ class Scheduler:
     def _compact_cache(self, order: np.ndarray, sizes: tuple[int, int]) -> None:
         """Gathers cache rows of the arrays of all layers, and frees these one after the other."""
         arrays, treedef = jax.tree.flatten(self._state.layers)
-        programs = [self._programs[name, *sizes] for name in compactions(self._state.layers)]
+        names = compactions([decode.row_shape(array) for array in arrays])
+        programs = [self._programs[name, *sizes] for name in names]
         gathered = [
             _gather_and_free(program, order, array)
             for program, array in zip(programs, arrays, strict=True)
