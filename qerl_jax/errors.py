@@ -40,7 +40,7 @@ def check_unicode(text: str, location: str) -> None:
 
     Args:
         text: text from a file, a config or the command line.
-        location: place of the text in the message, such as 'train.jsonl:3: question'.
+        location: what the message calls the text, such as 'train.jsonl:3: question'.
 
     Raises:
         UserError: the text holds a lone surrogate.

@@ -182,15 +182,15 @@ def make_subject(options: argparse.Namespace, model: str, format: str) -> Subjec
     mesh = make_mesh(1, options.tensor, jax.devices()[: options.tensor])
     loaded, architecture = None, ARCHITECTURES.get(model)
     if options.source:
-        place = functools.partial(shard_params, mesh=mesh)
-        loaded = load(options.source, format=format, place=place)
+        put = functools.partial(shard_params, mesh=mesh)
+        loaded = load(options.source, format=format, put=put)
         model, architecture, params = model_name(options.source), loaded.config, loaded.params
     else:
         params = random_weights(model, format, mesh=mesh)
     assert architecture is not None
     params = shard(params, mesh) if mesh else params
-    place = functools.partial(shard_params, config=architecture, mesh=mesh)
-    params = jax.block_until_ready(params | rollout_head(params, options.head_format, place))
+    put = functools.partial(shard_params, config=architecture, mesh=mesh)
+    params = jax.block_until_ready(params | rollout_head(params, options.head_format, put))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     seconds = time.perf_counter() - began
     print(f"{model} in {format}: {size / 1e9:.2f} GB of weights in {seconds:.0f} s", flush=True)

@@ -62,7 +62,17 @@ def fp4_matmul(
     """
     if epilogue is not None and implementation is None:
         implementation = "mosaic"
-    _check(x, weight, lora, xa_partials, bias, epilogue, dtype, implementation, config)
+    _check(
+        x,
+        weight,
+        lora=lora,
+        xa_partials=xa_partials,
+        bias=bias,
+        epilogue=epilogue,
+        dtype=dtype,
+        implementation=implementation,
+        config=config,
+    )
     if implementation is None:
         implementation = dispatch.implementation_of(weight, x)
     rows, outside = x.reshape(-1, x.shape[-1]), None
@@ -180,7 +190,7 @@ def kernel_transposed(
 _kernel_matmul.defvjp(_kernel_matmul_fwd, _kernel_matmul_bwd)
 
 
-def _check(x, weight, lora, xa_partials, bias, epilogue, dtype, implementation, config):
+def _check(x, weight, *, lora, xa_partials, bias, epilogue, dtype, implementation, config):
     problems = []
     if isinstance(weight, Fp4Tiles):
         n, k = weight.divisor.shape[0], x.shape[-1]

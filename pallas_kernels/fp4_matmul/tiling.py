@@ -303,15 +303,15 @@ def candidates(
                             ):
                                 continue
                             base = TileConfig(
-                                tile_m,
-                                warpgroups_n,
-                                slices,
-                                block_k,
-                                1,
-                                stream_k,
-                                in_flight,
-                                split,
-                                ahead,
+                                tile_m=tile_m,
+                                warpgroups_n=warpgroups_n,
+                                slices=slices,
+                                block_k=block_k,
+                                stages=1,
+                                stream_k=stream_k,
+                                in_flight=in_flight,
+                                split=split,
+                                ahead=ahead,
                             )
                             deepest = dataclasses.replace(base, stages=_stages(base))
                             if (

@@ -274,8 +274,8 @@ def _print_once(line: str) -> None:
 def read_run(path: pathlib.Path) -> dict[str, Any] | None:
     """Returns the content of config.json of a run folder, or None for any other path.
 
-    Rewards that were given in Python take the place of those of the config, which the run did not
-    use. The field `OWN` says whether the run is that of this user, see `run.ownership`.
+    Rewards that were given in Python replace those of the config, which the run did not use. The
+    field `OWN` says whether the run is that of this user, see `run.ownership`.
 
     Args:
         path: path that may be a run folder; the config.json of a model does not make it one.

@@ -32,7 +32,7 @@ from qerl_jax.run.provenance import versions
 from qerl_jax.system.live_line import waiting
 from qerl_jax.system.staging import staged_folder
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
-from qerl_jax.weights.load import LoadedModel, Place, describe, load
+from qerl_jax.weights.load import LoadedModel, Put, describe, load
 
 FACT = "calibration"  # in config.json of a run: the digest of its base
 # Sampling, compiling and writing; and quantizing, on an H100 (benchmarks/results/calibration.json).
@@ -103,7 +103,7 @@ def calibrated_base(
         model = load(
             config.model.source,
             dtype=config.model.dtype,
-            place=functools.partial(shard_params, mesh=mesh),
+            put=functools.partial(shard_params, mesh=mesh),
         )
         if mesh is not None:
             model = dataclasses.replace(model, params=shard(model.params, mesh))
@@ -154,10 +154,10 @@ def restored_base(checkpoint: Checkpoint, digest: str, tokens: Path) -> Entry:
 
 
 def load_calibrated(
-    entry: Entry, checkpoint: Checkpoint, *, dtype: str, place: Place | None = None
+    entry: Entry, checkpoint: Checkpoint, *, dtype: str, put: Put | None = None
 ) -> LoadedModel:
     """Loads a calibrated base, as `load` does, under the name of the model it was made from."""
-    model = load(str(entry.path), format="nvfp4", dtype=dtype, place=place)
+    model = load(str(entry.path), format="nvfp4", dtype=dtype, put=put)
     return _named_as(model, entry, checkpoint)
 
 

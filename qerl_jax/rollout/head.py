@@ -24,9 +24,7 @@ def check_head_format(format: str) -> None:
         raise UserError(f"head_format={format!r}: {' or '.join(map(repr, HEAD_FORMATS))}")
 
 
-def rollout_head(
-    params: dict, format: str, place: Callable[[dict], dict] = in_machine_order
-) -> dict:
+def rollout_head(params: dict, format: str, put: Callable[[dict], dict] = in_machine_order) -> dict:
     """Quantizes the head that the policy samples with, as an update of its parameters.
 
     The policy that samples then differs from the trainer's, whose head stays as it is. The
@@ -37,7 +35,7 @@ def rollout_head(
     Args:
         params: the policy, whose head is not trained.
         format: '' keeps the head, 'nvfp4' rounds it as `quant.quantize` does.
-        place: function that brings {'lm_head': packed weight} to where the policy is.
+        put: function that brings {'lm_head': packed weight} to where the policy is.
 
     Returns:
         {} or {'lm_head': a QuantTensor [V, D]}.
@@ -56,4 +54,4 @@ def rollout_head(
         for first in range(0, len(head), _ROWS)
     ]
     weight = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
-    return place({"lm_head": weight})
+    return put({"lm_head": weight})

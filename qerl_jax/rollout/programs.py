@@ -67,7 +67,7 @@ def operations(
     structure = digest((params, lora))
     table: dict[Any, Operation] = {}
 
-    def add(name, sizes, function, static, arguments, *others, of_any_policy=False):
+    def add(name, sizes, function, static, arguments, *, others=(), of_any_policy=False):
         """Adds an operation in all its sizes; its programs also depend on `others`."""
         for size in sizes:
             key = (name, *size, *others, *static.values())
@@ -97,7 +97,7 @@ def operations(
         functions.prefill,
         {"model_config": model, "dtype": dtype, "width": widest, "shared": shapes.shared_tokens},
         lambda width: (dense(), lora, _int32(num_prompts, width), _int32(num_prompts)),
-        *(num_prompts, config.dequantize),
+        others=(num_prompts, config.dequantize),
     )
     add(
         "insert",
@@ -108,7 +108,7 @@ def operations(
             *(key, state(shapes.batch_sizes[0]), on_devices(result(("prefill", widest)))),
             *(_int32(count), _int32(count), _int32(count), np.float32(1)),
         ),
-        *(*cache, num_prompts, widest, str(key.dtype)),
+        others=(*cache, num_prompts, widest, str(key.dtype)),
         of_any_policy=True,
     )
     if not steps:
@@ -130,13 +130,16 @@ def operations(
             decode.CacheRows(_int32(rows), np.zeros(rows, bool)),
             np.float32(1),
         ),
-        *cache,
+        others=cache,
     )
     for name, array in _gathered(kinds.row_shapes(model, shapes.cache_positions, dtype)).items():
         add(
-            *(name, itertools.pairwise(shapes.batch_sizes), functions.gather_rows, {}),
+            name,
+            itertools.pairwise(shapes.batch_sizes),
+            functions.gather_rows,
+            {},
             lambda rows, fewer, array=array: (array(state(rows)), _int32(fewer)),
-            *(shapes.cache_positions, dtype, model),
+            others=(shapes.cache_positions, dtype, model),
             of_any_policy=True,
         )
     _add_extensions(add, shapes, config, key, dense, state, result, on_devices)
@@ -189,34 +192,46 @@ def _add_extensions(
     widths = [(count, width) for (count,) in sizes for width in shapes.extend_widths]
     layers = state(rows).layers
     add(
-        *("take", [()], decode.take_row, {}),
+        "take",
+        [()],
+        decode.take_row,
+        {},
         lambda: (layers, np.int32(0)),
-        *(rows, *cache, config.model),
+        others=(rows, *cache, config.model),
         of_any_policy=True,
     )
     add(
-        *("put", [()], decode.put_row, {}),
+        "put",
+        [()],
+        decode.put_row,
+        {},
         lambda: (layers, on_devices(result("take")), np.int32(0)),
-        *(rows, *cache, config.model),
+        others=(rows, *cache, config.model),
         of_any_policy=True,
     )
     add(
-        *("extend", widths, decode.extend_rows, {"model_config": config.model}),
+        "extend",
+        widths,
+        decode.extend_rows,
+        {"model_config": config.model},
         lambda count, width: (
             *(dense(), on_devices(result("fuse_adapter")), layers, _int32(count)),
             *(_int32(count, width), _int32(count, width), _int32(count)),
         ),
-        *(rows, *cache, config.dequantize),
+        others=(rows, *cache, config.dequantize),
     )
     add(
-        *("resume", sizes, decode.resume_rows, {"config": config}),
+        "resume",
+        sizes,
+        decode.resume_rows,
+        {"config": config},
         lambda count: (
             *(key, dataclasses.replace(state(1), layers=[])),
             on_devices(result(("extend", *widths[0])))[0],
             decode.NextTurns(*(_int32(count) for _ in range(5))),
             np.float32(1),
         ),
-        *(rows, str(key.dtype)),
+        others=(rows, str(key.dtype)),
         of_any_policy=True,
     )
 

@@ -74,7 +74,7 @@ def load_base(
     source, form, dtype = config.model.source, config.model.format, config.model.dtype
     checkpoint = open_checkpoint(source) if is_calibrated(config.model) else None
     if checkpoint is None or checkpoint.packed or checkpoint.tokenizer is None:
-        model = load(source, format=form, dtype=dtype, place=put)
+        model = load(source, format=form, dtype=dtype, put=put)
         check_positions(config, model.config)
         return model, encode_problems(config, model.tokenizer, problems)
     check_positions(config, checkpoint.config)
@@ -89,7 +89,7 @@ def load_base(
             f"the calibrated base {digest[:16]} is not in {cache.cache_folder()} of this host: "
             "copy it there, or set XDG_CACHE_HOME to a folder that all hosts share"
         )
-    return load_calibrated(entry, checkpoint, dtype=dtype, place=put), prompts
+    return load_calibrated(entry, checkpoint, dtype=dtype, put=put), prompts
 
 
 def _base(

@@ -35,7 +35,7 @@ from qerl_jax.weights.stream import Meter, Stream
 from qerl_jax.weights.tokenizer import Tokenizer
 
 # Brings the arrays of one layer, or some outside of the layers, to their devices.
-Place = Callable[[dict, ModelConfig], dict]
+Put = Callable[[dict, ModelConfig], dict]
 
 FORMATS = ("nvfp4", "mxfp4", "nf4", "bf16")
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
@@ -86,7 +86,7 @@ def load(
     format: str = "nvfp4",
     dtype: str = "bfloat16",
     on_progress: Callable[[Meter], None] | None = None,
-    place: Place | None = None,
+    put: Put | None = None,
 ) -> LoadedModel:
     """Loads a policy.
 
@@ -104,13 +104,13 @@ def load(
             (norms are float32).
         on_progress: called with the state of the load while weights are read, and in the end; by
             one thread at a time, but not always by the same one. None shows a line on the terminal.
-        place: function from arrays by name, in the order of checkpoints, and the architecture to
+        put: function from arrays by name, in the order of checkpoints, and the architecture to
             the arrays that the model has. It is called for each part of a layer as soon as it is
             read: what it moves elsewhere is never on the default device together. None brings
             them into the order of this machine.
 
     Returns:
-        The model, with its parameters on the default device unless `place` moves them.
+        The model, with its parameters on the default device unless `put` moves them.
 
     Raises:
         UserError: the source cannot be found or read, is incomplete or is not supported.
@@ -119,7 +119,7 @@ def load(
     if checkpoint.ignored:
         print(f"{checkpoint.path}: {' and '.join(checkpoint.ignored)} left out", flush=True)
     params = read_params(
-        checkpoint, format=format, dtype=DTYPES[dtype], on_progress=on_progress, place=place
+        checkpoint, format=format, dtype=DTYPES[dtype], on_progress=on_progress, put=put
     )
     return _with_params(checkpoint, format, params)
 
@@ -188,7 +188,7 @@ def read_params(
     format: str,
     dtype: np.dtype,
     on_progress: Callable[[Meter], None] | None = None,
-    place: Place | None = None,
+    put: Put | None = None,
 ) -> dict:
     """Reads the parameter tree of an opened source onto the default device.
 
@@ -213,7 +213,7 @@ def read_params(
     def read(part: _Part) -> tuple[dict, dict[str, jax.Array]]:
         arrays, is_finite = _read_part(checkpoint, part, format=format, dtype=dtype, stream=stream)
         with meter.busy("arrange"):
-            arrays = place(arrays, checkpoint.config) if place else in_machine_order(arrays)
+            arrays = put(arrays, checkpoint.config) if put else in_machine_order(arrays)
             return jax.block_until_ready(arrays), is_finite
 
     if format != "bf16":

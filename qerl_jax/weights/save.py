@@ -94,7 +94,7 @@ def write_checkpoint(
         max_shard_bytes: largest number of tensor bytes in one file. A single file is called
             model.safetensors; several are called model-00001-of-0000N.safetensors and so on, and
             have an index.
-        replace: whether to take the place of an existing folder.
+        replace: whether to replace an existing folder.
 
     Raises:
         UserError: the folder exists or cannot be written, for example because the disk is full.

@@ -290,7 +290,17 @@ def _prepare(chunk: tuple[jax.Array, ...], visibility: _Visibility) -> _Part:
         keeps = jnp.stack([sees[..., -1], of_prompt])
     products, scores = (jnp.einsum("bkxid,bkxjd->bkxij", x, k) * between for x in (k, q))
     inverse = _inverse(rate[..., None] * products)
-    return _Part(q, k, rate[..., None] * v, rate, inverse, scores, sees, writes, keeps)
+    return _Part(
+        queries=q,
+        keys=k,
+        values=rate[..., None] * v,
+        rates=rate,
+        inverse=inverse,
+        scores=scores,
+        sees=sees,
+        writes=writes,
+        keeps=keeps,
+    )
 
 
 @jax.custom_vjp
@@ -339,7 +349,7 @@ def _run_chunks(states: jax.Array, parts: _Part) -> tuple[jax.Array, jax.Array]:
 
     The backward pass keeps the states in front of the chunks, computes the rest of a chunk again,
     and writes its gradient over the chunk. A scan would begin with arrays of zeros. XLA makes equal
-    arrays of all layers once and copies them at the same place, so that the copies of all layers
+    arrays of all layers once and copies them at the same time, so that the copies of all layers
     exist at the same time: 0.9 GB for each layer of 27B and 4,352 tokens.
     """
     return jax.lax.scan(_advance, states, parts)
