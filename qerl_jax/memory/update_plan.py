@@ -6,6 +6,7 @@ same choice. `run_plan.py` is the plan of a whole run.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -117,6 +118,7 @@ def plan_update(
     return min(costs, key=lambda option: costs[option]) if costs else plan(smallest, choices[-1])
 
 
+@functools.lru_cache(maxsize=4096)
 def _computed_positions(rows: LongestRows, size: int) -> float:
     """Positions that a device computes in an update with buffers of a size.
 
@@ -129,6 +131,7 @@ def _computed_positions(rows: LongestRows, size: int) -> float:
     return -(-len(parts) // rows.devices) * (size + _TOKENS_OF_A_CALL) + size / 2
 
 
+@functools.cache
 def _relative_time(model: ModelConfig, again: tuple[str, ...]) -> float:
     """Time of an update that computes some products again, relative to one that computes none.
 

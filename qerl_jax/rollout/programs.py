@@ -23,9 +23,9 @@ from jax.sharding import Mesh
 
 from qerl_jax.compile.operation import Operation, Programs, abstract, digest
 from qerl_jax.policy import transformer
+from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.dequantize import DEQUANTIZE, dequantization
 from qerl_jax.policy.layers import kinds
-from qerl_jax.policy.layers.part import Kept
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.sharding import abstract_on, mesh_of
 from qerl_jax.rollout import decode, tensor_parallel
@@ -132,16 +132,7 @@ def operations(
         ),
         others=cache,
     )
-    for name, array in _gathered(kinds.row_shapes(model, shapes.cache_positions, dtype)).items():
-        add(
-            name,
-            itertools.pairwise(shapes.batch_sizes),
-            functions.gather_rows,
-            {},
-            lambda rows, fewer, array=array: (array(state(rows)), _int32(fewer)),
-            others=(shapes.cache_positions, dtype, model),
-            of_any_policy=True,
-        )
+    _add_compactions(add, functions.gather_rows, shapes, model, state)
     _add_extensions(add, shapes, config, key, dense, state, result, on_devices)
     return table
 
@@ -156,18 +147,30 @@ def compactions(shapes: Sequence[decode.RowShape]) -> list[str]:
     return [names[different.index(shape)] for shape in shapes]
 
 
-def _gathered(row: list[Kept]) -> dict[str, Callable[[decode.DecodeState], jax.Array]]:
-    """Returns for each such program a function from a state to an array that it gathers.
+def _add_compactions(
+    add: Callable[..., None],
+    gather_rows: Callable[..., jax.Array],
+    shapes: RolloutShapes,
+    model: ModelConfig,
+    state: Callable[[int], decode.DecodeState],
+) -> None:
+    """Adds the programs of `compactions`; each gathers the rows of an array of a state."""
+    row = jax.tree.leaves(kinds.row_shapes(model, shapes.cache_positions, shapes.dtype))
+    names = compactions([(array.shape, array.dtype) for array in row])
 
-    `row` are the shapes of what a row keeps.
-    """
-    numbers: dict[str, int] = {}
-    for number, name in enumerate(compactions([(x.shape, x.dtype) for x in jax.tree.leaves(row)])):
-        numbers.setdefault(name, number)
-    return {
-        name: lambda state, number=number: jax.tree.leaves(state.layers)[number]
-        for name, number in numbers.items()
-    }
+    def arguments(number: int, rows: int, fewer: int) -> tuple[Any, np.ndarray]:
+        return jax.tree.leaves(state(rows).layers)[number], _int32(fewer)
+
+    for name in dict.fromkeys(names):
+        add(
+            name,
+            itertools.pairwise(shapes.batch_sizes),
+            gather_rows,
+            {},
+            functools.partial(arguments, names.index(name)),
+            others=(shapes.cache_positions, shapes.dtype, model),
+            of_any_policy=True,
+        )
 
 
 def _add_extensions(
