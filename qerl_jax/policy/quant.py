@@ -174,16 +174,6 @@ def quantize_nvfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
     return quantize(weights, format="nvfp4")
 
 
-def quantize_mxfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
-    """Rounds a fused group to MXFP4, as in `quantize`."""
-    return quantize(weights, format="mxfp4")
-
-
-def quantize_nf4(weights: Sequence[np.ndarray]) -> QuantTensor:
-    """Rounds a fused group to NF4, as in `quantize`."""
-    return quantize(weights, format="nf4")
-
-
 def dequantize(weight: QuantTensor, dtype: DTypeLike) -> jax.Array:
     """Returns the weight [N, K] of a QuantTensor in `dtype`, computed in float32."""
     stored = checkpoint_order(weight)
