@@ -90,11 +90,15 @@ class Environments:
         return texts
 
     def reset_request(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """Returns the request that begins an episode."""
+        """Returns the request that begins an episode.
+
+        As in TRL, a column that chooses among several environments is not one of the episode.
+        """
+        chooses = {"environment"} if len(self.contracts) > 1 else set()
         return {
             "op": "reset",
             "name": self.name_of(columns),
-            "columns": dict(columns),
+            "columns": {name: value for name, value in columns.items() if name not in chooses},
             "seed": seed,
         }
 
