@@ -139,6 +139,9 @@ def conversation_metrics(
     if calls:
         failed = sum(episode.failed_calls for episode in episodes)
         metrics["environment/failed_calls"] = failed / calls
+    if replies := sum(role == "environment" for episode in episodes for role, _ in episode.parts):
+        cut = sum(episode.cut_replies for episode in episodes)
+        metrics["environment/cut_replies"] = cut / replies
     return metrics | {
         f"environment/ending/{name}": endings[number] / len(episodes)
         for number, name in enumerate(ENDINGS)
