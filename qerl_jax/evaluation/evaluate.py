@@ -93,6 +93,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
     if not source.exists():
         read_architecture(config.source)  # A mistake in the name, before problems are loaded.
     run = read_run(source)
+    results_folder.folders_of(config)  # One that is missing, before the others are evaluated.
     trusted = trusts_run(source, run, trust=config.trust)
     tasks = make_tasks(
         config.tasks,
