@@ -169,6 +169,75 @@ class NoDocstring:
         return a + b
 
 
+class ByName:
+    """An environment of texts that says which arguments its reset got."""
+
+    def reset(self, seed, level=0):
+        return f"{seed} {level}"
+
+    def step(self, text):
+        return "", 1.0, True
+
+
+class AllColumns(ByName):
+    def reset(self, **columns):
+        return " ".join(f"{name}={columns[name]}" for name in sorted(columns))
+
+
+class ByPosition(ByName):
+    def reset(self, question, level=1, /, *arguments, **columns):
+        return f"{question} {level} {arguments} {sorted(columns)}"
+
+
+class NamedAsItsOwn(ByName):
+    def reset(this, self, *, level):  # noqa: N805
+        return f"{self} {level}"
+
+
+class PositionalSelf(ByName):
+    def reset(self, /, **columns):
+        return f"self={columns.get('self')}"
+
+
+class Static(ByName):
+    @staticmethod
+    def reset(self, seed):
+        return f"{self} {seed}"
+
+
+class ManyArguments(ByName):
+    def reset(self, *level):
+        return str(level)
+
+
+class KindsOfMethods:
+    """Tools as TRL 1.16 takes them: functions of the class."""
+
+    def reset(self):
+        pass
+
+    def method(self, a: int) -> str:
+        return "1"
+
+    @classmethod
+    def of_class(cls, a: int) -> str:
+        return "2"
+
+    @staticmethod
+    def static(a: int) -> str:
+        return "3"
+
+    @property
+    def value(self):
+        raise AssertionError("a property is not evaluated")
+
+    def get_reward(self):
+        return 0.0
+
+    def _private(self):
+        return "4"
+
+
 class SlowEcho(Echo):
     def step(self, text):
         time.sleep(0.1 if self.seed % 2 else 0.02)
@@ -180,6 +249,14 @@ class Talkative(Echo):
 
     def reset(self, question, seed):
         return 100 * super().reset(question, seed)
+
+
+class SaysALength(Echo):
+    """Says as many words at its reset as the last digit of the first word of the question."""
+
+    def reset(self, question, seed):
+        super().reset(question, seed)
+        return " t1" * (int(question.split()[0][1:]) % 10)
 
 
 class Broken:

@@ -1,6 +1,8 @@
 """Problems from files, generators and the hub, their order, and their prompts."""
 
 import dataclasses
+import datetime
+import decimal
 import functools
 import hashlib
 import json
@@ -10,20 +12,24 @@ import sys
 import types
 
 import ml_collections
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import reasoning_gym
 from problem_sets import load_problems, load_splits
+from refusal import refused
 
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.data import sources as problem_sources
 from qerl_jax.data import splits
 from qerl_jax.data.prompts import Problem, PromptConfig, encode_prompts, render_prompt
+from qerl_jax.data.sources import text_of
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import answers, functions
 from qerl_jax.rewards.answers import answer_part, last_marked
 from qerl_jax.rewards.calls import Timed
+from qerl_jax.rewards.functions import math_answer
 
 CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -96,7 +102,11 @@ def test_jsonl_rows(tmp_path, row, problem):
         (b"[" * 100_000, "train.jsonl:1: not a JSON object"),
         (b"[1]", "train.jsonl:1: a JSON object is needed, not list"),
         (b'{"answer": "1"}', "train.jsonl:1: no field question or problem or prompt; it has answ"),
-        (b'{"question": "q"}', "train.jsonl:1: no field answer or solution; it has question"),
+        (
+            b'{"question": "q"}',
+            "train.jsonl:1: no field answer or solution; it has question: name it, "
+            "--config.data.fields.answer=NAME, which the reward math_answer reads",
+        ),
         (b"{}", "it has none"),
         (b'{"question": "q", "answer": null}', "train.jsonl:1: answer must be a string, not None"),
         (b'{"question": "q", "answer": true}', "train.jsonl:1: answer must be a string, not True"),
@@ -121,7 +131,12 @@ def test_jsonl_rows(tmp_path, row, problem):
             r"train.jsonl:2: answer: not valid Unicode: character 1 is the lone surrogate \udfff;",
         ),
         (b'{"question": " ", "answer": "1"}', "train.jsonl:1: the question is empty"),
-        (b'{"question": "q", "answer": ""}', "train.jsonl: no problems"),
+        (
+            b'{"question": "q", "answer": ""}',
+            "train.jsonl: no problems for train: left out 1 with an empty answer (remedy: fill "
+            "them in, or name their column as data.fields.answer; the reward math_answer reads "
+            "them)",
+        ),
     ],
 )
 def test_bad_jsonl_names_file_and_line(tmp_path, content, message):
@@ -324,6 +339,136 @@ def test_a_number_of_any_size_is_an_answer(tmp_path):
     assert load_problems("", path=path) == [Problem("q", str(9**999))]
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (72.0, "72"),
+        (-3.0, "-3"),
+        (-0.0, "0"),
+        (2.5, "2.5"),
+        (1200.0, "1200"),
+        (1e-7, "0.0000001"),
+        (1e22, "1" + 22 * "0"),
+        (1e23, "1" + 23 * "0"),
+        (float(2**53), str(2**53)),
+        (np.float64(72), "72"),
+        (np.float32(0.1), "0.1"),
+        (np.int64(72), "72"),
+        (decimal.Decimal("72.00"), "72"),
+        (decimal.Decimal("1E+3"), "1000"),
+        (10**30, str(10**30)),
+        ("72.0", "72.0"),
+        (True, None),
+        (np.True_, None),
+        (None, None),
+        (float("nan"), None),
+        (decimal.Decimal("NaN"), None),
+        (float("inf"), None),
+        (datetime.date(2026, 7, 1), None),
+    ],
+    ids=str,
+)
+def test_a_number_is_what_the_file_meant(value, text):
+    if text is None:
+        refused(
+            "^f must be a string, not .*: write a string or a finite number", text_of, value, "f"
+        )
+    else:
+        assert text_of(value, "f") == text
+
+
+def test_a_table_that_lacks_values_has_whole_numbers(tmp_path):
+    """Its columns of whole numbers are floats, in the file and in each row."""
+    columns = {
+        "question": ["a", "b", "c"],
+        "answer": [72.0, 0.5, 9.0],
+        "level": [3.0, 3.0, None],
+        "meta": [{"level": 3.0}, {"level": None}, {"level": 3.0}],
+    }
+    path = tmp_path / "t.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    assert [p.answer for p in load_problems("", path=str(path))] == ["72", "0.5", "9"]
+    kept = load_problems("", path=str(path), levels=(3,))
+    assert [p.question for p in kept] == ["a", "b"]
+    kept = load_problems("", path=str(path), levels=(3,), fields={"level": "meta.level"})
+    assert [p.question for p in kept] == ["a", "c"]
+    assert kept[0].columns["level"] == 3.0  # Rewards get the columns as they are.
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_an_answer_that_nobody_reads_may_be_missing(tmp_path, missing):
+    path = write(tmp_path / "a.jsonl", [{"question": "q", "answer": missing}])
+    assert load_problems("", path=path, rewards=[by_length]) == [Problem("q", "")]
+
+
+ODD_CHAT = [
+    {"role": "system", "content": 'it\'s "x" {y} [z]'},
+    {"role": "user", "content": "3\n\\d"},
+]
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        json.dumps(ODD_CHAT),
+        f" {json.dumps(ODD_CHAT, indent=2)}\n",
+        json.dumps(json.dumps(ODD_CHAT)),
+        json.dumps({"messages": ODD_CHAT}),
+        json.dumps(ODD_CHAT[1]),
+        json.dumps([{"from": "human", "value": "hi"}]),
+        '[{"role": "user", "content": "a line\nbreak"}]',
+        repr(ODD_CHAT),
+        repr(tuple(ODD_CHAT)),
+        repr(json.dumps(ODD_CHAT)),
+        str(np.array(ODD_CHAT, dtype=object)),
+        repr(np.array(ODD_CHAT, dtype=object)),
+        [{"role": "user", "content": json.dumps(ODD_CHAT)}],
+    ],
+)
+def test_the_text_of_a_chat_is_no_question(tmp_path, question):
+    path = write(tmp_path / "a.jsonl", [{"prompt": question, "answer": "1"}])
+    words = r"a\.jsonl:1: prompt is a text with a list of chat messages .* write the list itself"
+    refused(words, load_problems, "", path=path)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "[1, 2, 3]: what is the sum?",
+        "[[1, 0], [0, 1]]",
+        f"{json.dumps(ODD_CHAT)} Which role comes first?",
+        f"{json.dumps(ODD_CHAT)} is a chat. Write it as [{{'from': 'human', 'value': '...'}}]",
+        '[{"question": "Which role has the content?"}]',
+        '{"task": "Name the role of the content"}',
+        "(content, role)",
+        '"role" and "content"',
+        "[INST] the role of content [/INST]",
+        "[{role content" + "[{'role': 'content', " * 5000,
+    ],
+)
+def test_a_question_may_begin_with_a_bracket(tmp_path, question):
+    path = write(tmp_path / "a.jsonl", [{"prompt": question, "answer": "1"}])
+    assert load_problems("", path=path) == [Problem(question, "1")]
+
+
+def test_an_error_says_why_no_problem_is_left(tmp_path):
+    rows = [{"question": f"q{i}", "answer": "" if i < 3 else "1", "level": 1} for i in range(5)]
+    path = write(tmp_path / "a.jsonl", rows)
+    line = refused("a.jsonl: no problems", load_problems, "", path=path, levels=(2,))
+    assert "left out 5 with a level other than 2 (remedy: choose other levels" in line
+    write(tmp_path / "a.jsonl", [*rows[:3], {"question": "long" * 9, "answer": "1"}])
+    line = refused(
+        "a.jsonl", load_problems, "", path=path, max_question_chars=9, rewards=[math_answer]
+    )
+    assert "no problems for train: left out 3 with an empty answer (remedy: fill" in line
+    assert "1 with a question over 9 characters (remedy: raise data.max_question_chars)" in line
+    assert "data.levels" not in line
+    other = write(tmp_path / "b.jsonl", [{"question": "q", "answer": "1"}])
+    options = {"path": other, "eval_path": path, "eval_size": 2}
+    write(tmp_path / "a.jsonl", rows[:3])
+    refused("no evaluation problems: left out 3 with an empty answer", load_splits, "", **options)
+
+
 def test_rows_that_are_left_out_are_counted_on_the_screen(tmp_path, capsys):
     answers = ["1", "", "####", "so 12\n####", r"\boxed{}", "$$", "Let x = 2. Then it holds.", " "]
     rows = [{"question": f"q{i}", "answer": answer} for i, answer in enumerate(answers)]
@@ -442,7 +587,7 @@ def test_eval_path(tmp_path):
     assert [problem.question for problem in load("train")] == ["q0", "q1", "q2"]
 
 
-@pytest.mark.parametrize("form", ["{}", "Level {}"])
+@pytest.mark.parametrize("form", ["{}", "Level {}", "{}.0", "Level {}.0"])
 def test_levels(tmp_path, form):
     rows = [
         {"problem": f"q{level}", "answer": "1", "level": form.format(level)} for level in (1, 3, 5)
@@ -450,7 +595,7 @@ def test_levels(tmp_path, form):
     path = write(tmp_path / "math.jsonl", rows)
     assert [p.question for p in load_problems("", path=path, levels=(3, 5))] == ["q3", "q5"]
     assert len(load_problems("", path=path)) == 3
-    with pytest.raises(UserError, match=r"no problems for train.*levels=\(2,\)"):
+    with pytest.raises(UserError, match=r"no problems for train: left out 3 with a level other"):
         load_problems("", path=path, levels=(2,))
 
 

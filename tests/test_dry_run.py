@@ -1,5 +1,6 @@
 """A dry run says what a run would do, refuses what a start would refuse, and leaves nothing."""
 
+import functools
 import json
 import pathlib
 
@@ -11,6 +12,45 @@ from qerl_jax.errors import visible
 from qerl_jax.run.folder import open_run
 from qerl_jax.training import dry_run
 from qerl_jax.weights import model_source
+
+CALLS = []
+
+
+def misspelled(prompt, completion, answer, num_tokens, finished, **columns):
+    return float(columns["no such column"])
+
+
+async def misspelled_later(prompt, completion, answer, num_tokens, finished):
+    return undefined  # noqa: F821
+
+
+@functools.cache
+def keeps(completions):
+    """Lists cannot be kept."""
+    return [0.0] * len(completions)
+
+
+def one_of_all(completions, answers):
+    return [1.0]
+
+
+def text(prompt, completion, answer, num_tokens, finished):
+    return "1.0"
+
+
+def of_questions(prompt, completion, answer, num_tokens, finished, question):
+    """Fails for a completion that is not the question."""
+    return 1.0 / (completion == question)
+
+
+def of_no_completion(prompt, completion, answer, num_tokens, finished):
+    return None
+
+
+def counted(prompts, completions, num_tokens, finished, question):
+    """A reward that takes the lists of whole groups."""
+    CALLS.append((prompts, completions, num_tokens, finished, question))
+    return [0.25] * len(completions)
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +138,43 @@ def test_the_text_of_a_problem_cannot_write_to_the_terminal(tiny, tmp_path):
     assert r"\x1b[2Jt1" in shown
     assert r"its answer: 1\x9b1m" in shown
     assert visible(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("reward", "cause"),
+    [
+        ("test_dry_run:misspelled", r"4 of 4 completions: KeyError: .* \(test_dry_run.py:"),
+        ("test_dry_run:misspelled_later", "NameError: name 'undefined' is not defined"),
+        ("test_dry_run:keeps", "TypeError: unhashable type: 'list'"),
+        ("test_dry_run:one_of_all", "it returned 1 rewards for 4 completions"),
+        ("test_dry_run:text", "it returned the text '1.0'"),
+        ("http://127.0.0.1:1/score", "cannot reach the server"),
+    ],
+)
+def test_a_reward_that_fails_is_found_before_a_rollout(tiny, tmp_path, monkeypatch, reward, cause):
+    monkeypatch.setattr("qerl_jax.rewards.url._FIRST_PAUSE", 0.0)
+    changes = {"rewards.format.function": reward, "rewards.format.weight": 0.0}
+    words = f"reward 'format' is missing for .*{cause}.*: correct the reward"
+    refused(words, told, tiny.config(changes), workdir=tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reward_may_fail_for_some_completions_and_not_apply_to_others(tiny, tmp_path):
+    rewards = {"correctness": "of_questions", "format": "of_no_completion"}
+    changes = {f"rewards.{n}.function": f"test_dry_run:{f}" for n, f in rewards.items()}
+    shown = told(tiny.config(changes), workdir=tmp_path / "run")
+    assert "the answer or the question of a problem: correctness 1, format none\n" in shown
+    assert "reward 'correctness' is missing for 2 of 4 completions: ZeroDivisionError" in shown
+
+
+def test_each_reward_gets_a_whole_group(tiny, tmp_path):
+    CALLS.clear()
+    changes = {"rewards.format.function": "test_dry_run:counted"}
+    assert "format 0.25\n" in told(tiny.config(changes), workdir=tmp_path / "run")
+    ((prompts, completions, num_tokens, finished, questions),) = CALLS
+    first = json.loads(pathlib.Path(tiny.problems).read_text().splitlines()[0])["question"]
+    assert prompts == 4 * [f"{first} t1 t2"]
+    assert questions == 4 * [first]
+    assert completions[1] == completions[3] == first != completions[0] == completions[2]
+    assert num_tokens == [1, 2, 1, 2]
+    assert finished == 4 * [True]

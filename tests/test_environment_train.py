@@ -1,5 +1,6 @@
 """Whole runs of a tiny model that talk to an environment: rows, rewards, metrics, resume."""
 
+import functools
 import json
 import pathlib
 import re
@@ -181,6 +182,43 @@ def test_a_dry_run_shows_what_an_environment_says_at_its_reset(talker, tmp_path)
     config.environment.function = "environment_cases:NeedsColumn"
     with pytest.raises(UserError, match=r"reset: TypeError: .*'number'.*: correct the environment"):
         dry_run(config, write=parts.append, workdir=tmp_path / "run")
+
+
+def reads_what_is_not_there(environments, **columns):
+    return [one.no_such_attribute for one in environments]
+
+
+def test_a_dry_run_counts_what_environments_say_and_calls_rewards(talker, tmp_path):
+    function = {"environment.function": "environment_cases:SaysALength"}
+    says = functools.partial(dry_run, workdir=tmp_path / "run")
+    parts = []
+    says(talker.config(CHANGES | function | {"data.max_prompt_tokens": 20}), write=parts.append)
+    shown = "\n".join(parts)
+    questions = [row["question"] for row in read_jsonl(pathlib.Path(talker.problems))]
+    lengths = [len(q.split()) + int(q.split()[0][1:]) % 10 + 2 for q in questions]
+    words = f"have {min(lengths)} to {max(lengths)} tokens, "
+    assert (
+        f"with what the environment says at its reset, {len(questions) + 2} of them {words}"
+        in shown
+    )
+    assert re.search("rewards of 4 made-up completions.*: correctness .*, format 1$", shown, re.M)
+    assert lengths[0] < max(lengths) - 1
+    longest = (
+        rf"are over {max(lengths) - 1} tokens, the longest has {max(lengths)}; instead of data"
+    )
+    short = {"data.max_prompt_tokens": max(lengths) - 1}
+    refused(longest, says, talker.config(CHANGES | function | short), write=parts.append)
+    for changes, message in (
+        (
+            {"rewards.format.function": "test_environment_train:reads_what_is_not_there"},
+            "'format' is missing .* has no attribute 'no_such_attribute'",
+        ),
+        (
+            {"environment.function": "environment_cases:Broken"},
+            "failed in 4 of 4 rows: step: RuntimeError: broken .*: correct the environment",
+        ),
+    ):
+        refused(message, says, talker.config(CHANGES | changes), write=parts.append)
 
 
 def test_a_question_may_come_with_columns(talker, tmp_path, capsys):

@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ import qerl_jax.quantization.base
 import qerl_jax.training.setup
 from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation import results_folder
 from qerl_jax.evaluation.evaluate import evaluate
 from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy, score_completions
 from qerl_jax.evaluation.load_policy import OWN, open_policy
@@ -827,6 +829,58 @@ def test_policies_are_compared_where_both_have_a_score(run):
     assert 0 < len(pairs) < 8
     difference = results_of(adapter)["tasks"]["run"]["difference"]
     assert difference["value"] == pytest.approx(np.mean([y - x for x, y in pairs]))
+
+
+def test_adapters_of_one_name_are_told_apart(run, tmp_path, capsys):
+    for number, name in enumerate(("a", "b"), 1):
+        write_adapter(run / "adapter", seed=number)
+        shutil.copytree(run / "adapter", tmp_path / name / "x")
+    adapters, out = tuple(str(tmp_path / name / "x") for name in ("a", "b")), tmp_path / "out"
+    config = EvaluateConfig(source=str(run), adapters=adapters, out=str(out))
+    assert evaluate(config) == [out / "a-x", out / "b-x"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["a-x", "b-x"]
+    settings = [results_of(out / name)["settings"]["adapter"] for name in ("a-x", "b-x")]
+    assert settings == list(adapters)
+    assert evaluate(config) == [out / "a-x", out / "b-x"]  # continued
+    # One that is missing is refused before another is evaluated.
+    absent = dataclasses.replace(config, adapters=("adapter", "absent"), out=str(tmp_path / "new"))
+    refused("--adapter=absent: there is no such folder", evaluate, absent)
+    model = json.loads((run / "config.json").read_text())["config"]["model"]["source"]
+    adapters = (adapters[0], str(tmp_path / "absent"))
+    refused("absent", evaluate, dataclasses.replace(absent, source=model, adapters=adapters))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("adapters", "names"),
+    [
+        (("a/x", "b/x"), ["a-x", "b-x"]),
+        (("a/x", "b/y"), ["x", "y"]),
+        (("a/x", "./a/x/", "b/x"), ["a-x", "a-x", "b-x"]),
+        (("none", "a/base"), ["base", "a-base"]),
+        (("p/a/x", "q/a/x", "q/b/x"), ["p-a-x", "q-a-x", "b-x"]),
+        (("a/x", "b/x", "c/a-x"), ["z-a-x", "b-x", "c-a-x"]),
+        (("a/..", "b/x"), ["z", "x"]),
+    ],
+)
+def test_names_of_adapters(adapters, names, monkeypatch, tmp_path):
+    (tmp_path / "z").mkdir()
+    monkeypatch.chdir(tmp_path / "z")
+    monkeypatch.setattr(
+        results_folder,
+        "policy_folder",
+        lambda source, *, adapter, **_: None if adapter == "none" else pathlib.Path(adapter),
+    )
+    config = EvaluateConfig(source="model", adapters=adapters)
+    policies = [
+        types.SimpleNamespace(
+            adapter=None if adapter == "none" else pathlib.Path(adapter),
+            model=types.SimpleNamespace(path=pathlib.Path("model")),
+            run=None,
+        )
+        for adapter in adapters
+    ]
+    assert [results_folder._policy_name(policy, config) for policy in policies] == names
 
 
 def test_an_adapter_that_changed_is_another_policy(run):

@@ -16,6 +16,7 @@ import tiny_run
 from tiny_model import random_lora, tiny_policy
 
 import qerl_jax
+from qerl_jax.data.problem_list import with_problems
 from qerl_jax.errors import UserError
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rewards.table import table_of
@@ -220,6 +221,13 @@ def test_bad_problems_are_refused(tiny, bad, words, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(UserError, match=words):
         qerl_jax.open_session(tiny.config(), problems=bad)
+
+
+def test_numbers_of_numpy_are_numbers(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rows = [{"question": "q", "answer": np.int64(72), "weights": [np.float32(0.5)]}]
+    path = with_problems(tiny.config(), rows).data.path
+    assert json.loads(Path(path).read_text()) == {"question": "q", "answer": 72, "weights": [0.5]}
 
 
 def test_a_run_of_a_program(tiny, tmp_path, monkeypatch, methods, capsys):

@@ -9,11 +9,13 @@ import time
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import calls
 from qerl_jax.rewards import score as scoring
 from qerl_jax.rewards.calls import Timed, call_of
+from qerl_jax.rewards.functions import environment_reward
 from qerl_jax.rewards.references import needs_answer
 
 ROWS = [{"question": "q0", "answer": "a b #### 5", "tests": [1, 2]}, {"answer": "6", "tests": [3]}]
@@ -104,10 +106,99 @@ def test_rows_without_a_needed_column_are_refused_before_training():
     assert calls.columns_read([everything], ROWS) == {"question", "tests"}
 
 
-@pytest.mark.parametrize(("reward", "needs"), [(wanted, False), (lists, True), (of_trl, True)])
+def of_environments(environments, **columns):
+    return [1.0 for _ in environments]
+
+
+def by_keyword(completions, **columns):
+    return [float(text in columns["answers"]) for text in completions]
+
+
+def without_them(completions, answers):
+    return [float(len(text)) for text in completions]
+
+
+def configured(limit, prompt, completion, answer, num_tokens, finished, **columns):
+    return len(completion) + limit + len(columns)
+
+
+def wrapped(reward):
+    """What a decorator makes of a reward."""
+
+    @functools.wraps(reward)
+    def call(*arguments, **columns):
+        return reward(*arguments, **columns)
+
+    return call
+
+
+class Judge:
+    """A reward with a state."""
+
+    def __call__(self, prompt, completion, answer, num_tokens, finished, **columns):
+        return float(len(columns))
+
+    def by_answer(self, prompt, completion, answer, num_tokens, finished, **columns):
+        return float(len(columns) + (completion == answer))
+
+    def of_lists(self, completions, **columns):
+        return [float(len(columns))] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "needs"),
+    [
+        (wanted, False),
+        (everything, True),
+        (lists, True),
+        (of_trl, False),
+        (of_environments, False),
+        (awaited_lists, False),
+        (by_keyword, True),
+        (without_them, False),
+        (functools.partial(configured, 1), False),
+        (wrapped(wanted), False),
+        (wrapped(everything), True),
+        (wrapped(of_environments), False),
+        (wrapped(lists), True),
+        (Judge(), False),
+        (Judge().by_answer, True),
+        (Judge().of_lists, False),
+        (lambda *arguments: 1.0, True),
+        (len, True),
+    ],
+)
 def test_which_rewards_need_a_reference_answer(reward, needs):
     assert needs_answer(reward) is needs
     assert needs_answer(Timed(reward, 1.0)) is needs
+
+
+@pytest.mark.parametrize(
+    "reward", [Judge(), Judge().by_answer, Judge().of_lists, functools.partial(configured, 1)]
+)
+def test_no_column_has_the_name_of_an_argument_that_is_bound(reward):
+    rows = [{"self": 1, "limit": 2, "class": 3}] * 2
+    scores = score(reward, rows)
+    assert scores.errors == []
+    assert not np.isnan(scores.total).any()
+
+
+@pytest.mark.parametrize(
+    ("reward", "column"),
+    [
+        (lists, "answers"),
+        (awaited_lists, "prompts"),
+        (of_environments, "environments"),
+        (environment_reward, "environment_reward"),
+    ],
+)
+def test_a_column_is_not_replaced_by_what_the_run_gives(reward, column):
+    rows = [{"tests": [], "question": "q"}]
+    calls.check_columns("r", reward, rows, converses=True)
+    rows += [{"tests": [], "question": "q", column: "of the row"}]
+    words = f"reward 'r' takes the argument '{column}', which the run gives, .* rename the column"
+    refused(words, calls.check_columns, "r", reward, rows, converses=True)
+    calls.check_columns("r", Judge(), rows, converses=True)
 
 
 @pytest.mark.parametrize(

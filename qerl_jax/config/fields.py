@@ -467,7 +467,7 @@ FIELDS: tuple[Section | Field, ...] = (
     ),
     Field(
         "environment.reply_tokens",
-        64,
+        256,
         "Most tokens of what an environment writes after a turn, those of the chat template "
         "included; a longer text is cut.",
         limits=(1,),

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import hashlib
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 from qerl_jax.data.prompts import ChatTokenizer, Problem, Prompt, PromptConfig, encode_prompts
 from qerl_jax.environments.episodes import Environments, Episode, Episodes
 from qerl_jax.environments.pool import CallError
-from qerl_jax.environments.roles import ENDINGS, FAILURE
+from qerl_jax.environments.roles import ENDINGS, FAILURE, Turn
 from qerl_jax.errors import UserError
 from qerl_jax.rewards.functions import CONVERSATION_COLUMNS
 from qerl_jax.rollout.progress import Statistics
@@ -87,6 +88,38 @@ class RunEnvironments:
             ) from error
         return self._with_text(prompt, answer["text"]) if answer["text"] else prompt
 
+    def reset_lengths(self, key: jax.Array, prompts: Sequence[Prompt]) -> list[int]:
+        """Returns the tokens of prompts with what their environments say at their reset.
+
+        The length of a prompt whose reset fails is that without it.
+        """
+        columns = [columns_of(prompt.problem) for prompt in prompts]
+        seeds = [environment_seed(key, number) for number in range(len(prompts))]
+        texts = self.environments.resets(columns, seeds)
+        unlimited = dataclasses.replace(self, max_prompt_tokens=sys.maxsize)
+        return [
+            len((unlimited._with_text(prompt, text) if text else prompt).ids)
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+
+    def one_turn(self, key: jax.Array, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Episodes:
+        """Returns the episodes of one prompt that have ended after one turn each.
+
+        Args:
+            key: key of the seed of the environments.
+            prompt: a prompt.
+            turns: token ids of the turns, without those that end a turn.
+        """
+        _, episodes = self.begin(key, [prompt], len(turns))
+        end = self.environments.tokenizer.eos_ids[0]
+        with episodes:
+            for row, ids in enumerate(turns):
+                episodes.submit(Turn(row, [*ids, end], complete=True, space=0))
+            ended = 0
+            while ended < len(turns):
+                ended += len(episodes.replies(1.0))
+        return episodes
+
     def _with_text(self, prompt: Prompt, text: str) -> Prompt:
         (changed,) = encode_prompts(
             [prompt.problem],
@@ -139,6 +172,9 @@ def conversation_metrics(
     if calls:
         failed = sum(episode.failed_calls for episode in episodes)
         metrics["environment/failed_calls"] = failed / calls
+    if replies := sum(role == "environment" for episode in episodes for role, _ in episode.parts):
+        cut = sum(episode.cut_replies for episode in episodes)
+        metrics["environment/cut_replies"] = cut / replies
     return metrics | {
         f"environment/ending/{name}": endings[number] / len(episodes)
         for number, name in enumerate(ENDINGS)

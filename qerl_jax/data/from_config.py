@@ -12,7 +12,7 @@ from qerl_jax.data.splits import ProblemConfig, digest_of_problems, load_mixture
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rewards.calls import check_columns, columns_read
-from qerl_jax.rewards.functions import CONVERSATION_COLUMNS, Reward
+from qerl_jax.rewards.functions import Reward
 from qerl_jax.rollout.config import completion_tokens
 from qerl_jax.weights.tokenizer import Tokenizer
 
@@ -41,12 +41,11 @@ def load_problems(
     if config.eval.every and evaluation and "correctness" not in rewards:
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
     problems = train | ({EVAL: evaluation} if config.eval.every else {})
-    later = dict.fromkeys(CONVERSATION_COLUMNS) if config.environment.function else {}
     for name, (reward, _) in rewards.items():
         for split, split_problems in problems.items():
             if split != EVAL or name == "correctness":
-                rows = [{**problem.columns, **later} for problem in split_problems]
-                check_columns(name, reward, rows)
+                rows = [problem.columns for problem in split_problems]
+                check_columns(name, reward, rows, converses=bool(config.environment.function))
     for split_problems in problems.values():
         check_problems(split_problems, list(contracts_of(config)))
     return problems

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError, check_unicode, first_line
@@ -57,11 +58,20 @@ def with_problems(config: ConfigDict, problems: Iterable[Mapping[str, Any]] | No
     return config
 
 
+def _without_numpy(value: Any) -> Any:
+    """A number of NumPy, as a table's rows have it, as one of Python."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no type of JSON")
+
+
 def _line(number: int, problem: Any) -> str:
     if not isinstance(problem, Mapping):
         raise UserError(f"problem {number} is {problem!r:.60}, not a dict with question and answer")
     try:
-        line = json.dumps(dict(problem), ensure_ascii=False, allow_nan=False)
+        line = json.dumps(
+            dict(problem), ensure_ascii=False, allow_nan=False, default=_without_numpy
+        )
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(
             f"problem {number}: a column is not what JSON can hold: {first_line(error)}"

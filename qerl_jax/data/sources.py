@@ -1,15 +1,19 @@
 """Where problems come from: local files, datasets on the Hugging Face hub, and generators."""
 
+import ast
 import contextlib
 import dataclasses
 import functools
 import json
-import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from qerl_jax.config.fields import OWN_TASKS, REASONING_GYM
 from qerl_jax.data.prompts import Problem
@@ -27,11 +31,16 @@ from qerl_jax.system.safe_files import check_readable, read_bytes
 _QUESTION_FIELDS = ("question", "problem", "prompt")
 _ANSWER_FIELDS = ("answer", "solution")
 _ROLES = ("system", "user", "assistant")
+_ABSENT = object()  # in place of a field that a row lacks
 _HUB_CONFIGURATIONS = {"openai/gsm8k": "main"}  # for datasets without a default on the hub
 
 
 class _LeftOutError(Exception):
-    """The reason why a row is left out, as in 'left out 2 problems with REASON'."""
+    """The reason why a row is left out, as in 'left out 2 problems with REASON', and a remedy."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.reason, self.remedy = reason, remedy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +57,10 @@ class Selection:
     # nested object, such as `reward_model.ground_truth`. A field that is absent or '' has one of
     # the usual names.
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Counts of the rows that were left out, by reason and remedy.
+    left_out: Counter[tuple[str, str]] = dataclasses.field(
+        default_factory=Counter, compare=False, repr=False
+    )
 
     @functools.cached_property
     def scorers(self) -> list[Reward]:
@@ -66,14 +79,20 @@ class Selection:
         name, value = self._read_field(row, "question", _QUESTION_FIELDS, where)
         chat = isinstance(value, list | tuple)
         messages = _messages(value, f"{where}: {name}") if chat else ()
-        question = _as_text(messages) if chat else _text(value, f"{where}: {name}")
+        question = _as_text(messages) if chat else text_of(value, f"{where}: {name}")
         if len(messages) == 1:
             messages = ()
         if not question.strip():
             raise UserError(f"{where}: the question is empty")
+        if not messages and _is_written_chat(question):
+            raise UserError(
+                f"{where}: {name} is a text with a list of chat messages in it, {question!r:.60}: "
+                "write the list itself into the file, as json.loads or ast.literal_eval returns it"
+            )
         needed = bool(self.scorers)
         name, value = self._read_field(row, "answer", _ANSWER_FIELDS, where, optional=not needed)
-        answer = _text(value, f"{where}: {name}")
+        lacks = _is_missing(value) and not needed
+        answer = "" if lacks else text_of(value, f"{where}: {name}")
         self._check_level(row, where)
         answer = _short_answer(answer, name == "solution", needed)
         return self.keep(Problem(question, answer, messages, row))
@@ -81,12 +100,22 @@ class Selection:
     def keep(self, problem: Problem) -> Problem:
         """Returns a problem that is kept; raises a _LeftOutError for any other."""
         if 0 < self.max_question_chars < len(problem.question):
-            raise _LeftOutError(f"a question over {self.max_question_chars} characters")
+            raise _LeftOutError(
+                f"a question over {self.max_question_chars} characters",
+                "raise data.max_question_chars",
+            )
         if not problem.answer and self.scorers:
-            raise _LeftOutError("an empty answer")
+            raise _LeftOutError(
+                "an empty answer",
+                "fill them in, or name their column as data.fields.answer; "
+                f"{self._readers()} reads them",
+            )
         for scorer in self.scorers:
             if not can_read(scorer, problem.answer):
-                raise _LeftOutError(f"an answer that {plain(scorer).__name__} cannot read")
+                raise _LeftOutError(
+                    f"an answer that {plain(scorer).__name__} cannot read",
+                    "take a reward that reads them, such as exact_answer",
+                )
         return problem
 
     def _read_field(
@@ -101,33 +130,43 @@ class Selection:
         """Returns name and value of a field; ('', '') if it is optional and absent."""
         field_name = self.fields.get(field)
         for name in [field_name] if field_name else usual_names:
-            value = column(row, name)
-            if value is not None or name in row:
+            value = column(row, name, _ABSENT)
+            if value is not _ABSENT:
                 return name, value
         if optional and not field_name:
             return "", ""
         expected = f"{field_name} (data.fields.{field})" if field_name else " or ".join(usual_names)
+        reads = f", which {self._readers()} reads" if field == "answer" and self.scorers else ""
         raise UserError(
             f"{where}: no field {expected}; it has {', '.join(row) or 'none'}"
-            + ("" if field_name else f": name it, --config.data.fields.{field}=NAME")
+            + ("" if field_name else f": name it, --config.data.fields.{field}=NAME{reads}")
         )
+
+    def _readers(self) -> str:
+        """The rewards that read answers."""
+        functions = [plain(scorer) for scorer in self.scorers]
+        return "the reward " + " or ".join(getattr(f, "__name__", repr(f)) for f in functions)
 
     def _check_level(self, row: Mapping[str, Any], where: str) -> None:
         if not self.levels:
             return
         name = self.fields.get("level") or "level"
-        level = column(row, name)
+        level = column(row, name, _ABSENT)
+        choose = "choose other levels, or data.levels=() for all"
         # Two training problems of MATH have no level: 'Level ?', or null where it became a number.
-        if level in ("?", "Level ?") or (level is None and name in row):
-            raise _LeftOutError("no known level")
-        match = re.fullmatch(r"(?:Level )?([0-9]+)", str(level))
+        if level in ("?", "Level ?") or _is_missing(level):
+            raise _LeftOutError("no known level", choose)
+        text = level if isinstance(level, str) else _number_text(level)
+        match = re.fullmatch(r"(?:Level )?([0-9]+)(?:\.0*)?", text or "")
         if match is None:
             raise UserError(
                 f"{where}: data.levels={sorted(self.levels)}, but the level of this problem is "
-                f"{level!r}: a number or 'Level NUMBER' is needed"
+                f"{None if level is _ABSENT else level!r}: a number or 'Level NUMBER' is needed"
             )
         if int(match[1]) not in self.levels:
-            raise _LeftOutError(f"a level other than {', '.join(map(str, sorted(self.levels)))}")
+            raise _LeftOutError(
+                f"a level other than {', '.join(map(str, sorted(self.levels)))}", choose
+            )
 
 
 def _short_answer(text: str, solution: bool, needed: bool) -> str:
@@ -148,30 +187,92 @@ def _short_answer(text: str, solution: bool, needed: bool) -> str:
     boxed = last_boxed(text)
     if boxed is None and needed and is_prose(text):
         raise _LeftOutError(
-            r"a solution that marks no answer by \boxed{} or a last line '#### NUMBER'"
+            r"a solution that marks no answer by \boxed{} or a last line '#### NUMBER'",
+            "mark them, or name a column of short answers as data.fields.answer",
         )
     return (text if boxed is None else boxed).strip()
 
 
-def column(row: Mapping[str, Any], name: str) -> Any:
-    """Returns a column of a row, or of an object in it: `a.b` is row['a']['b']; None if absent."""
+def column(row: Mapping[str, Any], name: str, absent: Any = None) -> Any:
+    """Returns a column of a row, or of an object in it: `a.b` is row['a']['b']; else `absent`."""
     if name in row:
         return row[name]
     outer, dot, inner = name.partition(".")
     nested = row.get(outer)
-    return column(nested, inner) if dot and isinstance(nested, Mapping) else None
+    return column(nested, inner, absent) if dot and isinstance(nested, Mapping) else absent
 
 
-def _text(value: Any, where: str) -> str:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and (isinstance(value, int) or math.isfinite(value)):
-        value = str(value)
-    if not isinstance(value, str):
+def text_of(value: Any, where: str) -> str:
+    """Returns the text of a field: a text, or a number without what a table has added to it.
+
+    A table that lacks values has floats in place of whole numbers: 72.0 is '72'. `where` names the
+    field in messages.
+
+    Raises:
+        UserError: it is neither a text of valid Unicode nor a finite number.
+    """
+    text = value if isinstance(value, str) else _number_text(value)
+    if text is None:
         raise UserError(
             f"{where} must be a string, not {value!r:.50}: write a string or a finite number"
         )
-    check_unicode(value, where)
-    return value
+    check_unicode(text, where)
+    return text
+
+
+def _number_text(value: Any) -> str | None:
+    """All digits of a finite number, a whole one without a point; None for any other value."""
+    if isinstance(value, bool) or not isinstance(
+        value, int | float | Decimal | np.integer | np.floating
+    ):
+        return None
+    number = Decimal(str(value))  # of a float, the digits that tell it from all others
+    if not number.is_finite():
+        return None
+    text = f"{number if number else abs(number):f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a table has no value in a field: null, or NaN in a column of numbers."""
+    return value is None or (isinstance(value, float | Decimal | np.floating) and value != value)
+
+
+_OBJECTS = re.compile(
+    r"""(?:array\()?\[\s*(?:\{(?:[^'"{}\[\]]|"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')*+\}[\s,]*+)++\]"""
+    r"""(?:,\s*dtype=object\))?""",
+    re.DOTALL,
+)
+_KEYS_OF_MESSAGES = ({"role", "content"}, {"from", "value"})
+
+
+def _is_written_chat(text: str) -> bool:
+    """Whether a text is a list of chat messages as JSON, Python or NumPy writes it, alone."""
+    text = text.strip()
+    if not text.startswith(tuple("[({\"'a")) or not any(
+        all(key in text for key in keys) for keys in _KEYS_OF_MESSAGES
+    ):
+        return False
+    value: Any = None
+    with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+        for read in (json.loads, ast.literal_eval):
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                value = value or read(text)
+    if value is None:
+        return _OBJECTS.fullmatch(text) is not None
+    if isinstance(value, str):
+        return value != text and _is_written_chat(value)
+    if isinstance(value, Mapping):
+        value = value.get("messages", [value])
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(
+            isinstance(message, Mapping)
+            and any(keys <= message.keys() for keys in _KEYS_OF_MESSAGES)
+            for message in value
+        )
+    )
 
 
 def _messages(value: Sequence[Any], where: str) -> tuple[tuple[str, str], ...]:
@@ -183,7 +284,7 @@ def _messages(value: Sequence[Any], where: str) -> tuple[tuple[str, str], ...]:
                 f"{where}: message {number} is {message!r:.50}: an object with a content and a "
                 f"role of {', '.join(_ROLES)} is needed"
             )
-        content = _text(message.get("content"), f"{where}: the content of message {number}")
+        content = text_of(message.get("content"), f"{where}: the content of message {number}")
         messages.append((message["role"], content))
     if not messages or messages[-1][0] != "user":
         raise UserError(f"{where}: the last message must be the user's, which the policy answers")
@@ -200,14 +301,15 @@ def _as_text(messages: Sequence[tuple[str, str]]) -> str:
 def _select(rows: Iterable[tuple[str, Mapping[str, Any]]], selection: Selection) -> list[Problem]:
     """Reads pairs of an origin, for messages, and a row; prints how many are left out, and why."""
     problems: list[Problem] = []
-    left_out: dict[str, list[str]] = {}  # reason -> origins
+    left_out: dict[tuple[str, str], list[str]] = {}  # reason and remedy -> origins
     for where, row in rows:
         try:
             problems.append(selection.read(row, where))
-        except _LeftOutError as reason:
-            left_out.setdefault(str(reason), []).append(where)
-    for reason, origins in left_out.items():
-        print_left_out(len(origins), f"with {reason}; the first: {origins[0]}")
+        except _LeftOutError as error:
+            left_out.setdefault((error.reason, error.remedy), []).append(where)
+    for cause, origins in left_out.items():
+        selection.left_out[cause] += len(origins)
+        print_left_out(len(origins), f"with {cause[0]}; the first: {origins[0]}")
     return problems
 
 
@@ -471,6 +573,6 @@ def questions_of(rows: Iterable[Mapping[str, Any]], selection: Selection) -> set
         value = next((value for value in values if value is not None), None)
         if isinstance(value, list | tuple):
             value = _as_text(_messages(value, "the test split"))
-        if isinstance(value, str):
-            questions.add(value)
+        if (text := value if isinstance(value, str) else _number_text(value)) is not None:
+            questions.add(text)
     return questions

@@ -7,6 +7,7 @@ network), or a dataset on the Hugging Face hub (`openai/gsm8k`, or `owner/name:c
 import dataclasses
 import datetime
 import decimal
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -70,13 +71,13 @@ class ProblemConfig:
     # Number of distinct training problems to generate; a task with fewer problems gives fewer.
     size: int = 10_000
 
-    @property
+    @functools.cached_property
     def training(self) -> Selection:
         """The selection of training problems."""
         levels = frozenset(self.levels)
         return Selection(self.rewards, levels, self.max_question_chars, self.fields)
 
-    @property
+    @functools.cached_property
     def evaluation(self) -> Selection:
         """The selection of evaluation problems that are not held out."""
         return Selection(self.rewards, fields=self.fields)
@@ -94,7 +95,8 @@ class ProblemConfig:
             problems = self.read_test(splits["test"], self.eval_source)
         return _nonempty(
             _distinct(problems)[:count],
-            f"{self.eval_path or self.eval_source}: no evaluation problems",
+            f"{self.eval_path or self.eval_source}: no evaluation problems: "
+            f"{_why_none(self.evaluation)}",
         )
 
     def read_test(self, rows: Iterable[Any], source: str) -> list[Problem]:
@@ -234,10 +236,20 @@ def _too_few(config: ProblemConfig, split: str, others: int, *, separate: bool) 
             f"holds out all of them: {lower}, an own --config.data.eval_path, or "
             "--config.eval.every=0"
         )
-    return (
-        f"{source}: no problems for {split}: data.levels={tuple(config.levels)} and "
-        f"data.max_question_chars={config.max_question_chars} leave none: filter less"
+    # Problems to evaluate may be read as they are, or held out of those to train on.
+    selection = (
+        config.evaluation if split == "eval" and config.evaluation.left_out else config.training
     )
+    return f"{source}: no problems for {split}: {_why_none(selection)}"
+
+
+def _why_none(selection: Selection) -> str:
+    """Returns why a selection has no problems: what was left out, with a remedy for each reason."""
+    causes = [
+        f"{count} with {reason} (remedy: {remedy})"
+        for (reason, remedy), count in selection.left_out.most_common()
+    ]
+    return f"left out {', '.join(causes)}" if causes else "the source has none: take another one"
 
 
 def _nonempty[T](problems: list[T], message: str) -> list[T]:

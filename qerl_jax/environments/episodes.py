@@ -25,6 +25,7 @@ from qerl_jax.environments.roles import (
     Turn,
 )
 from qerl_jax.environments.tools import Call, read_calls
+from qerl_jax.environments.worker import LONGEST_TEXT
 from qerl_jax.errors import visible
 
 _TICK = 0.1  # seconds between two calls of `on_wait`
@@ -90,11 +91,15 @@ class Environments:
         return texts
 
     def reset_request(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """Returns the request that begins an episode."""
+        """Returns the request that begins an episode.
+
+        As in TRL, a column that chooses among several environments is not one of the episode.
+        """
+        chooses = {"environment"} if len(self.contracts) > 1 else set()
         return {
             "op": "reset",
             "name": self.name_of(columns),
-            "columns": dict(columns),
+            "columns": {name: value for name, value in columns.items() if name not in chooses},
             "seed": seed,
         }
 
@@ -113,6 +118,7 @@ class Episode:
     turns: int = 0  # number of turns of the policy
     calls: int = 0  # number of calls of tools
     failed_calls: int = 0  # number of those that failed or could not be read
+    cut_replies: int = 0  # number of texts of the environment that were cut
     reward: float | None = None  # sum of the environment's rewards; None without any
     # The environment's attributes at the end, those that are data.
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -330,6 +336,8 @@ class Episodes:
         if not ids:
             self._finish(row, CONTEXT)
             return
+        cut = cut or any(len(text) == LONGEST_TEXT for text in texts)
+        self.episodes[row].cut_replies += cut
         # A text that was cut is what the policy reads, and what the page of a run shows.
         text = "\n".join(texts) if not cut else self._all.tokenizer.decode(ids)
         self.episodes[row].parts.append(("environment", text))

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import importlib
 import inspect
+import itertools
 import json
 import os
 import pickle
@@ -224,7 +225,7 @@ class _Host:
             self._environment = self._make(name, columns)
             self._environment.init([])
             return {"text": None}
-        text = _call(environment.reset, {**columns, "seed": seed})
+        text = _call(environment.reset, {"seed": seed, **columns})
         if text is not None and not isinstance(text, str):
             raise TypeError(f"reset returned a {type(text).__name__}, expected a text or None")
         return {"text": None if text is None else text[:LONGEST_TEXT]}
@@ -295,18 +296,32 @@ def _is_skyrl(make: Any) -> bool:
 
 
 def _tools(environment: Any) -> dict[str, Callable[..., Any]]:
-    """The public methods of the class of an environment; properties are not evaluated."""
+    """The public functions of the class of an environment, as in TRL 1.16.
+
+    That leaves class methods out, and does not evaluate properties.
+    """
     members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     names = [name for name, _ in members if not name.startswith("_") and name not in _NOT_TOOLS]
     return {name: getattr(environment, name) for name in names}
 
 
 def _call(function: Callable[..., Any], columns: Mapping[str, Any]) -> Any:
-    """Calls a method with the columns that it has arguments for."""
+    """Calls a method with the columns that it has arguments for.
+
+    Python passes no argument `self` by name to a method that has one: such a column is left out.
+    """
     parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        columns = {p.name: columns[p.name] for p in parameters if p.name in columns}
-    return _awaited(function(**columns))
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    values = [columns.get(p.name, p.default) for p in positional]
+    values = itertools.takewhile(lambda value: value is not inspect.Parameter.empty, values)
+    taken = {p.name for p in positional}
+    if inspect.ismethod(function):
+        own = next(iter(inspect.signature(function.__func__).parameters.values()))
+        taken |= {own.name} if own.kind is own.POSITIONAL_OR_KEYWORD else set()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        named = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
+        columns = {name: value for name, value in columns.items() if name in named}
+    return _awaited(function(*values, **{n: v for n, v in columns.items() if n not in taken}))
 
 
 def _awaited(value: Any) -> Any:

@@ -46,7 +46,7 @@ from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.task_prompts import TaskPrompts, encode_task
 from qerl_jax.evaluation.tasks import RUN, Task, extracted_answer, make_tasks, same_answer
 from qerl_jax.rewards.calls import announce_hosts, check_columns, resolve
-from qerl_jax.rewards.functions import CONVERSATION_COLUMNS, Reward
+from qerl_jax.rewards.functions import Reward
 from qerl_jax.rewards.scored import Completion
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.progress import RolloutProgress
@@ -93,6 +93,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
     if not source.exists():
         read_architecture(config.source)  # A mistake in the name, before problems are loaded.
     run = read_run(source)
+    results_folder.folders_of(config)  # One that is missing, before the others are evaluated.
     trusted = trusts_run(source, run, trust=config.trust)
     tasks = make_tasks(
         config.tasks,
@@ -222,10 +223,9 @@ def _resolve_scorers(task: Task, *, converses: bool) -> dict[str, Reward]:
     if task.format_scorer:
         options = task.options.get("format_scorer", {})
         scorers["format"] = resolve(task.format_scorer, **options)
-    later = dict.fromkeys(CONVERSATION_COLUMNS) if converses else {}
-    rows = [{**problem.columns, **later} for problem in task.problems]
+    rows = [problem.columns for problem in task.problems]
     for name, scorer in scorers.items():
-        check_columns(f"{task.name}: {name}", scorer, rows)
+        check_columns(f"{task.name}: {name}", scorer, rows, converses=converses)
     return scorers
 
 

@@ -170,6 +170,28 @@ def describe_policy(
     return dataclasses.replace(policy, adapter=names.adapter, adapter_sha256=digest)
 
 
+def policy_folder(
+    source: str, *, adapter: str = "", base: str = "", format: str = "", dtype: str = ""
+) -> pathlib.Path | None:
+    """Returns the folder of the adapter that `open_policy` would load, or of the model instead.
+
+    Its arguments are those of `open_policy`.
+
+    Returns:
+        The folder; None for the base alone.
+
+    Raises:
+        UserError: as in `open_policy`, as far as it is known without weights.
+    """
+    names = _names(source, adapter=adapter, base=base, format=format, dtype=dtype)
+    if names.adapter is not None:
+        if names.run is None:
+            peft.read_peft_config(names.adapter)
+        return names.adapter
+    replaces_base = names.run is not None and names.owner_run is None and not base
+    return user_path(names.base) if replaces_base else None
+
+
 def _names(source: str, *, adapter: str, base: str, format: str, dtype: str) -> _Names:
     """Returns what a source names, with the arguments of `open_policy`."""
     if not source.strip():

@@ -8,6 +8,7 @@ completions, and the prompts, are the same. Paths and scorers may change.
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.flags import check_sampling
-from qerl_jax.evaluation.load_policy import LoadedPolicy
+from qerl_jax.evaluation.load_policy import LoadedPolicy, policy_folder
 from qerl_jax.evaluation.task_prompts import check_prompts
 from qerl_jax.evaluation.tasks import Task, TaskOverrides
 from qerl_jax.run.folder import RunFolder
@@ -234,15 +235,45 @@ def open_folder(
     return results
 
 
+def folders_of(config: EvaluateConfig) -> list[Path | None]:
+    """Returns the folders of the adapters that are evaluated, as `policy_folder` does.
+
+    Raises:
+        UserError: one of them is missing.
+    """
+    options = {"base": config.base, "format": config.format, "dtype": config.dtype}
+    return [policy_folder(config.source, adapter=a, **options) for a in config.adapters]
+
+
 def _policy_name(policy: LoadedPolicy, config: EvaluateConfig) -> str:
     """Returns a name that distinguishes the policies of a source, '' if there is only one."""
+    several = len(config.adapters) > 1
     if policy.adapter is not None:
-        return "" if policy.adapter == user_path(config.source) else policy.adapter.name
+        alone = policy.adapter == user_path(config.source) and not several
+        return "" if alone else _name_apart(policy.adapter, config)
     folder = policy.model.path
     models = {user_path(adapter) for adapter in config.adapters}
     if policy.run is not None and (folder.parent == user_path(config.source) or folder in models):
-        return folder.name  # of a run that trained all parameters, or of an export
-    return "base" if policy.run is not None or "none" in config.adapters else ""
+        return _name_apart(folder, config)  # of a run that trained all parameters, or of an export
+    return "base" if policy.run is not None or several else ""
+
+
+def _name_apart(folder: Path, config: EvaluateConfig) -> str:
+    """Returns the last part of a path, and as many parts before it as the other adapters need.
+
+    No part of the path of another adapter has this name, and neither has the base.
+    """
+
+    def ends(path: Path) -> list[str]:
+        parts = Path(os.path.abspath(path)).parts[1:]
+        return ["-".join(parts[start:]) for start in reversed(range(len(parts)))]
+
+    names = ends(folder)
+    others = [end for end in map(ends, filter(None, folders_of(config))) if end[-1] != names[-1]]
+    taken = {name for end in others for name in end} | (
+        {"base"} if len(config.adapters) > 1 else set()
+    )
+    return next((name for name in names if name not in taken), names[-1])
 
 
 def _folder_path(

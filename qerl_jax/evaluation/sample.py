@@ -13,6 +13,7 @@ from qerl_jax.compile.run_cache import keep_programs, user_folder
 from qerl_jax.data.environments import RunEnvironments
 from qerl_jax.data.prompt_rollout import PromptRollout
 from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
+from qerl_jax.data.sources import text_of
 from qerl_jax.environments.episodes import environment_of
 from qerl_jax.environments.roles import ENDINGS
 from qerl_jax.errors import UserError, check_limits, memory_errors, visible
@@ -268,7 +269,7 @@ def _prompt(
         columns = json_object("--columns", config.columns, '{"answer": "7"}')
     problem = Problem(
         config.question,
-        str(columns.get("answer", "")),
+        text_of(columns.get("answer", ""), "--columns: answer"),
         (*messages, ("user", config.question)),
         columns,
     )

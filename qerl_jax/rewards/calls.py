@@ -24,7 +24,7 @@ from typing import Any
 
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import math_process
-from qerl_jax.rewards.functions import BUILT_IN, Reward, math_answer
+from qerl_jax.rewards.functions import BUILT_IN, CONVERSATION_COLUMNS, Reward, math_answer
 from qerl_jax.rewards.url import UrlReward, check_json, is_url
 from qerl_jax.system.import_path import import_function, path_of
 
@@ -40,7 +40,7 @@ class Timed:
     function: Reward
     time_limit: float
 
-    def __call__(self, *arguments: Any, **columns: Any) -> Any:
+    def __call__(self, /, *arguments: Any, **columns: Any) -> Any:
         """Calls the reward, without the time limit."""
         return self.function(*arguments, **columns)
 
@@ -52,10 +52,10 @@ class Call:
     function: Reward  # the reward
     takes_lists: bool  # whether one call scores all completions
     waits: bool  # whether a call returns an awaitable
-    lists: tuple[str, ...]  # those of `LISTS` that it takes, if it takes lists
+    lists: tuple[str, ...]  # those of `LISTS` that it has arguments for, if it takes lists
     needed: tuple[str, ...]  # columns without which it cannot be called
     optional: tuple[str, ...]  # columns that it gets where a row has them
-    takes_all: bool  # whether it gets every column
+    takes_all: bool  # whether it gets every column, and every one of `LISTS`
     reserved: frozenset[str]  # names of other arguments; a column of such a name is not passed
     time_limit: float | None  # time limit of a call in seconds; None for the common one
 
@@ -88,7 +88,7 @@ def call_of(reward: Reward) -> Call:
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     if takes_lists:
         names = {parameter.name for parameter in keywords}
-        lists = tuple(name for name in LISTS if name in names or takes_all)
+        lists = tuple(name for name in LISTS if name in names)
         reserved = frozenset(LISTS)
     else:
         keyword_only = [p for p in keywords if p.kind is inspect.Parameter.KEYWORD_ONLY]
@@ -97,6 +97,7 @@ def call_of(reward: Reward) -> Call:
         ]
         lists, reserved = (), frozenset(parameter.name for parameter in positional[:5])
         keywords = [p for p in positional[5:] if p.kind in _NAMED] + keyword_only
+    reserved |= _bound(function)
     columns = [parameter for parameter in keywords if parameter.name not in reserved]
     return Call(
         function=function,
@@ -110,6 +111,23 @@ def call_of(reward: Reward) -> Call:
         reserved=reserved,
         time_limit=reward.time_limit if isinstance(reward, Timed) else None,
     )
+
+
+def _bound(function: Reward) -> frozenset[str]:
+    """Names of arguments that have their value, such as `self`, which no column can have."""
+    if isinstance(function, functools.partial):
+        inner, count = function.func, len(function.args)
+    elif inspect.ismethod(function):
+        inner, count = function.__func__, 1
+    else:
+        inner, count = type(function).__call__, int(not inspect.isroutine(function))
+    try:
+        parameters = inspect.signature(inner).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    bound = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = frozenset(p.name for p in bound[:count] if p.kind is p.POSITIONAL_OR_KEYWORD)
+    return names | (_bound(inner) if isinstance(function, functools.partial) else frozenset())
 
 
 def resolve(
@@ -201,13 +219,32 @@ def columns_read(rewards: Iterable[Reward], rows: Sequence[Mapping[str, Any]]) -
     return {name for call in calls for row in rows for name in call.columns(row)}
 
 
-def check_columns(name: str, reward: Reward, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses rows that lack a column that a reward needs, or have one that it cannot send.
+def check_columns(
+    name: str,
+    reward: Reward,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    converses: bool = False,
+) -> None:
+    """Refuses rows that lack a column that a reward needs, or have one that it cannot get or send.
+
+    With `converses` rows will have the columns of a conversation, `CONVERSATION_COLUMNS`.
 
     Raises:
-        UserError: a row lacks a column, or has one without a form in JSON where a server needs it.
+        UserError: a row lacks a column, has one without a form in JSON where a server needs it, or
+            one whose name is that of an argument that the run gives.
     """
     call = call_of(reward)
+    given = CONVERSATION_COLUMNS if converses else ()
+    if not isinstance(call.function, UrlReward):
+        later = [column for column in (*call.needed, *call.optional) if column in given]
+        for column in (*call.lists, *later):
+            if any(column in row for row in rows):
+                raise UserError(
+                    f"reward {name!r} takes the argument {column!r}, which the run gives, and the "
+                    "problems have a column of this name: rename the column"
+                )
+    rows = [{**row, **dict.fromkeys(given)} for row in rows]
     if isinstance(call.function, UrlReward):
         check_json(name, [call.columns(row) for row in rows])
     for column in call.needed:

@@ -4,8 +4,11 @@ A problem whose reference answer no scorer can read would give every completion 
 """
 
 import dis
+import functools
 import inspect
 import re
+import types
+from typing import Any
 
 from qerl_jax.rewards import functions
 from qerl_jax.rewards.answers import last_boxed, marked_number
@@ -28,25 +31,52 @@ _WRAPPER = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|q?quad|space)
 def needs_answer(reward: Reward) -> bool:
     """Returns whether a reward uses its reference answer.
 
-    A function written in Python uses it if its code loads the argument. Any other callable, and a
-    function that takes its arguments as `*args`, is assumed to use it; a server, to do without
-    where a row has none.
+    A function written in Python uses it if its code, or that of the function which it wraps, loads
+    the argument; one that takes lists as `**columns`, if its code names `answers`. Any other
+    callable, and a function that takes its arguments as `*args`, is assumed to use it; a server, to
+    do without where a row has none.
     """
     reward = plain(reward)
     if isinstance(reward, UrlReward):
         return False
-    call = call_of(reward)
-    if call.takes_lists:
-        return "answers" in call.lists
-    code = getattr(reward, "__code__", None)
-    position = _ANSWER_POSITION + inspect.ismethod(reward)
-    if code is None or position >= code.co_argcount:
+    call, (function, position) = call_of(reward), _function_of(reward)
+
+    def argument(one: Any) -> str:
+        """Returns the name of the argument with the answer; '' if it has none."""
+        code = getattr(one, "__code__", None)
+        if code is None:
+            return ""
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if call.takes_lists:
+            return "answers" if "answers" in names else ""
+        return names[position] if position < code.co_argcount else ""
+
+    function = inspect.unwrap(function, stop=lambda one: bool(argument(one)))
+    code, name = getattr(function, "__code__", None), argument(function)
+    if call.takes_lists and "answers" not in call.lists:
+        return call.takes_all and (code is None or "answers" in _constants(code))
+    if code is None or not name:
         return True
-    name = code.co_varnames[position]
     return any(
         name in (loaded if isinstance(loaded, tuple) else (loaded,))
         for loaded in (op.argval for op in dis.get_instructions(code) if "LOAD" in op.opname)
     )
+
+
+def _function_of(reward: Reward) -> tuple[Any, int]:
+    """The function that a reward calls, and the position of the answer among its arguments."""
+    position = _ANSWER_POSITION
+    while isinstance(reward, functools.partial):
+        position, reward = position + len(reward.args), reward.func
+    if not inspect.isroutine(reward) and not inspect.isclass(reward):
+        position, reward = position + 1, type(reward).__call__
+    return reward, position + inspect.ismethod(reward)
+
+
+def _constants(code: types.CodeType) -> set[Any]:
+    """The constants of code and of the functions in it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_consts).union(*map(_constants, inner))
 
 
 def can_read(reward: Reward, answer: str) -> bool:

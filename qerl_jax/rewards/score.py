@@ -173,7 +173,7 @@ class Scoring:
                 keywords: dict[str, list[Any]] = {
                     plural: [completion[index] for completion in completions]
                     for index, plural in enumerate(LISTS)
-                    if plural in call.lists
+                    if call.takes_all or plural in call.lists
                 }
                 keywords |= call.columns_of_all([completion.columns for completion in completions])
                 self._start(name, call, indices, (), keywords)

@@ -205,6 +205,7 @@ class UrlReward:
 
     async def __call__(
         self,
+        /,
         prompts: list[str],
         completions: list[str],
         answers: list[str],

@@ -1,7 +1,8 @@
 """Says what a run would do without starting it: nothing is trained, loaded onto a device or kept.
 
-It refuses what a start refuses before its model is loaded, a prompt that is too long, and an
-environment that the chat template cannot write, or whose first reset fails.
+It refuses what a start refuses before its model is loaded, a prompt that is too long, an
+environment that the chat template cannot write, or whose first reset fails, and a reward that fails
+for all completions that are made up for it.
 """
 
 import os
@@ -10,11 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.config.describe import describe_changes, describe_config
 from qerl_jax.data.environment_config import make_environments
+from qerl_jax.data.environments import RunEnvironments
 from qerl_jax.data.from_config import (
+    EVAL,
     TRAIN,
     check_positions,
     encode_problems,
@@ -23,16 +27,21 @@ from qerl_jax.data.from_config import (
     training_prompts,
 )
 from qerl_jax.data.order import Order
+from qerl_jax.data.prompt_rollout import Ended
 from qerl_jax.data.prompts import Prompt
-from qerl_jax.errors import visible
+from qerl_jax.environments.episodes import Episode
+from qerl_jax.environments.roles import FAILURE
+from qerl_jax.errors import UserError, visible
 from qerl_jax.memory.report import check_fits, format_plan
 from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.sharding import make_mesh
 from qerl_jax.processes.launch import read_rank
 from qerl_jax.quantization.base import describe_cost
+from qerl_jax.rewards.calls import announce_hosts
 from qerl_jax.rewards.from_config import rewards_of
 from qerl_jax.rewards.functions import Reward
+from qerl_jax.rewards.score import Scoring
 from qerl_jax.run.folder import RunFolder, check_run_folder, default_folder
 from qerl_jax.run.metrics import check_trackers, read_steps
 from qerl_jax.system.paths import user_path
@@ -44,6 +53,8 @@ from qerl_jax.weights import tokenizer
 from qerl_jax.weights.checkpoint import open_checkpoint, read_architecture
 from qerl_jax.weights.model_source import locate
 from qerl_jax.weights.tokenizer import Tokenizer
+
+_RESETS = 64  # environments of a split, at most, that say what they add to a prompt
 
 
 def dry_run(
@@ -77,13 +88,16 @@ def dry_run(
     prompts = encode_problems(config, model_tokenizer, problems)
     write(_describe_prompts(prompts, order_of(config, prompts)))
     first = training_prompts(prompts)[0]
+    key = jax.random.key(config.seed, impl="threefry2x32")
     if environments is not None:
-        key = jax.random.key(config.seed, impl="threefry2x32")
         first = environments.with_reset(key, first)
+        write(_describe_resets(prompts, environments, key))
     width = longest_prompt(config, prompts)
     plan = plan_run(config, architecture, this_device(), prompt=width)
     write(format_plan(plan, config) + describe_cost(config, architecture))
     check_fits(plan, config, architecture)
+    tried = _try_turns(key, config, prompts, model_tokenizer, environments)
+    write(visible(_try_rewards(config, rewards, tried)))
     shown = f"the first training prompt:\n{first.text}\n\nits answer: {first.problem.answer}\n"
     write(visible(shown))  # Problems and template may come from another person.
     write("dry run: nothing was started and no folder was made")
@@ -144,6 +158,85 @@ def _describe_prompts(prompts: Mapping[str, Sequence[Prompt]], order: Order) -> 
             f"{max(lengths)} tokens, {statistics.median(lengths):.0f} in the median"
         )
     return "\n".join(lines) + "\n"
+
+
+def _describe_resets(
+    prompts: Mapping[str, Sequence[Prompt]], environments: RunEnvironments, key: jax.Array
+) -> str:
+    """Says how long prompts are with what environments say; refuses those that are too long."""
+    lengths = []
+    for split_prompts in prompts.values():
+        some = list(split_prompts[:: -(-len(split_prompts) // _RESETS)])
+        some.append(max(split_prompts, key=lambda prompt: len(prompt.ids)))
+        lengths += environments.reset_lengths(key, some)
+    limit = environments.max_prompt_tokens
+    if max(lengths) > limit:
+        raise UserError(
+            f"{sum(length > limit for length in lengths)} of {len(lengths)} prompts with what "
+            f"environment.function says at its reset are over {limit} tokens, the longest has "
+            f"{max(lengths)}; instead of data.max_prompt_tokens={limit} pass "
+            f"--config.data.max_prompt_tokens={max(lengths)} or more"
+        )
+    return (
+        f"with what the environment says at its reset, {len(lengths)} of them have {min(lengths)} "
+        f"to {max(lengths)} tokens, {statistics.median(lengths):.0f} in the median\n"
+    )
+
+
+def _try_turns(
+    key: jax.Array,
+    config: ConfigDict,
+    prompts: Mapping[str, Sequence[Prompt]],
+    model_tokenizer: Tokenizer,
+    environments: RunEnvironments | None,
+) -> list[Ended]:
+    """Makes up a group of completions of the first problem of each training source.
+
+    They are in turn its answer and its question as the tokenizer decodes them, and each of them is
+    the one turn of a conversation.
+    """
+    ended = []
+    for split, (prompt, *_) in prompts.items():
+        if split == EVAL:
+            continue
+        texts = [text for text in (prompt.problem.answer, prompt.problem.question) if text]
+        size = config.rollout.group_size
+        turns = [list(model_tokenizer.encode(texts[n % len(texts)])) for n in range(size)]
+        episodes: Sequence[Episode | None] = [None] * size
+        if environments is not None:
+            dialog = environments.one_turn(key, prompt, turns)
+            episodes = dialog.episodes
+            if all(episode.ending == FAILURE for episode in dialog.episodes):
+                raise UserError(f"{'; '.join(dialog.failures())}: correct the environment")
+        ended += [
+            Ended(prompt, model_tokenizer.decode(ids), len(ids), True, episode)
+            for ids, episode in zip(turns, episodes, strict=True)
+        ]
+    return ended
+
+
+def _try_rewards(
+    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]], ended: Sequence[Ended]
+) -> str:
+    """Calls each reward for made-up completions; refuses one that fails for all of them."""
+    announce_hosts(reward for reward, _ in rewards.values())
+    with Scoring(rewards, len(ended), time_limit=config.reward_time_limit) as scoring:
+        scoring.add({i: one.to_score() for i, one in enumerate(ended) if not one.has_failed})
+        scores = scoring.finish()
+    made_up = f"{len(ended)} made-up completions, which are the answer or the question of a problem"
+    for name, values in scores.parts.items():
+        errors = [error for error in scores.errors if error.startswith(f"reward {name!r} ")]
+        if errors and np.isnan(values).all():
+            raise UserError(f"of {made_up}: {'; '.join(errors)}: correct the reward")
+    means = [f"{name} {_mean(values)}" for name, values in scores.parts.items()]
+    return "".join(
+        f"{line}\n" for line in (f"rewards of {made_up}: {', '.join(means)}", *scores.errors)
+    )
+
+
+def _mean(values: np.ndarray) -> str:
+    present = values[~np.isnan(values)]
+    return f"{present.mean():.3g}" if len(present) else "none"
 
 
 def _describe_folder(config: ConfigDict, folder: RunFolder) -> str:
