@@ -13,6 +13,10 @@ import pytest
 from qerl_jax.commands import cli
 
 ROOT = Path(__file__).resolve().parents[1]
+FULL = (
+    "error: no disk space: [Errno 28] No space left on device; free some and run the command "
+    "again\n"
+)
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -153,6 +157,53 @@ def test_a_closed_output_is_no_traceback(command):
     assert (done.returncode, done.stderr) == (141, "")
     done = command("--config.steps=10")  # another pipe, not that of the output
     assert (done.returncode, "BrokenPipeError" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("redirections", "arguments", "code", "stdout", "stderr"),
+    [
+        (">&-", "", 0, "", ""),
+        (">&- 2>&- <&-", "", 0, "", ""),
+        ("2>&-", "--config.steps=7", 2, "", ""),
+        (">&-", "--help", 0, "", ""),
+        ("2>/dev/full", "--config.steps=7", 2, "", ""),
+        (">/dev/full", "--help", 2, "", FULL),
+        (">/dev/full", "--explain=all", 2, "", FULL),
+        ("> >(:)", "--help", 141, "", ""),
+        ("2> >(:)", "--config.steps=8", 130, "", ""),
+    ],
+)
+def test_streams_that_cannot_be_written(
+    command, tmp_path, redirections, arguments, code, stdout, stderr
+):
+    del command  # It has written the experiment.
+    # A pipe whose reader ends is only seen once the reader has ended.
+    wait = "sleep 0.3;" if "(" in redirections else ""
+    script = f"exec {redirections}; {wait} exec {sys.executable} experiment.py {arguments}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=bytecode.ENVIRONMENT | {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, stdout, stderr)
+
+
+def test_no_file_gets_the_number_of_a_closed_stream():
+    code = """
+import subprocess, sys
+from qerl_jax.system.streams import open_standard_streams
+open_standard_streams()
+with open(sys.argv[1]) as file:
+    assert file.fileno() > 2
+print("warning", file=sys.stderr)  # which would go to stdout
+sys.stdin.read()
+subprocess.run([sys.executable, "-c", "import os; os.fstat(0); os.fstat(2)"], check=True)
+"""
+    arguments = ["bash", "-c", 'exec "$@" 2>&- <&-', "_", sys.executable, "-c", code, __file__]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_interrupt_is_exit_code_130(command):

@@ -1,9 +1,17 @@
 """The live line: rewritten in place on a terminal, and rare lines elsewhere."""
 
 import io
+import os
+import pty
+import subprocess
+import sys
 import time
 import types
 
+import bytecode
+import pytest
+
+from qerl_jax.run.lines import line_columns
 from qerl_jax.system import live_line
 
 
@@ -112,3 +120,76 @@ def test_short_waits_and_those_of_other_processes_are_silent():
     with live_line.waiting("compiling programs", stream=stream, every=0.001, shows=False):
         time.sleep(0.02)
     assert stream.getvalue() == ""
+
+
+# The banner is written as XLA writes it, in C and to the descriptor.
+OTHERS = """
+import os, time, warnings
+from qerl_jax.system import live_line
+live_line._QUIET_SECONDS = 0.05
+with live_line.waiting("compiling programs"):
+    time.sleep(0.3)
+    os.write(2, b"E0000 alarm.cc:73] \\n****\\nVery slow compile?\\n****\\n")
+    warnings.warn("of Python")
+    time.sleep(0.3)
+    END
+os.write(2, b"after\\n")
+"""
+
+
+def lines_on_terminal(code):
+    """The exit code of Python, and the lines that a terminal as its stderr shows at the end."""
+    screen, end = pty.openpty()
+    arguments = [sys.executable, "-c", code]
+    with os.fdopen(end) as terminal:
+        process = subprocess.Popen(
+            arguments, stderr=terminal, env=os.environ | bytecode.ENVIRONMENT
+        )
+    shown = b""
+    try:
+        while part := os.read(screen, 4096):
+            shown += part
+    except OSError:  # The process has ended.
+        os.close(screen)
+    lines = shown.decode().replace("\r\n", "\n").split("\n")
+    assert shown.count(b"\r\x1b[Kcompiling programs, ") > 3
+    return process.wait(), [line.rpartition(live_line._CLEAR)[2] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "last"),
+    [
+        ("pass", 0, ["after", ""]),
+        ("os.write(2, b'last words\\n'); os.abort()", -6, ["last words", ""]),
+        ("os.write(2, b'no line end')", 0, ["no line end", "after", ""]),
+    ],
+)
+def test_what_others_write_is_above_the_live_line(end, code, last):
+    found, lines = lines_on_terminal(OTHERS.replace("END", end))
+    banner = ["E0000 alarm.cc:73] ", "****", "Very slow compile?", "****"]
+    assert found == code
+    assert lines == [*banner, "<string>:8: UserWarning: of Python", *last]
+
+
+def test_streams_that_are_closed_show_nothing(monkeypatch, capsys):
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed):
+        monkeypatch.setattr(sys, "stderr", stream)
+        live_line.LiveLine().update("rollout")
+        with live_line.waiting("compiling programs", every=0.001):
+            time.sleep(0.02)
+    monkeypatch.setattr(sys, "stderr", None)
+    live_line.progress_line()(state(9.0))
+    live_line.progress_line()(state(9.0, done=True))
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert line_columns() is None
+
+
+def test_the_line_has_the_columns_of_what_the_terminal_encodes(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "12")
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
+    screen.isatty = lambda: True
+    live_line.LiveLine(screen).update("\u2265" * 20)
+    assert screen.buffer.getvalue() == b"\r\x1b[K\\u2265\\u226"

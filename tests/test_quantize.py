@@ -20,7 +20,9 @@ from tiny_checkpoints import (
     write_golden_source,
 )
 
+from qerl_jax.commands import export_hf
 from qerl_jax.commands import quantize as command
+from qerl_jax.compile import run_cache
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.perplexity import window_divergences, window_losses
 from qerl_jax.policy import transformer
@@ -159,6 +161,20 @@ def test_the_command_prints_errors_sizes_and_perplexities(tmp_path, capsys, sour
     assert lines[0].split() == ["loss", "perplexity", "above", "bfloat16", "KL", "top-1"]
     assert [line.split("  ")[1] for line in lines[1:]] == ["bfloat16", "nvfp4, rounded"]
     assert isinstance(load(out).params["layers"][0]["o_proj"], QuantTensor)
+
+
+@pytest.mark.parametrize("part", [command, export_hf])
+def test_the_command_keeps_its_programs(part, monkeypatch, tmp_path):
+    kept, keep = [], run_cache.keep_programs
+    monkeypatch.setattr(run_cache, "keep_programs", lambda path: (kept.append(path), keep(path))[1])
+    absent = str(tmp_path / "absent")
+    if part is export_hf:
+        arguments = part.make_parser().parse_args([absent, "--format=peft"])
+    else:
+        arguments = options(model=absent, out=str(tmp_path / "out"))
+    with pytest.raises(UserError):
+        part.run(arguments)
+    assert kept == [run_cache.user_folder()]
 
 
 @pytest.mark.parametrize("recurrent", [(0, 1), (1, 2)])

@@ -1,9 +1,11 @@
 """The answer that appears while it is decoded: its text, the policies and the prompt."""
 
+import dataclasses
 import io
 import json
 import shutil
 import sys
+import types
 from contextlib import nullcontext
 
 import finished_run
@@ -15,6 +17,11 @@ from tiny_checkpoints import byte_tokens, gguf_metadata
 
 from qerl_jax.commands import cli
 from qerl_jax.commands import sample as command
+from qerl_jax.compile import executable_cache
+from qerl_jax.compile.count import count_compilations
+from qerl_jax.compile.operation import Operation
+from qerl_jax.compile.run_cache import set_cache_folder
+from qerl_jax.data.prompts import Problem, Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import sample as sample_lib
 from qerl_jax.evaluation.load_policy import open_policy, warn_of_another_base
@@ -229,3 +236,57 @@ def test_what_is_compiled_is_said(tiny, monkeypatch):
     monkeypatch.setattr(sample_lib, "waiting", lambda text: (said.append(text), waiting(text))[1])
     sample(SampleConfig(source=str(tiny.model), question="t3", max_new_tokens=4))
     assert "compiling the programs of this prompt's length" in said
+
+
+def test_a_chat_compiles_its_programs_once(run):
+    programs = []
+
+    def messages():
+        for message in ("t3 t4", "t5", "t6 " * 9, "t7 " * 20, "t8 " * 30):
+            programs.append(compilations.take()["compiled_programs"])
+            yield message
+
+    config = SampleConfig(source=str(run), question="", max_new_tokens=4)
+    jax.clear_caches()  # Other tests have the same programs.
+    with count_compilations() as compilations:
+        sample_lib.chat(config, messages())
+    assert programs[1] > 0
+    assert programs[2:] == [0, 0, 0]
+    assert compilations.take()["compiled_programs"] == 0
+
+
+def test_a_second_start_loads_its_programs(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(executable_cache, "_is_used", lambda: True)
+    lowered, lower = [], Operation.lower
+    monkeypatch.setattr(Operation, "lower", lambda one: lowered.append(one) or lower(one))
+    config = SampleConfig(source=str(tiny.model), question="t3", max_new_tokens=4)
+    jax.clear_caches()  # Other tests have the same programs.
+    with set_cache_folder(tmp_path / "programs"):
+        sample(config)
+        first = len(lowered)
+        sample(dataclasses.replace(config, question="t3 " * 20))
+    shown = capsys.readouterr().out.splitlines()
+    assert len(lowered) == first > 0
+    assert len(shown) == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "new_tokens", "width"),
+    [
+        (1, 512, 256),
+        (256, 512, 256),
+        (257, 512, 512),
+        (4097, 512, 8192),
+        (8193, 512, 12288),
+        (20000, 512, 20480),
+        (32000, 512, 32256),
+        (32000, 768, 32000),
+    ],
+)
+def test_the_widths_of_prompts(tokens, new_tokens, width):
+    prompt = Prompt(Problem("", ""), "", (0,) * tokens)
+    model = types.SimpleNamespace(config=types.SimpleNamespace(max_position=32768))
+    assert sample_lib._prompt_width(prompt, None, new_tokens, model) == width
+    environments = types.SimpleNamespace(max_prompt_tokens=300)
+    with_environments = sample_lib._prompt_width(prompt, environments, new_tokens, model)
+    assert with_environments == max(width, 512)

@@ -1,6 +1,7 @@
 """The command `experiments.show`: what it says of runs, and that text of a model stays text."""
 
 import html.parser
+import io
 import json
 import os
 import re
@@ -448,6 +449,41 @@ def test_the_command(tmp_path):
     done = subprocess.run([*arguments[:-1], "--where=x<1"], **options)
     assert done.returncode == 2
     assert done.stderr.startswith(b"error: --where=x<1: completions have no number 'x'")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "errors", "kept"),
+    [
+        ("iso8859-1", "strict", "é?? .:"),
+        ("ISO-8859-15", "strict", "é?? .:"),
+        ("koi8-r", "surrogateescape", "?≥? .:"),
+        ("cp1252", "strict", "é?? .:"),
+        ("ascii", "strict", "??? .:"),
+        ("ascii", "absent", "??? .:"),
+        ("ascii", "xmlcharrefreplace", "&#233;&#8805;&#26085; .:"),
+        ("cp437", "backslashreplace", "é≥\\u65e5 .:"),
+        ("utf-16", "strict", "é≥日 ▁▂"),
+        ("utf-8", "surrogateescape", "é≥日 ▁▂"),
+        ("", "", None),
+    ],
+)
+def test_any_encoding_of_the_output(encoding, errors, kept, tmp_path, monkeypatch):
+    rows = [{"step": n, "reward": n / 8} for n in range(1, 9)]
+    run = write_run(tmp_path / "run", steps=1, rows=rows, completion="é≥日")
+    stdout = None
+    if encoding:
+        stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        stdout.reconfigure(errors=errors)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "argv", ["show", str(run)])
+    command.main()
+    if stdout is None:
+        assert sys.stdout.name != 1  # the null device
+        return
+    text = stdout.buffer.getvalue().decode(encoding)
+    completion, curve = kept.split()
+    assert f"  {completion}\n" in text
+    assert f" {curve}" in text
 
 
 ODD = [value for value in ODD_VALUES if not isinstance(value, str)]

@@ -16,7 +16,9 @@ and the other commands define their own arguments (`run_command`).
 
 Exit codes: 0 done; 1 another process of the run failed or is lost, which one line on stderr names;
 2 bad input, where one line on stderr says what to change; 130 and 143 stopped by a signal;
-141 stdout was closed, as by `| head`.
+141 the reader of stdout or stderr has ended, as by `| head`. A standard stream that the shell has
+closed, as by `2>&-`, is /dev/null. A character that a stream cannot encode is shown as `?`, or as
+the handler of PYTHONIOENCODING has it.
 """
 
 import argparse
@@ -32,7 +34,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from logging import getLogger
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -51,6 +53,7 @@ from qerl_jax.system.import_path import allow_working_directory
 from qerl_jax.system.live_line import waiting
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.signals import StoppedError
+from qerl_jax.system.streams import drop_unwritten, open_standard_streams
 
 _PRESETS = (
     f"PRESET of the configs here is MODEL or MODEL,RECIPE. Models: {', '.join(models.MODELS)}. "
@@ -90,22 +93,20 @@ def main(
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
-            _check_arguments(argv[1:])
-            with config_errors(argv):
-                rest = _parse_flags(argv, default_config, module=run.__module__, trains=trains)
-                if trains:
-                    overrides = config_flags.get_override_values(flags.FLAGS["config"])
-                    check_overrides(flags.FLAGS.config, overrides)
-                return rest
-        except UserError as error:
-            _fail(error)
-        except KeyboardInterrupt:
-            _interrupted()
+            with _one_line_errors():
+                _check_arguments(argv[1:])
+                with config_errors(argv):
+                    rest = _parse_flags(argv, default_config, module=run.__module__, trains=trains)
+                    if trains:
+                        overrides = config_flags.get_override_values(flags.FLAGS["config"])
+                        check_overrides(flags.FLAGS.config, overrides)
+                    return rest
         except SystemExit as stopped:
             wants_help = any(
                 argument.lstrip("-").startswith(("help", "?")) for argument in argv[1:]
             )
-            sys.exit(0 if wants_help else stopped.code)  # absl exits with 1 after its help
+            # absl exits with 1 after its help
+            sys.exit(0 if wants_help and stopped.code == 1 else stopped.code)
 
     def execute(argv: Sequence[str]) -> None:
         del argv
@@ -151,6 +152,8 @@ def config_errors(argv: Sequence[str] = ()) -> Generator[None]:
     except UserError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, *_FULL):
+            raise  # absl could not write its help
         raise UserError(_config_message(error, argv)) from error
 
 
@@ -281,20 +284,23 @@ def _silence_libraries() -> None:
 
 @contextlib.contextmanager
 def _one_line_errors() -> Generator[None]:
-    """Ends the process on bad input, a full disk, a signal, or a stdout closed as by `| head`.
+    """Ends the process on bad input, a full disk, a signal, or streams closed as by `| head`.
 
     A bug keeps its traceback.
     """
+    open_standard_streams()
     try:
-        yield
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        try:
+            yield
+        except SystemExit:
+            sys.stdout.flush()  # the help
+            raise
+        sys.stdout.flush()
     except UserError as error:
         _fail(error)
     except BrokenPipeError:
-        if not _stdout_has_no_reader():
+        if not (_has_no_reader(sys.stdout) or _has_no_reader(sys.stderr)):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         if error.errno not in _FULL:
@@ -304,11 +310,14 @@ def _one_line_errors() -> Generator[None]:
         sys.exit(stopped.exit_code)
     except KeyboardInterrupt:
         _interrupted()
+    finally:
+        drop_unwritten(sys.stdout)
+        drop_unwritten(sys.stderr)
 
 
-def _stdout_has_no_reader() -> bool:
+def _has_no_reader(stream: TextIO) -> bool:
     poll = select.poll()
-    poll.register(sys.stdout, 0)
+    poll.register(stream, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
@@ -433,8 +442,7 @@ def with_files(argv: Sequence[str]) -> list[str]:
 def _fail(error: Exception | str) -> NoReturn:
     """Prints one line and exits with code 2."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    print(f"error: {visible(' '.join(lines))}", file=sys.stderr)
-    sys.exit(2)
+    _end(f"error: {visible(' '.join(lines))}", 2)
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -445,8 +453,13 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Any
 
 def _interrupted() -> NoReturn:
     """Prints one line and exits with code 130, that of SIGINT."""
-    print("interrupted", file=sys.stderr)
-    sys.exit(128 + signal.SIGINT)
+    _end("interrupted", 128 + signal.SIGINT)
+
+
+def _end(line: str, code: int) -> NoReturn:
+    with contextlib.suppress(OSError):  # Its reader has ended.
+        print(line, file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 def _key_message(error: BaseException) -> str:

@@ -88,11 +88,13 @@ def make_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> None:
     """Exports."""
     with cli.importing():
+        from qerl_jax.compile.run_cache import keep_programs, user_folder
         from qerl_jax.export.write import ExportConfig, export
 
     # SIGTERM exits normally, so that an unfinished folder is removed.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
-    export(ExportConfig(**vars(arguments)))
+    with keep_programs(user_folder()):
+        export(ExportConfig(**vars(arguments)))
 
 
 def main() -> None:

@@ -35,6 +35,13 @@ _DEFAULTS = {"windows": 160, "width": 512}
 
 def run(arguments: argparse.Namespace) -> None:
     """Quantizes, and prints the errors and how far the weights are from those in 16 bits."""
+    from qerl_jax.compile.run_cache import keep_programs, user_folder
+
+    with keep_programs(user_folder()):
+        _quantize(arguments)
+
+
+def _quantize(arguments: argparse.Namespace) -> None:
     from qerl_jax.errors import UserError
     from qerl_jax.evaluation.load_policy import read_run
     from qerl_jax.quantization.calibration import CalibrationOptions, calibrated_layers

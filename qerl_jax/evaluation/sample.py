@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,15 +23,18 @@ from qerl_jax.evaluation.run_environments import environments_of, has_environmen
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.progress import RolloutProgress
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.system.live_line import waiting
 from qerl_jax.weights.chat_template import template_date
+from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer
 
 _CHUNK_STEPS = 4  # tokens between two updates of the text, few enough to look continuous
 _MAX_NEW_TOKENS = 512
+# Prompts are padded to one of few widths in tokens, so that a chat has few sets of programs: powers
+# of two, and from the most on multiples of it, as the cache of a row takes memory for all of them.
+_FEWEST_WIDTH, _MOST_WIDTH = 256, 4096
 _REMEDY = "pass a smaller model, --format=nvfp4 or a lower --max-new-tokens"
 
 
@@ -78,7 +81,7 @@ def sample(config: SampleConfig) -> None:
         for number, (name, policy, lora) in enumerate(_policies(config)):
             if name:
                 print(f"{'\n' if number else ''}--- {visible(name)}", flush=True)
-            _answer(config, policy, lora)
+            _answer(config, policy, lora, (), {})
 
 
 def _check(config: SampleConfig) -> None:
@@ -110,6 +113,7 @@ def chat(config: SampleConfig, lines: Iterable[str]) -> None:
             )
         suffix = policy.prompt.question_suffix if config.suffix is None else config.suffix
         messages: tuple[tuple[str, str], ...] = ()
+        samplers: dict[int, Sampler] = {}
         for line in lines:
             question = line.strip()
             if question == "/quit":
@@ -118,7 +122,7 @@ def chat(config: SampleConfig, lines: Iterable[str]) -> None:
                 messages = ()
             elif question:
                 asked = dataclasses.replace(config, question=question)
-                answer = _answer(asked, policy, lora, messages)
+                answer = _answer(asked, policy, lora, messages, samplers)
                 messages += ("user", question + suffix), ("assistant", answer)
 
 
@@ -173,41 +177,53 @@ def _answer(
     config: SampleConfig,
     policy: LoadedPolicy,
     lora: Lora | None,
-    messages: tuple[tuple[str, str], ...] = (),
+    messages: tuple[tuple[str, str], ...],
+    samplers: dict[int, Sampler],
 ) -> str:
-    """Prints the answer to the question while it is decoded, and returns it."""
+    """Prints the answer to the question while it is decoded, and returns it.
+
+    `samplers` have the programs of this policy by the width of prompts; a new width is added.
+    """
     model = policy.model
     settings: dict[str, Any] = {} if policy.run is None else policy.run["config"]["rollout"]
     own = policy.run is not None and policy.run[OWN]
     environments = environments_of(policy.run, model.tokenizer, trusted=own)
     with template_date(policy.created):
         prompt, limit = _prompt(config, policy, messages, environments)
-    engine = EngineConfig(
-        chunk_steps=_CHUNK_STEPS,
-        dequantize=dequantize_mode(model.params, settings.get("dequantize", "auto")),
-        kv_cache_dtype=settings.get("kv_cache_dtype", ""),
-    )
+    turns = None
+    if environments is not None and policy.run is not None:
+        turns = turns_of(policy.run, limit)
+    width = _prompt_width(prompt, environments, turns.context_tokens if turns else limit, model)
+    weights = Policy(model.params, lora)
+    key = jax.random.key(config.seed, impl="threefry2x32")
+    if width not in samplers:
+        engine = EngineConfig(
+            chunk_steps=_CHUNK_STEPS,
+            dequantize=dequantize_mode(model.params, settings.get("dequantize", "auto")),
+            kv_cache_dtype=settings.get("kv_cache_dtype", ""),
+            prompt_width=width,
+        )
+        sampling = SamplingConfig(
+            max_new_tokens=limit,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            stop=tuple(settings.get("stop", ())),
+        )
+        sampler = Sampler(model.config, model.tokenizer, sampling, engine, turns=turns)
+        with waiting("compiling the programs of this prompt's length"):
+            samplers[width] = sampler.compiled(key, weights, num_prompts=1)
+    if environments is not None and policy.run is not None:
+        return _converse(samplers[width], key, weights, prompt, environments)
     show = stream_text(model.tokenizer, _write)
     updates: list[tuple[float, int]] = []  # (time, number of tokens)
-    sampling = SamplingConfig(
-        max_new_tokens=limit,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        stop=tuple(settings.get("stop", ())),
-    )
-    key = jax.random.key(config.seed, impl="threefry2x32")
-    sampler = Sampler(model.config, model.tokenizer, sampling, engine)
-    if environments is not None and policy.run is not None:
-        sampler = dataclasses.replace(sampler, turns=turns_of(policy.run, limit))
-        return _converse(sampler, key, Policy(model.params, lora), prompt, environments)
-    for step in _compile_first(sampler.steps(key, Policy(model.params, lora), [prompt.ids])):
+    for step in samplers[width].steps(key, weights, [prompt.ids]):
         rollout, length = step.rollout, step.tokens
         updates.append((time.perf_counter(), length))
         show(rollout.tokens[0, :length].tolist())
     show(rollout.tokens[0, :length].tolist(), final=True)
     print(flush=True)
     facts = [f"{length} tokens"] + ([] if rollout.finished[0] else ["cut off by the limit"])
-    # The rate counts from the second update on: before it the programs are compiled.
+    # The rate counts from the second update on: before it the programs first run.
     if len(updates) > 2 and updates[-1][1] > updates[1][1]:
         rate = (updates[-1][1] - updates[1][1]) / (updates[-1][0] - updates[1][0])
         facts.append(f"{rate:.1f} tokens/s")
@@ -226,7 +242,7 @@ def _converse(
     rollout = PromptRollout(sampler, key, policy, [prompt], environments=environments)
     (episode,), shown = rollout.episodes, 0
     with rollout:
-        for _ in _compile_first(rollout):
+        for _ in rollout:
             for role, text in episode.parts[shown:]:
                 _write(f"[{role}] {text}\n")
             shown = len(episode.parts)
@@ -239,13 +255,15 @@ def _converse(
     return episode.answer
 
 
-def _compile_first(steps: Iterable[RolloutProgress]) -> Generator[RolloutProgress]:
-    """Yields the progress of a rollout; until its first chunk is there, says what is waited for."""
-    iterator = iter(steps)
-    with waiting("compiling the programs of this prompt's length"):
-        first = next(iterator)
-    yield first
-    yield from iterator
+def _prompt_width(
+    prompt: Prompt, environments: RunEnvironments | None, new_tokens: int, model: LoadedModel
+) -> int:
+    """Returns the number of tokens that the prompt is padded to, for which there are programs."""
+    tokens = len(prompt.ids)
+    if environments is not None:  # It writes into the prompt.
+        tokens = max(tokens, environments.max_prompt_tokens)
+    step = min(_MOST_WIDTH, max(_FEWEST_WIDTH, 1 << (tokens - 1).bit_length()))
+    return max(tokens, min(-(-tokens // step) * step, model.config.max_position - new_tokens))
 
 
 def _prompt(

@@ -8,6 +8,7 @@ from typing import Any, TextIO, TypeGuard
 
 from qerl_jax.errors import visible
 from qerl_jax.system.jsonl import is_number
+from qerl_jax.system.streams import is_terminal
 
 _LONGEST = 160  # characters of a question or an answer
 
@@ -19,7 +20,7 @@ def line_columns(stream: TextIO | None = None) -> int | None:
         stream: where the line is written; stdout when None.
     """
     stream = sys.stdout if stream is None else stream
-    return shutil.get_terminal_size().columns if stream.isatty() else None
+    return shutil.get_terminal_size().columns if is_terminal(stream) else None
 
 
 def format_row(row: Mapping[str, Any], total_steps: int, columns: int | None = None) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.show.html import write_page
 from qerl_jax.show.listing import list_runs, runs_in
-from qerl_jax.show.terminal import show
+from qerl_jax.show.terminal import BLOCKS, show
 from qerl_jax.show.view import LAST_STEP, open_views, read_condition
+from qerl_jax.system.streams import encodable
 
 
 def show_runs(
@@ -42,10 +43,9 @@ def show_runs(
     paths = [str(path) for path in ([runs] if isinstance(runs, str | Path) else runs)]
     inside = {path: runs_in(path) for path in paths}
     folders = [run for path in paths for run in inside[path] or [path]]
-    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
 
     def write(line: str) -> None:
-        print(line.encode(encoding or "ascii", "replace").decode(encoding or "ascii"))
+        print(encodable(line, sys.stdout))
 
     if any(inside.values()) and not (html or step or where):
         for line in list_runs(folders):
@@ -62,7 +62,7 @@ def show_runs(
         conditions=conditions,
         limit=completions,
         columns=shutil.get_terminal_size().columns,
-        unicode=encoding == "utf8",
+        unicode=encodable(BLOCKS, sys.stdout) == BLOCKS,
     )
     return None
 

@@ -11,7 +11,7 @@ from qerl_jax.show.columns import pad, shorten, width, wrap
 from qerl_jax.show.view import Condition, View, conversation_of, curves, parts_of
 from qerl_jax.system.jsonl import is_number
 
-_BLOCKS = " ▁▂▃▄▅▆▇█"
+BLOCKS = " ▁▂▃▄▅▆▇█"
 _ASCII = " .:-=+*#%"
 _GAP = " | "
 _FEWEST_COLUMNS = 20  # of a text, whatever the terminal has
@@ -50,7 +50,7 @@ def show(
         say(f"{view.name}: {view.state}")
         say(f"  {source} in {form}, preset {view.setting('preset', '')}")
     say("")
-    for line in _curve_lines(views, columns, _BLOCKS if unicode else _ASCII):
+    for line in _curve_lines(views, columns, BLOCKS if unicode else _ASCII):
         say(line)
     logged = sorted({step for view in views for step in view.steps()})
     if not logged:
