@@ -278,11 +278,12 @@ def test_the_names_of_files_are_those_of_another_process():
     assert first == second
 
 
-def test_a_run_does_not_need_the_folder_of_the_cache_of_jax(tmp_path, monkeypatch):
+def test_a_run_does_not_need_the_folder_of_the_cache_of_jax(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     (tmp_path / "file").touch()
     with set_cache_folder(tmp_path / "file"), keep_programs(tmp_path / "run"):
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "run")
+    assert f"programs are not kept in {tmp_path / 'file'} (File" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("common", [None, "gs://bucket/cache"])
