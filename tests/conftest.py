@@ -70,6 +70,7 @@ RUNS = (
     "test_sweep",
     "test_sample",
     "test_foreign_folders",
+    "test_twice",
 )
 # Other modules that take long: begun late, one of them would run alone at the end.
 LONG = (

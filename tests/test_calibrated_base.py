@@ -1,6 +1,7 @@
 """The calibrated base of a run: made once, recorded, and exactly the same wherever it is used."""
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -167,6 +168,64 @@ def test_a_text_of_somebody_else_is_checked(run, tmp_path, monkeypatch, content)
     else:
         np.save(path, content)
     refused(r"calibration_tokens\.npy", open_policy, str(tmp_path / "run"))
+
+
+def array_file(header, data=bytes(24), version=(1, 0)):
+    """The bytes of a .npy file with a header."""
+    return b"\x93NUMPY" + bytes(version) + len(header).to_bytes(2, "little") + header + data
+
+
+def described(shape="(2, 3)", descr="'<i4'", order="False", rest="}"):
+    return f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, {rest}\n".encode()
+
+
+def zipped():
+    file = io.BytesIO()
+    np.savez(file, tokens=np.zeros((2, 3), np.int32))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        zipped(),
+        *(
+            array_file(described(shape))
+            for shape in (
+                *("(2**37,)", f"({2**37},)", f"({2**37}, 1)", f"({2**62}, {2**62})", "(6,)"),
+                *("(-2, -3)", "(0, 3)", "()", "6", "(2.0, 3)", "('2', 3)", "(2, 4)", "(2, 2)"),
+            )
+        ),
+        *(
+            array_file(described(descr=descr))
+            for descr in ("'|O'", "'>i4'", "'<i8'", "'<U5'", "[('a', '<i4')]", "('<i4', (2,))", "3")
+        ),
+        array_file(described(order="True")),
+        array_file(described(rest="")),  # an open brace
+        array_file(described(rest="'more': 1}")),
+        array_file(b"(" * 5000),
+        array_file(b"-" * 5000 + b"1"),
+        array_file(b"\xff" * 100),
+        array_file(b"[" * 60000),
+        array_file(described(), version=(2, 0)),
+        array_file(described(), version=(9, 9)),
+        array_file(described(), data=bytes(23)),
+    ],
+    ids=lambda content: repr(content[10:60]),
+)
+def test_the_header_of_a_text_is_checked_before_it_is_read(content, tmp_path):
+    """A stranger's file may claim any size, and its header is Python."""
+    path = tmp_path / "calibration_tokens.npy"
+    path.write_bytes(content)
+    refused(r"calibration_tokens\.npy: it.*restore the file", cache.read_tokens, path)
+
+
+def test_a_text_is_read_as_it_was_written(tmp_path):
+    tokens = np.arange(6, dtype=np.int32).reshape(2, 3)
+    np.save(tmp_path / "a.npy", tokens)
+    trees.assert_equal([cache.read_tokens(tmp_path / "a.npy")], [tokens])
+    (tmp_path / "b.npy").write_bytes(array_file(described(), tokens.tobytes()))
+    trees.assert_equal([cache.read_tokens(tmp_path / "b.npy")], [tokens])
 
 
 def test_a_run_that_begins_from_another_one_takes_its_base(run, tiny, home, tmp_path):

@@ -233,6 +233,27 @@ def test_bad_files_are_named(tmp_path, name, content, message):
         load_problems("", path=str(tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    ("rows", "length", "message"),
+    [
+        (200_000, 20, "a.parquet: its header names 200000 rows in [0-9]{4} bytes"),
+        (2_000, 50_000, "a.parquet: its [0-9]{5} bytes unpack to more than [0-9]{7}"),
+    ],
+)
+def test_a_table_that_unpacks_to_far_more_than_its_file_is_refused(
+    rows, length, message, tmp_path, monkeypatch
+):
+    """Such as rows that share one text, which the file stores once."""
+    monkeypatch.setattr(problem_sources, "_LARGEST_TABLE", 0)
+    text = np.random.default_rng(0).bytes(length // 2).hex()
+    shared = pyarrow.DictionaryArray.from_arrays(np.zeros(rows, np.int32), [text])
+    table = pyarrow.table({"question": shared, "answer": ["1"] * rows})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    refused(message, load_problems, "", path=str(tmp_path / "a.parquet"))
+    pyarrow.parquet.write_table(table.slice(0, 10), tmp_path / "b.parquet")
+    assert len(load_problems("", path=str(tmp_path / "b.parquet"))) == 10
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "/dev/zero"])
 def test_what_is_no_file_is_not_read(tmp_path, name):
     """A pipe would be waited for, and a device has no end."""

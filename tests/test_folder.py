@@ -1,17 +1,28 @@
 """The run folder: name, lock, saved config."""
 
 import concurrent.futures
+import contextlib
+import errno
+import fcntl
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
+from qerl_jax.quantization import cache
 from qerl_jax.run import folder
+from qerl_jax.system import locks
 from qerl_jax.system.atomic import write_atomic
+from qerl_jax.system.staging import staged_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -299,12 +310,16 @@ def test_path_of_a_file_is_refused(tmp_path):
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from qerl_jax.run.folder import _acquire
-lock = open(sys.argv[1] + "/lock", "a+")
-_acquire(lock, Path(sys.argv[1]))
-if os.fork():
-    print("held", flush=True)
-time.sleep(60)
+from qerl_jax.run.folder import _lock_run
+with _lock_run(Path(sys.argv[1])):
+    if os.fork():
+        print("held", flush=True)
+    time.sleep(60)
+"""
+ASKER = """
+import pathlib, sys
+from qerl_jax.run.folder import lock_holder
+print(lock_holder(pathlib.Path(sys.argv[1])))
 """
 
 
@@ -327,6 +342,162 @@ def test_lock_keeps_a_second_process_out_and_dies_with_its_holder(tmp_path):
     finally:
         subprocess.run(["kill", "-9", "--", f"-{holder.pid}"], check=False)
         holder.stdout.close()
+
+
+def test_a_process_opens_a_run_once(tmp_path):
+    """Nor does anything that it does with the files of the folder give the lock away."""
+    begin(tmp_path / "run")
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    with folder.open_run(tmp_path / "run", make_config()):
+        line = refuse(tmp_path / "run", "in use by another run of this process; .*--workdir")
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        (tmp_path / "link").symlink_to(tmp_path / "run")
+        assert line.replace("/run", "/link") == refuse(tmp_path / "link", "this process")
+        assert folder.lock_holder(tmp_path / "run") == "another run of this process"
+        command = [sys.executable, "-c", ASKER, tmp_path / "run"]
+        asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+        assert asked.stdout.startswith(f"process {os.getpid()} on ")
+        with folder.open_run(tmp_path / "copy", make_config()):  # a folder of its own
+            pass
+    assert folder.lock_holder(tmp_path / "run") is None
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
+    begin(tmp_path / "run")
+
+
+def test_of_threads_that_begin_a_run_at_once_one_has_it(tmp_path):
+    threads, opened = 8, []
+    begins, ends = threading.Barrier(threads), threading.Barrier(threads)
+
+    def start(number):
+        begins.wait()
+        try:
+            with folder.open_run(tmp_path / "run", make_config(seed=number)):
+                opened.append(number)
+                ends.wait()
+        except UserError as error:
+            ends.wait()
+            return str(error)
+        return ""
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        errors = list(pool.map(start, range(threads)))
+    assert [number for number, error in enumerate(errors) if not error] == opened
+    assert len(opened) == 1
+    assert all("in use by another run of this process" in error for error in errors if error)
+
+
+def fail_with(monkeypatch, number):
+    """Makes all locks fail with an error."""
+
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    for name in ("fcntl", "flock", "lockf"):
+        monkeypatch.setattr(fcntl, name, fail)
+
+
+@pytest.mark.parametrize(
+    ("opens", "remedy"),
+    [
+        (lambda path: folder.open_run(path, make_config()), "pass a --workdir on a file system"),
+        (lambda path: contextlib.nullcontext(folder.lock_holder(path)), "pass a --workdir on a"),
+        (staged_folder, "write it to a folder on a file system with locks"),
+        (lambda _: cache.lock("ab" * 12), "set XDG_CACHE_HOME to a folder on a file system"),
+    ],
+    ids=["run", "sweep", "export", "calibration"],
+)
+@pytest.mark.parametrize(
+    "number", [errno.ENOLCK, errno.ENOSYS, errno.EIO, errno.EOPNOTSUPP, errno.EINVAL]
+)
+def test_a_lock_that_fails_is_not_held_by_another_process(
+    opens, remedy, number, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if remedy.endswith("on a"):  # A sweep asks for locks that are there.
+        begin(tmp_path / "run")
+    fail_with(monkeypatch, number)
+    words = f"cannot be locked: {os.strerror(number)}; {remedy}"
+    with pytest.raises(UserError, match=words) as caught, opens(tmp_path / "run"):
+        pass
+    assert not re.search(r"in use|another process|\n", str(caught.value))
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])
+def test_a_lock_that_is_held_is_in_use(number, tmp_path, monkeypatch):
+    fail_with(monkeypatch, number)
+    refuse(tmp_path / "run", "is in use by another process; wait for it")
+    with pytest.raises(UserError, match="is in use: another process writes there; wait for it"):
+        staged_folder(tmp_path / "out").__enter__()
+
+
+@pytest.mark.parametrize("has_name", [True, False])
+def test_where_opened_files_have_no_locks_of_their_own(has_name, tmp_path, monkeypatch):
+    """Such as another system, and a kernel that does not know them."""
+    if has_name:
+        monkeypatch.setattr(fcntl, "fcntl", lambda *_: os.read(-1, 1))  # EBADF
+    else:
+        monkeypatch.delattr(fcntl, "F_OFD_SETLK", raising=False)
+    run = tmp_path / "run"
+    with folder.open_run(run, make_config()):
+        refuse(run, "in use by another run of this process")
+        shutil.copytree(run, tmp_path / "copy")
+        refuse(run, "in use by another run of this process")
+    assert folder.lock_holder(run) is None
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_not_taken(tmp_path, monkeypatch):
+    """As by a start that failed after this one had opened the lock, and before it had it."""
+    lock = locks._lock
+
+    def later(descriptor, *, waits):
+        (tmp_path / "run" / "lock").unlink()
+        lock(descriptor, waits=waits)
+
+    monkeypatch.setattr(locks, "_lock", later)
+    refuse(tmp_path / "run", "in use by another process")
+    assert not locks._held
+
+
+def test_a_full_disk_at_the_lock_is_one_line(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    refuse(tmp_path / "run", "cannot use .* as a run folder: .*No space left on device")
+    assert not locks._held
+
+
+def test_a_lock_with_other_text_names_no_holder(tmp_path, monkeypatch):
+    begin(tmp_path)
+    (tmp_path / "lock").write_bytes(b"\xff\x1b[2J" + b"x" * 1000)
+    fail_with(monkeypatch, errno.EAGAIN)
+    assert "\x1b" not in refuse(tmp_path, r"in use by .\\x1b\[2Jx{200,300}; wait")
+
+
+def test_one_export_at_a_time_writes_a_folder(tmp_path):
+    with staged_folder(tmp_path / "out") as new:
+        (new / "a").touch()
+        with pytest.raises(UserError, match="is in use: this process writes there; wait for it"):
+            staged_folder(tmp_path / "out").__enter__()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "a"]
+
+
+def test_of_threads_that_calibrate_one_model_the_second_waits(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    order = []
+
+    def second():
+        with cache.lock("ab"):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with cache.lock("ab"):
+        thread.start()
+        while "waiting for another run" not in capsys.readouterr().out:
+            time.sleep(0.01)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
 
 
 def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):

@@ -1,8 +1,10 @@
 """Whose run a folder holds: the user's key and the tag of config.json."""
 
+import errno
 import json
 import os
 import pathlib
+import pwd
 import stat
 import subprocess
 import sys
@@ -10,11 +12,31 @@ import sys
 import pytest
 from finished_run import write_run
 from odd_places import put
+from refusal import refused
 
+from qerl_jax.compile import program_cache, run_cache
+from qerl_jax.data.problem_list import with_problems
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.run_environments import check_trusted
+from qerl_jax.evaluation.scorers import check_scorers
+from qerl_jax.export.push import check_names_no_folder
+from qerl_jax.quantization import cache
 from qerl_jax.run import ownership
 from qerl_jax.run.folder import open_run, record_fact, record_sources
+from qerl_jax.run.saved_config import saved_config
 from qerl_jax.system import user_key
+
+
+@pytest.fixture
+def without_home(monkeypatch):
+    """No HOME, and no entry of the user in the system, as in a container with a number as user."""
+
+    def absent(number):
+        raise KeyError(number)
+
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", absent)
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +142,112 @@ def test_without_a_place_for_the_key_nothing_is_signed(home, config_home, monkey
 
 
 # --- The tag of a run -----------------------------------------------------------------------------
+
+
+def test_without_a_home_folder_nothing_is_signed(without_home):
+    assert user_key.key_path() is None
+    assert user_key.sign(b"content", "run") == ""
+    assert not user_key.is_signed(b"content", "run", "")
+    assert user_key.why_no_key() == "HOME is not set, and the user has no home folder"
+
+
+def test_the_reason_without_a_key_is_that_of_its_folder(config_home):
+    config_home.parent.mkdir()
+    config_home.touch()
+    key = config_home / "qerl-jax" / "key"
+    assert user_key.why_no_key() == f"{key} cannot be made: File exists"
+    config_home.unlink()
+    assert user_key.why_no_key() == ""
+    assert key.is_file()
+
+
+def test_a_run_that_is_not_signed_says_so_once_and_later_why(tiny, config_home, tmp_path, capsys):
+    config_home.parent.mkdir()
+    config_home.touch()
+    with open_run(tmp_path / "run", tiny.config()) as folder:
+        record_fact(folder, "fact", {"a": 1})
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"warning: {folder.path} is not signed as your run, because {config_home}" in err
+    assert "cannot be made: File exists; " in err
+    assert err.endswith(
+        "set XDG_CONFIG_HOME to a folder that can be written, or QERL_TRUST_RUNS=1\n"
+    )
+    key = config_home / "qerl-jax" / "key"
+    words = f"not recognized if it began without {key} or with another one, and QERL_TRUST_RUNS=1"
+    refused(words, saved_config, folder.path, trust=False)
+    run = {"config": {"environment": {"function": "a:B"}}}
+    refused(words, check_trusted, run, trusted=False)
+    settings = {"scorer": "a:b", "options": {"scorer": {}}}
+    refused(words, check_scorers, settings, {}, trusted=False)
+
+
+def test_who_trusts_all_runs_needs_no_key(tiny, config_home, tmp_path, monkeypatch, capsys):
+    config_home.parent.mkdir()
+    config_home.touch()
+    monkeypatch.setenv("QERL_TRUST_RUNS", "1")
+    with open_run(tmp_path / "run", tiny.config()):
+        assert capsys.readouterr().err == ""
+
+
+# --- The cache ------------------------------------------------------------------------------------
+
+PROBLEMS = [{"question": "t1", "answer": "1"}]
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("spoiled", ["parent", "file", "link", "full", "no home"])
+@pytest.mark.parametrize("name", ["problems", "calibrated"])
+def test_a_cache_that_a_command_needs_ends_it_in_one_line(
+    name, spoiled, tiny, tmp_path, monkeypatch, request
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, words = (
+        tmp_path / "cache" / "qerl_jax" / name,
+        "cannot be written: .*; set XDG_CACHE_HOME to",
+    )
+    if spoiled == "parent":
+        (tmp_path / "cache").touch()
+    elif spoiled == "full":
+        monkeypatch.setattr(os, "mkdir", full)
+    elif spoiled == "no home":
+        request.getfixturevalue("without_home")
+        words = "HOME is not set, and the user with the number .*; set XDG_CACHE_HOME to a folder"
+    else:
+        folder.parent.mkdir(parents=True)
+        folder.touch() if spoiled == "file" else folder.symlink_to(tmp_path / "absent")
+        words = f"{folder} is a (file|symbolic link) and not a folder: .* move it away"
+    if name == "problems":
+        refused(words, with_problems, tiny.config(), PROBLEMS)
+    else:
+        refused(words, cache.lock("ab").__enter__)
+
+
+def test_a_full_disk_at_the_problems_leaves_no_file(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        refused("problems cannot be written: No space left", with_problems, tiny.config(), PROBLEMS)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert with_problems(tiny.config(), PROBLEMS).data.path.startswith(str(tmp_path))
+
+
+def test_programs_are_not_kept_without_a_home_folder(without_home, capsys):
+    assert run_cache.user_folder() is None
+    assert capsys.readouterr().err.startswith("warning: compiled programs are not kept: ")
+    with run_cache.keep_programs(None):
+        assert program_cache.current().folder is None
+
+
+def test_an_export_is_pushed_without_a_home_folder(without_home, tmp_path):
+    (tmp_path / "README.md").write_text(f"made in {tmp_path}")
+    check_names_no_folder(tmp_path, "me/it", [])
+    refused(
+        "names .*, a folder of this machine", check_names_no_folder, tmp_path, "me/it", [tmp_path]
+    )
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from refusal import refused
 from safetensors.numpy import load_file
 
 from benchmarks import step
@@ -424,6 +425,60 @@ def test_runs_on_one_device_do_not_connect_under_slurm():
 def test_an_environment_that_is_wrong_is_refused(changes, devices, message):
     with pytest.raises(UserError, match=message):
         read_rank(PLAIN | changes, devices=devices)
+
+
+@pytest.mark.parametrize("value", [None, ""])
+@pytest.mark.parametrize("name", list(SLURM))
+def test_a_variable_that_a_site_lacks_is_named(name, value):
+    environment = {key: text for key, text in SLURM.items() if key != name}
+    environment |= {} if value is None else {name: value}
+    remedy = "set JAX_NUM_PROCESSES, JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS=HOST:PORT"
+    refused(
+        f"a SLURM step without {name}, which srun sets: .*{remedy}",
+        read_rank,
+        environment,
+        devices=4,
+    )
+    assert read_rank(environment, devices=1) is None
+    assert read_rank(environment | PLAIN, devices=4) == Rank("node1:1234", 4, 3)
+
+
+def test_all_variables_that_a_site_lacks_are_named():
+    refused(
+        "without SLURM_PROCID and SLURM_STEP_NODELIST and SLURM_JOB_ID and SLURM_STEP_ID, which",
+        read_rank,
+        {"SLURM_STEP_NUM_TASKS": "2"},
+        devices=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (name, value, f"{name}={value}: it must be a whole number")
+        for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+        for value in ("two", "-1", "1.5", "12345678901", "\u00b2")
+    ]
+    + [
+        ("SLURM_STEP_NODELIST", value, "it must be a list of hosts, such as node")
+        for value in (
+            ",",
+            "[",
+            "node[",
+            "node[]",
+            "node[7",
+            "node[a]",
+            " ",
+            "a b",
+            "a]",
+            "a:1",
+            "\n",
+        )
+    ]
+    + [("SLURM_PROCID", "2", "process 2 of 2 processes: they are numbered from 0")],
+)
+def test_a_variable_of_slurm_that_is_malformed_is_refused(name, value, message):
+    refused(message, read_rank, SLURM | {name: value}, devices=4)
 
 
 def test_a_mesh_of_all_processes_names_both_numbers():

@@ -122,13 +122,13 @@ def test_a_broken_file_is_compiled_again(filled):
     assert not compiled(folder).compiled
 
 
-def test_what_cannot_be_written_is_compiled_all_the_same(tmp_path, monkeypatch):
+def test_what_cannot_be_written_is_compiled_all_the_same(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError("no space left")
 
     monkeypatch.setattr(pathlib.Path, "replace", full)
-    with pytest.warns(UserWarning, match="not cached: no space left"):
-        executables = compiled(tmp_path)
+    executables = compiled(tmp_path)
+    assert capsys.readouterr().err.count(f"not kept in {tmp_path} (no space left)") == 1
     assert not list(tmp_path.glob("rollout-*"))
     assert complete(executables).lengths.tolist() == complete().lengths.tolist()
 
@@ -278,11 +278,12 @@ def test_the_names_of_files_are_those_of_another_process():
     assert first == second
 
 
-def test_a_run_does_not_need_the_folder_of_the_cache_of_jax(tmp_path, monkeypatch):
+def test_a_run_does_not_need_the_folder_of_the_cache_of_jax(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     (tmp_path / "file").touch()
     with set_cache_folder(tmp_path / "file"), keep_programs(tmp_path / "run"):
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "run")
+    assert f"programs are not kept in {tmp_path / 'file'} (File" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("common", [None, "gs://bucket/cache"])
@@ -452,11 +453,13 @@ def test_of_several_processes_one_replaces_programs(tmp_path, monkeypatch):
     assert entries(tmp_path / "new") == {name}
 
 
-def test_a_run_whose_folder_cannot_be_written_is_compiled_all_the_same(tmp_path, monkeypatch):
+def test_a_run_whose_folder_cannot_be_written_is_compiled_all_the_same(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match="not kept with its run"):
-        compile_one(tmp_path / "common", tmp_path / "file" / "programs")
+    compile_one(tmp_path / "common", tmp_path / "file" / "programs")
+    assert capsys.readouterr().err.count("warning: compiled programs are not kept in ") == 1
     assert entries(tmp_path / "common")
     (tmp_path / "target").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "target")

@@ -20,8 +20,6 @@ import os
 import secrets
 import socket
 import sys
-import threading
-import warnings
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from qerl_jax.system.user_key import is_signed, sign
+from qerl_jax.system.user_key import is_signed, key_path, sign
 
 _MAGIC = b"qerl-jax program 1\n"
 _SIGNATURE_BYTES = 32
@@ -41,6 +39,10 @@ EXECUTABLE = "rollout-"  # the beginning of the names of serialized executables
 # JAX installs a cache through no public function. Its public module takes `reset_cache` from the
 # module that also has `get_file_cache`, the function by which JAX opens its cache after a reset.
 _JAX: Any = sys.modules[compilation_cache.reset_cache.__module__]
+_open_jax_cache = _JAX.get_file_cache
+
+# What blocks that last have replaced, in the order in which they began: the values that each found.
+_replaced: list[dict[str, Any]] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ProgramCache:
     trusted: bool = False  # whether programs of the run are read without a valid signature
     replaces: bool = True  # whether files of the run are replaced, and not only added
     shared: Path | None = None  # folder that runs of this user share
-    _has_warned: threading.Event = dataclasses.field(default_factory=threading.Event)
+    _warned: set[str] = dataclasses.field(default_factory=set)  # what a warning was printed about
 
     @property
     def _path(self) -> Path | None:
@@ -80,7 +82,7 @@ class ProgramCache:
             self.common.put(key, value)  # JAX counts the sizes, and removes the oldest entries.
         else:
             # JAX's `put` writes in place, and keeps an entry that a killed process left torn.
-            _write(self.common_folder / name, value)
+            self._keep(self.common_folder / name, value)
 
     @property
     def folder_of_executables(self) -> Path | None:
@@ -103,16 +105,21 @@ class ProgramCache:
         return self._of_shared(name) if content is None else content
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes an executable, which this process has compiled.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Writes an executable, which this process has compiled."""
         self._add_to_run(name, content)
         self._add_to_shared(name, content)
         # Without a key no process could read it from the common folder.
         if self.common_folder is not None and (signature := sign(content, f"program {name}")):
-            _write(self.common_folder / name, _MAGIC + bytes.fromhex(signature) + content)
+            self._keep(self.common_folder / name, _MAGIC + bytes.fromhex(signature) + content)
+
+    def _keep(self, path: Path, content: bytes) -> None:
+        """Writes a file; where that fails, a warning says so once for each folder."""
+        try:
+            _write(path, content)
+        except OSError as error:
+            if str(path.parent) not in self._warned:
+                self._warned.add(str(path.parent))
+                warn_not_kept(path.parent, error)
 
     def _read_from_run(self, name: str) -> bytes | None:
         if self.folder is None:
@@ -120,12 +127,12 @@ class ProgramCache:
         content, valid = _read(self.folder / name)
         if content is None or valid or self.trusted:
             return content
-        if not self._has_warned.is_set():
-            self._has_warned.set()
+        if "foreign" not in self._warned:
+            self._warned.add("foreign")
             print(
-                f"{self.folder}: these compiled programs were not written by this user, so they "
-                "are not executed but compiled again, and a GPU may then round differently; "
-                "--trust executes them",
+                f"{self.folder}: these compiled programs were not written by this user, by the key "
+                f"{key_path() or '(which needs HOME)'}, so they are not executed but "
+                "compiled again, and a GPU may then round differently; --trust executes them",
                 file=sys.stderr,
                 flush=True,
             )
@@ -143,18 +150,24 @@ class ProgramCache:
     def _add_to_shared(self, name: str, content: bytes) -> None:
         if self.shared is None or self.shared.is_symlink():
             return
-        with contextlib.suppress(OSError):  # Another run then compiles the program again.
-            _write(self.shared / name, _sign_program(name, content))
+        self._keep(self.shared / name, _sign_program(name, content))
 
     def _add_to_run(self, name: str, content: bytes) -> None:
         if self.folder is None or self.folder.is_symlink():
             return
         if not self.replaces and (self.folder / name).exists():
             return
-        try:
-            _write(self.folder / name, _sign_program(name, content))
-        except OSError as error:  # A full disk, or a folder that cannot be written.
-            warnings.warn(f"a compiled program is not kept with its run: {error}", stacklevel=2)
+        self._keep(self.folder / name, _sign_program(name, content))
+
+
+def warn_not_kept(folder: Path, error: OSError) -> None:
+    """Prints that a folder of compiled programs cannot be written."""
+    print(
+        f"warning: compiled programs are not kept in {folder} ({error.strerror or error}), so they "
+        "are compiled again: free its disk, or choose a folder that can be written",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 _current_cache: contextvars.ContextVar[ProgramCache | None] = contextvars.ContextVar(
@@ -176,18 +189,19 @@ def install(
     `jax_compilation_cache_dir` must be set, as JAX has no cache without it. The arguments are those
     of `ProgramCache`, but `common` is the folder; the folder of the run is made if missing.
     """
-    open_common = _JAX.get_file_cache
-    jax_cache = None if common is None else open_common(str(common))[0]
+    jax_cache = None if common is None else _open_jax_cache(str(common))[0]
     cache = ProgramCache(
         folder, jax_cache, common, trusted=trusted, replaces=replaces, shared=shared
     )
     token = _current_cache.set(cache)
+    found = {"open": _JAX.get_file_cache}
+    _replaced.append(found)
     _JAX.get_file_cache = lambda path: (cache, path)
     compilation_cache.reset_cache()
     try:
         yield
     finally:
-        _JAX.get_file_cache = open_common
+        _JAX.get_file_cache = _take_out(found).get("open", _JAX.get_file_cache)
         compilation_cache.reset_cache()
         _current_cache.reset(token)
 
@@ -198,12 +212,29 @@ def jax_settings(**settings: Any) -> Generator[None]:
 
     Without that the cache stays in the folder that was first opened.
     """
-    before = {name: getattr(jax.config, name) for name in settings}
+    found = {name: getattr(jax.config, name) for name in settings}
+    _replaced.append(found)
     try:
         _set(settings)
         yield
     finally:
-        _set(before)
+        _set(_take_out(found))
+
+
+def _take_out(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a block that ends must restore of the values that it found.
+
+    A block of another thread may have begun in this one and last longer: it restores what this one
+    found, instead of what this one has set.
+    """
+    number = next(number for number, other in enumerate(_replaced) if other is found)
+    later = _replaced[number + 1 :]
+    del _replaced[number]
+    restored = {}
+    for name, value in found.items():
+        heir = next((other for other in later if name in other), restored)
+        heir[name] = value
+    return restored
 
 
 def _set(settings: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ instructions of one does not run on another.
 
 import contextlib
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ from typing import Any
 import jax
 
 from qerl_jax.compile import program_cache
+from qerl_jax.errors import UserError
 from qerl_jax.system.paths import cache_folder
 from qerl_jax.system.processor import processor_digest
 
 
 @contextlib.contextmanager
-def keep_programs(path: Path, *, trusted: bool = False, writes: bool = True) -> Generator[None]:
+def keep_programs(
+    path: Path | None, *, trusted: bool = False, writes: bool = True
+) -> Generator[None]:
     """Keeps compiled programs in a folder while the block runs.
 
     On a CPU that is the folder of its processor inside, `cpu-DIGEST`; nothing is kept where JAX has
@@ -30,23 +34,24 @@ def keep_programs(path: Path, *, trusted: bool = False, writes: bool = True) -> 
     new ones go to both, see `program_cache`.
 
     Args:
-        path: folder of the programs; made if missing.
+        path: folder of the programs; made if missing. None keeps none.
         trusted: whether programs that this user has not signed are executed.
         writes: whether this process replaces programs in the folder. Of several processes of a run
             one does; the others add what is missing.
     """
     common, shared = _common_folder(), _shared_folder()
     folder = path if jax.default_backend() == "gpu" else None
-    if jax.default_backend() == "cpu" and common is None:
+    if path is not None and jax.default_backend() == "cpu" and common is None:
         # The runs of a sweep share their programs instead.
         folder, shared = (None, _of_processor(shared)) if shared else (_of_processor(path), None)
-    if folder is None and (shared is None or common is not None):
+    used = common or folder or shared
+    if used is None or (folder is None and common is not None):
         yield
         return
     # XLA would write files of its own into the folder, which have no signature.
     no_files = {} if common else {"jax_persistent_cache_enable_xla_caches": ""}
     with (
-        set_cache_folder(common or folder or shared or path, **no_files),
+        set_cache_folder(used, **no_files),
         program_cache.install(
             folder, common=common, trusted=trusted, replaces=writes, shared=shared
         ),
@@ -54,9 +59,17 @@ def keep_programs(path: Path, *, trusted: bool = False, writes: bool = True) -> 
         yield
 
 
-def user_folder() -> Path:
-    """Returns the folder of the compiled programs that do not belong to a run."""
-    return cache_folder("programs")
+def user_folder() -> Path | None:
+    """Returns the folder of the compiled programs that do not belong to a run.
+
+    Returns:
+        The folder; None without a home folder, after a warning.
+    """
+    try:
+        return cache_folder("programs")
+    except UserError as error:
+        print(f"warning: compiled programs are not kept: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def _of_processor(folder: Path) -> Path | None:
@@ -72,7 +85,8 @@ def _common_folder() -> Path | None:
         return None
     try:
         Path(common).mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except OSError as error:
+        program_cache.warn_not_kept(Path(common), error)
         return None
     return Path(common)
 

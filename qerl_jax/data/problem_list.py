@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.system.atomic import write_atomic
-from qerl_jax.system.paths import cache_folder
+from qerl_jax.system.paths import cache_folder, needs_cache
 from qerl_jax.system.safe_files import make_folder
 
 _DIGITS = 24
@@ -30,7 +30,7 @@ def with_problems(config: ConfigDict, problems: Iterable[Mapping[str, Any]] | No
 
     Raises:
         UserError: the config is a text; the list is empty, or an entry is no dict, or not what JSON
-            can hold.
+            can hold; or the cache cannot be written.
     """
     if isinstance(config, str):
         raise UserError(
@@ -47,10 +47,12 @@ def with_problems(config: ConfigDict, problems: Iterable[Mapping[str, Any]] | No
     if not lines:
         raise UserError("the list of problems is empty")
     text = "".join(lines)
-    path = cache_folder("problems") / f"{hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}.jsonl"
-    if not path.exists():
-        make_folder(path.parent)
-        write_atomic(path, text)
+    folder = cache_folder("problems")
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}.jsonl"
+    with needs_cache(folder, "write the problems to a file and pass it as config.data.path"):
+        if not path.exists():
+            make_folder(folder)
+            write_atomic(path, text)
     config = config.copy_and_resolve_references()
     with config.unlocked():
         config.data.mixture = ConfigDict()

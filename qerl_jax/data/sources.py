@@ -321,6 +321,9 @@ def print_left_out(count: int, what: str) -> None:
 # --- Local files ----------------------------------------------------------------------------------
 
 FILE_TYPES = (".jsonl", ".json", ".parquet")
+# Limits on the bytes of a table in memory: a number, and one for each byte of its file.
+_LARGEST_TABLE, _UNPACKED = 1 << 30, 100
+_PARQUET_ROWS = 128  # that are read at a time
 _PART = re.compile(r"-[0-9]+(-of-[0-9]+)?(-[0-9a-f]{16})?$")  # with a digest in older datasets
 
 
@@ -397,10 +400,22 @@ def _parquet_rows(file: Path, name: str) -> list[dict[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
+    size, read, rows = file.stat().st_size, 0, []
     try:
-        return pyarrow.parquet.read_table(file).to_pylist()
-    except pyarrow.ArrowException as error:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            if (count := table.metadata.num_rows) > size:
+                raise UserError(f"{name}: its header names {count} rows in {size} bytes")
+            for batch in table.iter_batches(_PARQUET_ROWS):
+                # A text that many rows share is stored once, and takes memory in each of them.
+                for values in batch.columns:
+                    is_shared = isinstance(values, pyarrow.DictionaryArray)
+                    read += (values.dictionary_decode() if is_shared else values).nbytes
+                if read > _LARGEST_TABLE + _UNPACKED * size:
+                    raise UserError(f"{name}: its {size} bytes unpack to more than {read}")
+                rows += batch.to_pylist()
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise UserError(f"{name}: not a parquet file: {first_line(error)}") from error
+    return rows
 
 
 # --- Generated problems ---------------------------------------------------------------------------

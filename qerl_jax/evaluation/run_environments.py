@@ -9,6 +9,7 @@ from qerl_jax.data.environment_config import make_environments
 from qerl_jax.data.environments import RunEnvironments
 from qerl_jax.errors import UserError
 from qerl_jax.rollout.config import TurnConfig, turn_config
+from qerl_jax.run.ownership import unless_own
 from qerl_jax.weights.tokenizer import Tokenizer
 
 
@@ -41,7 +42,7 @@ def check_trusted(run: Mapping[str, Any] | None, *, trusted: bool) -> None:
         raise UserError(
             f"the environment {run['config']['environment']['function']!r} is named by the folder "
             "of a run that is not yours, so it is not imported: evaluate the run with --trust if "
-            "you trust all that the folder names"
+            f"you trust all that the folder names ({unless_own()})"
         )
 
 

@@ -12,6 +12,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.rewards.calls import is_built_in
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.rewards.url import UrlReward, is_url
+from qerl_jax.run.ownership import unless_own
 from qerl_jax.system.import_path import import_function
 
 # The fields of a task with a scorer: their rewards in a run, and their flags on a command line.
@@ -56,7 +57,7 @@ def check_scorers(
             raise UserError(
                 f"the reward {function!r} is named by the folder of a run that is not yours, so it "
                 f"is neither imported nor asked: name it by {FLAGS[field]} to call it, or pass "
-                "--trust if you trust all that the folder names"
+                f"--trust if you trust all that the folder names ({unless_own()})"
             )
         options[field] = dict(settings["options"][field]) if from_run else {}
     urls = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.system import hub
+from qerl_jax.system.paths import home_folder
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _HUB_FILES = {".gitattributes"}
@@ -82,7 +83,7 @@ def check_names_no_folder(folder: Path, name: str, folders: Iterable[Path]) -> N
 
     The home folder and the working directory are among them without being named.
     """
-    given = {Path.home(), Path.cwd(), *folders}
+    given = {path for path in (home_folder(), Path.cwd(), *folders) if path is not None}
     local_paths = given | {path.absolute() for path in given} | {path.resolve() for path in given}
     patterns = {
         path: _names(path) for path in sorted(local_paths) if path.is_absolute() and path.name

@@ -29,6 +29,8 @@ ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PRO
 DEVICES = "JAX_LOCAL_DEVICE_IDS"
 # SLURM sets the first one for what srun starts, and not for a batch script.
 _SLURM_COUNT, _SLURM_INDEX = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
+_SLURM_NODES, _SLURM_JOB, _SLURM_STEP = "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"
+_SLURM = _SLURM_COUNT, _SLURM_INDEX, _SLURM_NODES, _SLURM_JOB, _SLURM_STEP
 _CONNECT_SECONDS = 300
 _FIRST_PORT, _PORTS = 61440, 4096
 
@@ -70,7 +72,13 @@ def read_rank(environment: Mapping[str, str], *, devices: int) -> Rank | None:
                 f"{COUNT}={count} with mesh.data=1 and mesh.tensor=1, which is one device: pass "
                 "--config.mesh.data with the number of devices of all processes"
             )
-    elif environment.get(_SLURM_COUNT, "1") != "1" and devices > 1:
+    elif devices > 1 and _is_one_of_several(environment):
+        if missing := [name for name in _SLURM if not environment.get(name)]:
+            raise UserError(
+                f"this process is a task of a SLURM step without {' and '.join(missing)}, which "
+                f"srun sets: start it by srun, or set {COUNT}, {INDEX} and {ADDRESS}=HOST:PORT of "
+                f"process 0, and {COUNT}=1 for one process"
+            )
         count, index = (_number(name, environment[name]) for name in (_SLURM_COUNT, _SLURM_INDEX))
         address = _slurm_address(environment)
     else:
@@ -178,18 +186,28 @@ def _connection_error(rank: Rank) -> str:
     )
 
 
+def _is_one_of_several(environment: Mapping[str, str]) -> bool:
+    """Whether SLURM has started this process with others: each but the first has another index."""
+    count, index = environment.get(_SLURM_COUNT) or "", environment.get(_SLURM_INDEX) or "0"
+    return count != "1" if count else index != "0"
+
+
 def _slurm_address(environment: Mapping[str, str]) -> str:
     """The first host of a SLURM step, with a port that differs between the steps of a job."""
     # Such as node7, node7,node9, node[07-12,15],gpu1, node[1-2]-ib or rack[1-2]node[1-4].
-    first = re.match(r"(?:[^,\[]|\[[^]]*\])*", environment["SLURM_STEP_NODELIST"])
-    assert first is not None, "the pattern may be empty"
-    host = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0])
-    step = _number("SLURM_JOB_ID", environment["SLURM_JOB_ID"])
-    step += _number("SLURM_STEP_ID", environment["SLURM_STEP_ID"])
+    nodes = environment[_SLURM_NODES]
+    first = re.match(r"(?:[\w.-]|\[\d+[\d,-]*\])+(?=,|\Z)", nodes, re.ASCII)
+    if first is None:
+        raise UserError(
+            f"{_SLURM_NODES}={nodes!r:.100}: it must be a list of hosts, such as node[07-12,15]"
+        )
+    host = re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0])
+    step = _number(_SLURM_JOB, environment[_SLURM_JOB])
+    step += _number(_SLURM_STEP, environment[_SLURM_STEP])
     return f"{host}:{_FIRST_PORT + step % _PORTS}"
 
 
 def _number(name: str, text: str) -> int:
     if not text.isdecimal() or len(text) > 10:  # A job of a federation of clusters has 10 digits.
-        raise UserError(f"{name}={text}: it must be a whole number")
+        raise UserError(f"{name}={text:.100}: it must be a whole number")
     return int(text)

@@ -7,10 +7,10 @@ another kind of device.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
+import math
 import os
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, first_line
 from qerl_jax.system import json_file, paths
 from qerl_jax.system.atomic import write_json
+from qerl_jax.system.locks import hold
 from qerl_jax.system.safe_files import make_folder, open_to_write, read_bytes, sha256_of
 
 TOKENS = "tokens.npy"
@@ -124,21 +125,16 @@ def find(digest: str) -> Entry | None:
 def lock(key: str) -> Generator[None]:
     """Holds the lock of a key; waits while another process makes the entry."""
     folder = cache_folder()
-    try:
+    path = folder / f"{key}.lock"
+    with paths.needs_cache(folder, "round the weights: --config.model.calibration=none"):
         make_folder(folder)
-        file = open_to_write(folder / f"{key}.lock", "a")
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be written: {error.strerror}; set XDG_CACHE_HOME to another folder, "
-            "or round the weights: --config.model.calibration=none"
-        ) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            print("waiting for another process, which calibrates the same model", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+        file = open_to_write(path, "a")
+    with file, hold(file.fileno(), path, remedy="set XDG_CACHE_HOME to a folder", on_wait=_wait):
         yield
+
+
+def _wait() -> None:
+    print("waiting for another run, which calibrates the same model", flush=True)
 
 
 def complete_entry(folder: Path, tokens: np.ndarray, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,6 +158,25 @@ def read_tokens(path: Path) -> np.ndarray:
     try:
         if path.stat().st_size > _LARGEST_TOKENS_FILE:
             raise UserError(f"{path}: it is over {_LARGEST_TOKENS_FILE} bytes, and no text is")
-        return np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{path}: cannot read the text of the calibration: {error}") from error
+        content = io.BytesIO(read_bytes(path))
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot read the text of the calibration: {error.strerror}"
+        ) from error
+    try:
+        version = np.lib.format.read_magic(content)
+        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(content)
+    # NumPy evaluates the header as Python, whose errors have no common class.
+    except Exception as error:
+        raise UserError(
+            f"{path}: its header is not that of an array: {first_line(error):.200}; restore the "
+            "file"
+        ) from error
+    data = content.read()
+    sizes = len(shape) == 2 and min(shape) > 0 and math.prod(shape) * 4 == len(data)
+    if version != (1, 0) or dtype != np.int32 or by_columns or not sizes:
+        raise UserError(
+            f"{path}: it is no text of int32 [B, T]: its header names the type {dtype!r:.100} and "
+            f"the shape {shape!r:.100} for {len(data)} bytes; restore the file"
+        )
+    return np.frombuffer(data, dtype).reshape(shape)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -11,7 +10,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ml_collections import ConfigDict
 
@@ -22,6 +21,7 @@ from qerl_jax.run.provenance import provenance
 from qerl_jax.run.saved_fields import is_shallow
 from qerl_jax.system.atomic import TEMPORARY
 from qerl_jax.system.jsonl import read_number, read_rows_of_steps
+from qerl_jax.system.locks import InUseError, hold
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import (
     check_file,
@@ -34,6 +34,8 @@ from qerl_jax.system.safe_files import (
 from qerl_jax.system.staging import scratch_of
 
 BEST = ":best"  # what `init_from` ends with for the best adapter of a run
+_REMEDY = "pass a --workdir"  # where the run folder cannot be locked, see `locks.hold`
+_HOLDER_BYTES = 300  # of the name of a process
 
 
 class _Inside:
@@ -182,35 +184,30 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
         folder.path.mkdir(parents=True, exist_ok=True)
         _check_ours(folder)  # before the lock, so that a folder of something else is untouched
         check_paths(folder)
-        lock = open_to_write(folder.lock, "a+", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot use {folder.path} as a run folder: {error}") from error
-    with lock:
-        _acquire(lock, folder.path)
-        with _remove_if_block_fails(folder, new_folders):
-            saved_run = read_run(folder.config)
-            resumed = saved_run is not None and _has_begun(folder)
-            if resumed:
-                schedule_steps = saved_run["schedule_steps"]
-                moved = _take_changes(folder, saved_run, config)
-            else:
-                moved = ()
-                _check_no_outputs(folder)
-                schedule_steps = config.steps
-                content = {"config": config_dict(config), "schedule_steps": schedule_steps}
-                content |= provenance()
-                write_config(folder.config, content)
-            steps = set(folder.checkpoints.glob("*"))
-            try:
-                yield OpenRun(
-                    folder.path, schedule_steps=schedule_steps, resumed=resumed, moved=moved
-                )
-            except UserError:
-                # A start that is refused has taken no step with the fields that it changed.
-                same_steps = set(folder.checkpoints.glob("*")) == steps
-                if resumed and same_steps and read_run(folder.config) != saved_run:
-                    write_config(folder.config, saved_run, signs=has_own_tag(saved_run))
-                raise
+    with _lock_run(folder.path), _remove_if_block_fails(folder, new_folders):
+        saved_run = read_run(folder.config)
+        resumed = saved_run is not None and _has_begun(folder)
+        if resumed:
+            schedule_steps = saved_run["schedule_steps"]
+            moved = _take_changes(folder, saved_run, config)
+        else:
+            moved = ()
+            _check_no_outputs(folder)
+            schedule_steps = config.steps
+            content = {"config": config_dict(config), "schedule_steps": schedule_steps}
+            content |= provenance()
+            write_config(folder.config, content)
+        steps = set(folder.checkpoints.glob("*"))
+        try:
+            yield OpenRun(folder.path, schedule_steps=schedule_steps, resumed=resumed, moved=moved)
+        except UserError:
+            # A start that is refused has taken no step with the fields that it changed.
+            same_steps = set(folder.checkpoints.glob("*")) == steps
+            if resumed and same_steps and read_run(folder.config) != saved_run:
+                write_config(folder.config, saved_run, signs=has_own_tag(saved_run))
+            raise
 
 
 def record_sources(folder: OpenRun, config: ConfigDict) -> None:
@@ -261,37 +258,52 @@ def _remove_if_block_fails(folder: RunFolder, new_folders: Sequence[Path]) -> It
 
 
 def lock_holder(path: Path) -> str | None:
-    """The process that trains in a run folder, as 'process 123 on host', or None."""
+    """The process that trains in a run folder, as 'process 123 on host', or None.
+
+    Raises:
+        UserError: the lock is a link or another odd type, or cannot be opened or locked.
+    """
+    file = RunFolder(path).lock
     try:
-        lock = open_to_write(RunFolder(path).lock, "r+", encoding="utf-8")
+        lock = open_to_write(file, "r+")
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise UserError(f"cannot use {path} as a run folder: {error}") from error
     with lock:
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return _read_holder(lock)
-    return None
+            with hold(lock.fileno(), file, remedy=_REMEDY):
+                return None
+        except InUseError as error:
+            return _read_holder(lock, error)
 
 
-def _acquire(lock, path: Path) -> None:
-    # A POSIX lock, not flock: a forked child, such as a reward worker, does not inherit it, so a
-    # killed run can be resumed while its orphans are still dying.
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise UserError(
-            f"{path} is in use by {_read_holder(lock)}; wait for it, stop it, or pass another "
-            "--workdir"
-        ) from error
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
+@contextlib.contextmanager
+def _lock_run(path: Path) -> Iterator[None]:
+    """Holds the lock of a run folder, and names this process in it."""
+    file = RunFolder(path).lock
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context(open_to_write(file, "a+"))
+            try:
+                stack.enter_context(hold(lock.fileno(), file, remedy=_REMEDY))
+            except InUseError as error:
+                raise UserError(
+                    f"{path} is in use by {_read_holder(lock, error)}; wait for it, stop it, or "
+                    "pass another --workdir"
+                ) from error
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError as error:
+            raise UserError(f"cannot use {path} as a run folder: {error}") from error
+        yield
 
 
-def _read_holder(lock) -> str:
-    lock.seek(0)
-    return lock.read().strip() or "another process"
+def _read_holder(lock: IO[str], error: InUseError) -> str:
+    if error.here:
+        return "another run of this process"
+    text = os.pread(lock.fileno(), _HOLDER_BYTES, 0).decode(errors="replace")
+    return visible(text).strip() or "another process"
 
 
 def _check_ours(folder: RunFolder) -> None:

@@ -8,12 +8,13 @@ adopts it by --trust, or by QERL_TRUST_RUNS=1 where home folders do not last.
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from qerl_jax.system.atomic import write_json
-from qerl_jax.system.user_key import is_signed, sign
+from qerl_jax.system.user_key import is_signed, key_path, sign, why_no_key
 
 TAG = "tag"  # the last field of config.json
 VARIABLE = "QERL_TRUST_RUNS"
@@ -28,6 +29,14 @@ def write_config(path: Path, content: Mapping[str, Any], *, signs: bool = True) 
     """
     plain = _without_tag(content)
     tag = sign(_canonical(plain), _PURPOSE) if signs else ""
+    if signs and not tag and not trusts(False):
+        print(
+            f"warning: {path.parent} is not signed as your run, because {why_no_key()}; commands "
+            f"that read it later take it for a run of another person: set XDG_CONFIG_HOME to a "
+            f"folder that can be written, or {VARIABLE}=1",
+            file=sys.stderr,
+            flush=True,
+        )
     write_json(path, plain | ({TAG: tag} if tag else {}))
 
 
@@ -54,6 +63,15 @@ def is_own(folder: Path) -> bool:
 def trusts(flag: bool) -> bool:
     """Returns whether the user trusts the folder of a command, by --trust or by the environment."""
     return flag or os.environ.get(VARIABLE) == "1"
+
+
+def unless_own() -> str:
+    """Returns what the refusal of a run of another person tells the user whose run it is."""
+    key = key_path() or "a home folder"
+    return (
+        f"your run is not recognized if it began without {key} or with another one, and "
+        f"{VARIABLE}=1 stands for --trust in all commands"
+    )
 
 
 def adopt(folder: Path) -> None:

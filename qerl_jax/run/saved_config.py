@@ -10,7 +10,7 @@ from qerl_jax.config.build import defaults
 from qerl_jax.errors import UserError
 from qerl_jax.rewards.from_config import PYTHON_REWARDS
 from qerl_jax.run.folder import RunFolder, read_run
-from qerl_jax.run.ownership import has_own_tag, trusts
+from qerl_jax.run.ownership import has_own_tag, trusts, unless_own
 from qerl_jax.run.saved_fields import check_run
 
 _TABLES = ("rewards", "data.mixture", "data.options", "data.chat_template_args", "data.fields")
@@ -40,7 +40,8 @@ def saved_config(path: Path, *, trust: bool) -> ConfigDict:
     if not has_own_tag(saved) and not trusts(trust):
         raise UserError(
             f"{path} holds a run of another person, whose config may name any function: pass "
-            "--config to say what it trains, or --trust to take what its folder names"
+            "--config to say what it trains, or --trust to take what its folder names "
+            f"({unless_own()})"
         )
     check_run(file, saved)
     if saved.get(PYTHON_REWARDS):

@@ -1,7 +1,6 @@
 """Folders that appear complete or not at all."""
 
 import contextlib
-import fcntl
 import os
 import pathlib
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Generator
 from safetensors import SafetensorError
 
 from qerl_jax.errors import UserError
+from qerl_jax.system.locks import InUseError, hold
 from qerl_jax.system.safe_files import check_folder, make_folder, remove_tree
 
 
@@ -106,18 +106,17 @@ def _lock_scratch(scratch: pathlib.Path) -> Generator[None]:
     make_folder(scratch)
     descriptor = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise UserError(
-            f"{scratch} is in use: another process writes there; wait for it"
-        ) from error
-    try:
-        for path in scratch.iterdir():  # left by a process that was killed
-            remove_tree(path)
-        yield
+        with hold(descriptor, scratch, remedy="write it to a folder"):
+            try:
+                for path in scratch.iterdir():  # left by a process that was killed
+                    remove_tree(path)
+                yield
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    except InUseError as error:
+        writer = "this process" if error.here else "another process"
+        raise UserError(f"{scratch} is in use: {writer} writes there; wait for it") from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
         os.close(descriptor)
 
 

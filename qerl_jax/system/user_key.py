@@ -46,7 +46,7 @@ def sign(content: bytes, purpose: str) -> str:
     if path is None:
         return ""
     key = _read(path)
-    if key is None and _make(path):
+    if key is None and _make(path) is None:
         key = _read(path)
     return "" if key is None else _mac(key, content, purpose)
 
@@ -62,6 +62,22 @@ def is_signed(content: bytes, purpose: str, signature: str) -> bool:
     if key is None:
         return False
     return hmac.compare_digest(_mac(key, content, purpose).encode(), signature.encode())
+
+
+def why_no_key() -> str:
+    """Returns why nothing is signed, such as the error of the key's folder; '' with a key.
+
+    Raises:
+        UserError: as in `sign`.
+    """
+    path = key_path()
+    if path is None:
+        return "HOME is not set, and the user has no home folder"
+    if _read(path) is not None:
+        return ""
+    if (error := _make(path)) is not None:
+        return f"{path} cannot be made: {error.strerror or error}"
+    return "" if _read(path) is not None else f"{path} cannot be read"
 
 
 def _mac(key: bytes, content: bytes, purpose: str) -> str:
@@ -107,8 +123,8 @@ def _read(path: Path) -> bytes | None:
     return key
 
 
-def _make(path: Path) -> bool:
-    """Makes the key and returns whether there is one.
+def _make(path: Path) -> OSError | None:
+    """Makes the key; returns the error where it cannot be made.
 
     Of processes that do so at once, one makes the key and all others read it.
     """
@@ -123,9 +139,9 @@ def _make(path: Path) -> bool:
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):  # Another process was faster.
             os.link(temporary, path)  # The key appears whole, or not at all.
-    except OSError:
-        return False
+    except OSError as error:
+        return error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-    return True
+    return None

@@ -204,7 +204,7 @@ def _entry(path: pathlib.Path, name: str, value: object) -> tuple:
 
 
 def _are_sizes(values: object) -> bool:
-    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
 def _read_shards(folder: pathlib.Path) -> dict[str, np.ndarray]:
