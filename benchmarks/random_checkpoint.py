@@ -12,7 +12,7 @@ import numpy as np
 
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig, to_hf_config
-from qerl_jax.policy.layers.kinds import FUSED, fused_of
+from qerl_jax.policy.layers.kinds import PACKED
 from qerl_jax.system.staging import staged_folder
 from qerl_jax.weights import names
 from qerl_jax.weights.safetensors import INDEX_FILE
@@ -34,11 +34,11 @@ def write_random(
         UserError: the folder exists or cannot be written, for example because the disk is full.
     """
     modules = [
-        names.layer_module(layer, projection)
+        tensor.removesuffix(".weight")
         for layer in range(model_config.num_layers)
-        for fused, members in fused_of(model_config, layer).items()
-        if fused in FUSED
-        for projection in members
+        for array, tensors in names.stored_tensors(model_config, layer).items()
+        if array in PACKED
+        for tensor in tensors
     ]
     shapes = names.expected_shapes(model_config, packed=modules if packed else ())
     hf = to_hf_config(model_config) | {"torch_dtype": "bfloat16"}

@@ -98,7 +98,7 @@ def host(tree):
 
 @functools.cache
 def policy(model_type="qwen2"):
-    changes = CUT | (HYBRID if model_type == "qwen3_5" else {})
+    changes = CUT | (HYBRID if model_type.startswith("qwen3_5") else {})
     config, params = tiny_policy(model_type, quantized=True, **changes)
     return config, params, random_lora(config)
 
@@ -244,7 +244,7 @@ def fused_step(shape):
     )
     mesh, lora, prompts = mesh_of(shape), random_lora(config), random_tokens(3, 9)
     own = shard_of(config, shape[1])
-    _, cache = transformer.prefill(
+    _, cache, _ = transformer.prefill(
         params, lora, prompts, jnp.asarray([9, 1, 5]), config=config, cache_positions=16
     )
     (lora, cache), params = placed((lora, cache), params, config, mesh)
@@ -329,6 +329,10 @@ def main(path, shapes):
             found["runs"] = runs(folder)
             found["hybrids"] = {
                 shape: (step(shape, "qwen3_5"), rollouts(shape, "qwen3_5")) for shape in SHAPES
+            }
+            found["mixtures"] = {
+                shape: (step(shape, "qwen3_5_moe"), rollouts(shape, "qwen3_5_moe"))
+                for shape in SHAPES[:2]
             }
             found["cached"] = cached((2, 2), folder / "programs")
             found["fused steps"] = {shape: fused_step(shape) for shape in [(1, 1), (1, 2)]}

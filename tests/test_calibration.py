@@ -12,7 +12,7 @@ from tiny_checkpoints import VOCAB, model_config, random_tensors, write_folder
 from qerl_jax.policy import transformer
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.attention import rotary_angles
-from qerl_jax.policy.layers.kinds import FUSED, PROJECTIONS, member_bounds
+from qerl_jax.policy.layers.kinds import PROJECTIONS, fused_of, member_bounds
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.quantization import calibration
 from qerl_jax.quantization.calibration import CalibrationOptions, _batch_rows, calibrated_layers
@@ -116,7 +116,7 @@ def test_errors_are_those_of_outputs_behind_the_calibrated_layers(tmp_path):
     for layer, dense in zip(layers, exact["layers"], strict=True):
         x, inputs = inputs_of(layer.arrays, x, config)
         expected, rounded = {}, {}
-        for fused, members in FUSED.items():
+        for fused, members in fused_of(config, 0).items():
             rows = np.asarray(inputs[fused], np.float64).reshape(-1, inputs[fused].shape[-1])
             bounds = member_bounds(fused, config)
             nearest = quantize_nvfp4(np.split(np.asarray(dense[fused]), bounds))

@@ -9,7 +9,14 @@ from refusal import refused
 from tiny_checkpoints import model_config
 
 from qerl_jax.policy.architectures import ARCHITECTURES
-from qerl_jax.policy.config import MODEL_TYPES, RopeScaling, from_hf_config, to_hf_config
+from qerl_jax.policy.config import (
+    MODEL_TYPES,
+    ExpertsConfig,
+    RopeScaling,
+    from_hf_config,
+    text_config_json,
+    to_hf_config,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LLAMA3_ROPE = {
@@ -151,6 +158,72 @@ def test_a_window_that_no_layer_uses_is_accepted():
 def test_hf_config_round_trip(model_type, scaling):
     config = model_config(model_type, rope_scaling=scaling, tie_embeddings=True)
     assert from_hf_config(to_hf_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("theirs", "experts"),
+    [
+        # norm_topk_prob=false is the default of the class, which no published model has.
+        (transformers.Qwen3MoeConfig(), ExpertsConfig(128, 8, 768, 0, normalized=False)),
+        (
+            transformers.Qwen3MoeConfig(
+                num_experts=6, num_experts_per_tok=2, norm_topk_prob=True, head_dim=32
+            ),
+            ExpertsConfig(6, 2, 768, 0, normalized=True),
+        ),
+        (transformers.Qwen3_5MoeTextConfig(), ExpertsConfig(256, 8, 512, 512, normalized=True)),
+        (
+            transformers.Qwen3_5MoeConfig(
+                text_config={"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 9}
+            ),
+            ExpertsConfig(4, 4, 9, 512, normalized=True),
+        ),
+    ],
+)
+def test_mixtures_of_transformers_own_classes(theirs, experts):
+    """What transformers writes is read, and what is written transformers reads."""
+    config = from_hf_config(theirs.to_dict())
+    assert config.experts == experts
+    assert config.mlp_dim == experts.active_width
+    text = theirs.get_text_config()
+    default = text.hidden_size // text.num_attention_heads
+    assert config.head_dim == getattr(text, "head_dim", default)
+    read = type(text)(**to_hf_config(config))
+    for name in (
+        *("hidden_size", "num_hidden_layers", "num_experts", "num_experts_per_tok", "vocab_size"),
+        *("moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"),
+        *("layer_types", "mlp_only_layers", "rope_parameters", "max_position_embeddings"),
+    ):
+        if hasattr(text, name):
+            assert getattr(read, name) == getattr(text, name), name
+    assert from_hf_config(text_config_json(theirs.to_dict())) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
+        ({"num_experts_per_tok": 9}, "9 experts of a token are more than all 8"),
+        ({"num_experts": 0}, "count of the experts is 0"),
+        ({"num_experts": "8"}, "num_experts is '8'"),
+        ({"moe_intermediate_size": -1}, "width of the experts is -1"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ],
+)
+def test_mixtures_that_are_not_supported(changes, named):
+    hf = hf_config("qwen3_moe", num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
+    from_hf_config(hf)
+    assert len(refused(named, from_hf_config, hf | changes)) < 300
+
+
+def test_the_digest_of_a_model_without_experts_stays():
+    """Runs have it in their folders: a new field with its default leaves it as it was."""
+    assert ARCHITECTURES["qwen2.5-7b"].digest == "bee783a6c58cf607"
+    assert ARCHITECTURES["qwen3.5-27b"].digest == "8f692c0035fe79bd"
+    digests = [architecture.digest for architecture in ARCHITECTURES.values()]
+    assert len({*digests}) == len({*ARCHITECTURES.values()})
 
 
 def test_contributing_lists_the_places_of_a_family():

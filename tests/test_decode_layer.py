@@ -40,7 +40,7 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
     lora_layers = lora_lib.fuse(lora, config, jnp.bfloat16)
     prompts = tiny_model.random_tokens(3, 9)
     lengths = jnp.asarray([9, 1, 5])
-    _, cache = transformer.prefill(
+    _, cache, _ = transformer.prefill(
         params, lora, prompts, lengths, config=config, cache_positions=16
     )
 
@@ -80,7 +80,7 @@ def packed_policy(down, form):
     lora_layers = lora_lib.fuse(lora, config, jnp.bfloat16)
     prompts = tiny_model.random_tokens(rows, 9)
     lengths = jnp.arange(1, rows + 1)
-    _, cache = transformer.prefill(
+    _, cache, _ = transformer.prefill(
         params, None, prompts, lengths, config=config, cache_positions=16
     )
     arguments = params, lora_layers, prompts[:, 0], cache
@@ -92,7 +92,8 @@ def packed_policy(down, form):
 def traced_step(config, *arguments):
     """A decode step that is traced anew, as the test has chosen its kernels since the last one."""
     jax.clear_caches()
-    return jax.jit(functools.partial(transformer.decode_step, config=config))(*arguments)
+    step = jax.jit(functools.partial(transformer.decode_step, config=config))
+    return step(*arguments)[:2]
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)

@@ -17,7 +17,7 @@ from qerl_jax.config.fields import (
     keys_of,
     row_of,
 )
-from qerl_jax.config.models import MODELS
+from qerl_jax.config.models import MODELS, lora_targets
 from qerl_jax.data import mixture
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy import aqn, kl_control
@@ -180,6 +180,10 @@ def test_defaults_that_depend_on_the_model_or_on_a_field(experiment):
     assert config.lora.targets == PROJECTIONS
     hybrid = experiment.get_config("qwen3.5-4b")
     assert hybrid.lora.targets == (*PROJECTIONS, "in_proj_qkv", "in_proj_z", "out_proj")
+    shared = tuple(f"shared_expert.{name}" for name in PROJECTIONS[4:])
+    recurrence = "in_proj_qkv", "in_proj_z", "out_proj"
+    assert lora_targets("qwen3.6-35b-a3b") == (*PROJECTIONS[:4], *recurrence, *shared)
+    assert lora_targets("qwen3-30b-a3b") == PROJECTIONS[:4]
     assert hybrid.data.chat_template_args.to_dict() == {"enable_thinking": True}
     config.rollout.max_new_tokens = 7
     assert config.eval.max_new_tokens == 7

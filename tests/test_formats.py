@@ -13,7 +13,7 @@ from tiny_model import random_lora, random_tokens
 from tiny_rollout import TinyTokenizer
 
 from qerl_jax.policy import aqn, transformer
-from qerl_jax.policy.layers.kinds import FUSED
+from qerl_jax.policy.layers.kinds import fused_of
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -43,7 +43,9 @@ def checkpoint(tmp_path_factory):
 )
 def model(request, checkpoint):
     loaded = load(str(checkpoint[0]), format=request.param, dtype="float32")
-    weights = [layer[fused] for layer in loaded.params["layers"] for fused in FUSED]
+    weights = [
+        layer[fused] for layer in loaded.params["layers"] for fused in fused_of(loaded.config, 0)
+    ]
     assert all(isinstance(weight, QuantTensor) for weight in weights)
     assert {weight.format for weight in weights} == {request.param}
     return loaded
@@ -51,7 +53,7 @@ def model(request, checkpoint):
 
 def test_dequantized_layers_are_close_to_the_checkpoint(model, checkpoint):
     for number, layer in enumerate(transformer.dequantize_params(model.params)["layers"]):
-        for fused, members in FUSED.items():
+        for fused, members in fused_of(model.config, 0).items():
             source = [checkpoint[1][f"{layer_module(number, name)}.weight"] for name in members]
             source = np.concatenate(source).astype(np.float32)
             assert layer[fused].shape == source.shape

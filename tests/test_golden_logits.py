@@ -38,7 +38,7 @@ def test_forward(name):
 def test_prefill_and_decode(name):
     model, tokens, lengths, expected = golden(name)
     prompt = 3
-    logits, cache = transformer.prefill(
+    logits, cache, _ = transformer.prefill(
         model.params,
         None,
         tokens[:, :prompt],
@@ -51,6 +51,6 @@ def test_prefill_and_decode(name):
         for row, want in enumerate(expected):
             if position <= len(want):
                 np.testing.assert_allclose(logits[row], want[position - 1], atol=1e-4, rtol=0)
-        logits, cache = transformer.decode_step(
+        logits, cache, _ = transformer.decode_step(
             model.params, adapters, tokens[:, position], cache, config=model.config
         )

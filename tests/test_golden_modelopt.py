@@ -11,7 +11,7 @@ from refusal import refused
 from safetensors.numpy import load_file
 
 from qerl_jax.policy import transformer
-from qerl_jax.policy.layers.kinds import FUSED
+from qerl_jax.policy.layers.kinds import fused_of
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module
@@ -30,7 +30,7 @@ def test_weights(name):
     model, expected = golden(name)
     compared, largest = 0, 0.0
     for i, layer in enumerate(model.params["layers"]):
-        for fused, members in FUSED.items():
+        for fused, members in fused_of(model.config, i).items():
             weight = layer[fused]
             if not isinstance(weight, QuantTensor):
                 continue

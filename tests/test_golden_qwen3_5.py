@@ -74,7 +74,7 @@ def test_decode_token_by_token(dtype):
     prompts = np.array([1, 66, 64], np.int32)
     sizes = {"config": model.config, "cache_positions": 160}
     prefill = jax.jit(functools.partial(transformer.prefill, **sizes))
-    logits, cache = prefill(model.params, None, tokens[:, :66], prompts)
+    logits, cache, _ = prefill(model.params, None, tokens[:, :66], prompts)
     adapters = lora_lib.fuse(None, model.config, jnp.dtype(dtype))
     step = jax.jit(functools.partial(transformer.decode_step, config=model.config))
     for number in range(int((lengths - prompts).max()) + 1):
@@ -83,7 +83,7 @@ def test_decode_token_by_token(dtype):
                 want = expected[f"logits_{row}"][prompts[row] + number - 1]
                 np.testing.assert_allclose(logits[row], want, atol=atol, rtol=0)
         index = jnp.minimum(prompts + number, tokens.shape[1] - 1)
-        logits, cache = step(model.params, adapters, tokens[jnp.arange(3), index], cache)
+        logits, cache, _ = step(model.params, adapters, tokens[jnp.arange(3), index], cache)
 
 
 def packed_group(junk_lengths=((5, (3, 1)), (1, (70,)))):
@@ -140,7 +140,7 @@ def test_gradients_of_a_packed_buffer(recompute):
 
     @jax.jit
     def loss(params):
-        hidden = transformer.packed_hidden_states(
+        hidden, _ = transformer.packed_hidden_states(
             params,
             None,
             tokens,
@@ -180,7 +180,7 @@ def test_padding_and_other_groups_change_nothing():
     def hidden(tokens, positions, buffer_segments):
         return transformer.packed_hidden_states(
             model.params, None, tokens, positions, buffer_segments, config=model.config
-        )
+        )[0]
 
     (tokens, positions, buffer_segments), (index, *_) = packed_group()
     others = np.ones(len(tokens), bool)

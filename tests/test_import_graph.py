@@ -26,7 +26,7 @@ FLOORS = (
     ("commands",),
 )
 # Modules of qerl_jax that `training/step.py` reaches, imports inside of functions included.
-MOST_OF_A_STEP = 64
+MOST_OF_A_STEP = 65
 FLOOR = {folder: number for number, floor in enumerate(FLOORS) for folder in floor}
 
 
@@ -216,7 +216,7 @@ def test_no_experiment_imports_another():
 
 def test_packages_are_light():
     packages = {name for name, path in modules(ROOT).items() if path.name == "__init__.py"}
-    heavy = {f"pallas_kernels.{name}" for name in ("attention", "decode", "fp4_matmul")}
+    heavy = {f"pallas_kernels.{name}" for name in ("attention", "decode", "experts", "fp4_matmul")}
     kernels = {f"pallas_kernels.fp4_matmul.{name}" for name in ("mma", "sm90")}
     light = packages - heavy - kernels
     names = ", ".join(sorted(light))

@@ -166,7 +166,7 @@ def test_gradients_are_those_of_a_log_softmax(tied, chunk_bytes, entropy_gradien
         return loss(logprobs_lib.packed_logprobs(params, lora, packed, **options))
 
     def direct(params, lora):
-        hidden = transformer.packed_hidden_states(
+        hidden, _ = transformer.packed_hidden_states(
             params, lora, packed.tokens, packed.positions, packed.segments, config=config
         )
         head = params["embed_tokens" if tied else "lm_head"]

@@ -6,7 +6,7 @@ import pytest
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.policy import transformer
-from qerl_jax.policy.layers.kinds import FUSED, PROJECTIONS
+from qerl_jax.policy.layers.kinds import PROJECTIONS, fused_of
 from qerl_jax.policy.lora import merge_layer
 
 
@@ -39,7 +39,7 @@ def test_the_updates_are_what_was_added():
     lora = random_lora(config, targets=("v_proj",))
     layer = params["layers"][0]
     merged, updates = merge_layer(layer, lora.layers[0], config, scale=lora.scale)
-    for name in FUSED:
+    for name in fused_of(config, 0):
         np.testing.assert_allclose(merged[name] - layer[name], updates[name], atol=1e-6)
     a, b = lora.layers[0]["v_proj"]["a"], lora.layers[0]["v_proj"]["b"]
     rows = len(b)

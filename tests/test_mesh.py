@@ -94,10 +94,16 @@ def test_a_step_does_not_depend_on_the_mesh(found, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES[1:])
-def test_recurrent_layers_do_not_depend_on_the_mesh(found, shape):
-    (step, rollouts), (own_step, own_rollouts) = (found["hybrids"][s] for s in ((1, 1), shape))
-    assert np.abs(step["results"]["gradient"].layers[0]["in_proj_qkv"]["b"]).max() > 1e-3
+@pytest.mark.parametrize(
+    ("family", "trained", "shape"),
+    [
+        *(("hybrids", "in_proj_qkv", shape) for shape in SHAPES[1:]),
+        ("mixtures", "shared_expert.up_proj", SHAPES[1]),
+    ],
+)
+def test_other_layers_do_not_depend_on_the_mesh(found, family, trained, shape):
+    (step, rollouts), (own_step, own_rollouts) = (found[family][s] for s in ((1, 1), shape))
+    assert np.abs(step["results"]["gradient"].layers[0][trained]["b"]).max() > 1e-3
     assert_near(own_step["results"], step["results"], 1e-4, 1e-5)
     for temperature in (0.0, 1.0):
         assert_same(own_rollouts[temperature].tokens, rollouts[temperature].tokens)
@@ -108,7 +114,7 @@ def test_recurrent_layers_do_not_depend_on_the_mesh(found, shape):
 def test_the_gradient_by_a_cut_head_is_that_of_a_log_softmax(found, shape):
     config, params = tiny_policy("qwen2", **CUT)
     buffer = packed()[0]
-    hidden = transformer.packed_hidden_states(
+    hidden, _ = transformer.packed_hidden_states(
         params, None, buffer.tokens, buffer.positions, buffer.segments, config=config
     )
 

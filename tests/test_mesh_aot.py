@@ -25,7 +25,7 @@ from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.memory.update_plan import update_memory
 from qerl_jax.policy import lora, sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
-from qerl_jax.policy.layers.kinds import FUSED, PROJECTIONS, projection_shapes
+from qerl_jax.policy.layers.kinds import PROJECTIONS, fused_of, projection_shapes
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.sharding import abstract_on, specs
@@ -77,9 +77,9 @@ def policy(config, mesh):
         return QuantTensor(tiles=tiles(outputs, shapes[members[0]][1]))
 
     norm, table = array(own.embed_dim, dtype=np.float32), array(own.vocab_size, own.embed_dim)
-    layer = {fused: projection(members) for fused, members in FUSED.items()}
+    layer = {fused: projection(members) for fused, members in fused_of(own, 0).items()}
     layer |= {"input_layernorm": norm, "post_attention_layernorm": norm}
-    layer["qkv_bias"] = array(sum(shapes[name][0] for name in FUSED["qkv_proj"]))
+    layer["qkv_bias"] = array(sum(shapes[name][0] for name in ("q_proj", "k_proj", "v_proj")))
     params = {"embed_tokens": table, "norm": norm, "layers": [layer] * own.num_layers}
     if not own.tie_embeddings:
         params["lm_head"] = table

@@ -175,11 +175,11 @@ def test_a_step_rounds_where_rows_do():
     x = jax.random.normal(jax.random.key(0), (batch, length, config.embed_dim), jnp.bfloat16)
     lengths = jnp.full(batch, length)
     options = {"kind": kinds.layer_of(config, 0), "config": config}
-    rows, _ = transformer._layer(layer, {}, x, lengths, None, **options)
+    rows, *_ = transformer._layer(layer, {}, x, lengths, None, **options)
     shapes, steps = recurrent.row_shapes(config, 0, jnp.dtype("float32")), []
     kept = jax.tree.map(lambda row: jnp.zeros((batch, *row.shape)), shapes)
     for token in range(length):
-        out, kept = transformer._decode_layer(
+        out, kept, _ = transformer._decode_layer(
             layer, {}, kept, x[:, token : token + 1], lengths, None, **options
         )
         steps.append(out)
@@ -246,6 +246,7 @@ def test_sizes(format):
 def test_presets_have_the_parameters_of_the_models():
     """Billions of parameters of the published text models, by the sizes of their files."""
     billions = {"qwen3.5-0.8b": 0.75, "qwen3.5-4b": 4.2, "qwen3.5-9b": 8.95, "qwen3.6-27b": 26.9}
+    billions |= {"qwen3-30b-a3b": 30.53, "qwen3.6-35b-a3b": 34.66}
     for name, expected in billions.items():
         size = sizes.weight_bytes(ARCHITECTURES[name], format="bf16", itemsize=2) / 2e9
         assert size == pytest.approx(expected, rel=0.01), name
@@ -322,7 +323,7 @@ def test_a_config_with_a_vision_tower_is_that_of_its_text():
         ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
         ({"linear_num_value_heads": 3}, "3 value heads"),
         ({"linear_conv_kernel_dim": 1}, "window of the recurrent layers is 1, must be at least 2"),
-        ({"model_type": "qwen3_5_moe_text"}, "'qwen3_5_moe_text' is not supported"),
+        ({"model_type": "qwen3_next"}, "'qwen3_next' is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 2.0}}, "rotated dimensions"),
         ({"model_type": "qwen3_5", "text_config": 3}, "text_config is 3"),
     ],

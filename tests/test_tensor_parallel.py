@@ -14,7 +14,7 @@ from pallas_kernels.fp4_matmul import tiling
 from qerl_jax.errors import UserError
 from qerl_jax.policy import lora, quant, sharding
 from qerl_jax.policy.architectures import ARCHITECTURES
-from qerl_jax.policy.layers.kinds import FUSED, projection_shapes
+from qerl_jax.policy.layers.kinds import FUSED, fused_of, projection_shapes
 from qerl_jax.policy.quant import checkpoint_order, dequantize, quantize
 from qerl_jax.policy.sharding import COLUMNS, ROWS, WHOLE
 from qerl_jax.policy.tensor_parallel import cut, shard_of
@@ -39,7 +39,7 @@ def policy(format, **changes):
     (layer,) = params["layers"]
     if format != "bf16":
         shapes = projection_shapes(config)
-        for fused, members in FUSED.items():
+        for fused, members in fused_of(config, 0).items():
             rows = np.cumsum([shapes[name][0] for name in members])[:-1]
             parts = np.split(np.asarray(layer[fused]), rows)
             layer[fused] = jax.tree.map(jnp.asarray, quantize(parts, format=format))
@@ -68,7 +68,7 @@ def expected(name, whole, config, number):
 def test_a_shard_is_a_slice_of_each_projection(format, tiles, monkeypatch):
     config, layer = policy(format)
     monkeypatch.setattr(fp4_matmul, "device_kernel", lambda: "mosaic" if tiles else "xla")
-    for name in (*FUSED, "qkv_bias"):
+    for name in (*fused_of(config, 0), "qkv_bias"):
         shards = cut(name, layer[name], config, SHARDS)
         for number, shard in enumerate(shards):
             np.testing.assert_array_equal(
@@ -182,8 +182,8 @@ def test_every_array_has_a_rule():
 
 
 def test_an_array_without_a_rule_is_an_error():
-    with pytest.raises(ValueError, match=r"no rule says how layers/0/router .*mesh\.tensor=2"):
-        sharding.specs({"layers": [{"router": jnp.zeros(2)}]}, SHARDS)
+    with pytest.raises(ValueError, match=r"no rule says how layers/0/other .*mesh\.tensor=2"):
+        sharding.specs({"layers": [{"other": jnp.zeros(2)}]}, SHARDS)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 64, 128, 4480])
@@ -193,7 +193,7 @@ def test_the_kernel_has_a_tiling_for_shards(model, shards, rows):
     """Also for shards that no table has, and whose inputs end inside of a tile."""
     own = shard_of(ARCHITECTURES[model], shards, format="nvfp4")
     shapes = projection_shapes(own)
-    for members in FUSED.values():
+    for members in fused_of(own, 0).values():
         n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
         rank = tiling.padded_rank(32 * len(members))
         config = tiling.choose(rows, n, k, rank=rank)

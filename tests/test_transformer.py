@@ -51,7 +51,7 @@ def test_decoding_gives_the_logits_of_forward_at_every_position(
 ):
     config, params, lora, expected = logits_of(model_type, quantized, tie_embeddings)
     prompts = np.array([3, 1, 2], np.int32)
-    logits, cache = transformer.prefill(
+    logits, cache, _ = transformer.prefill(
         params, lora, TOKENS[:, :4], prompts, config=config, cache_positions=16
     )
     lora_layers = lora_lib.fuse(lora, config, jnp.float32)
@@ -64,7 +64,7 @@ def test_decoding_gives_the_logits_of_forward_at_every_position(
             np.testing.assert_allclose(logits[row], want, atol=1e-4)
             seen += 1
         tokens = TOKENS[np.arange(3), np.minimum(positions, TOKENS.shape[1] - 1)]
-        logits, cache = step(params, lora_layers, jnp.asarray(tokens), cache)
+        logits, cache, _ = step(params, lora_layers, jnp.asarray(tokens), cache)
         np.testing.assert_array_equal(cache.lengths, positions + 1)
     assert seen == (LENGTHS - prompts + 1).sum()
 
@@ -93,7 +93,7 @@ def test_dequantized_layers_give_the_same_logits():
     dense = transformer.dequantize_params(params)
     assert isinstance(params["layers"][0]["o_proj"], QuantTensor)
     for layer in dense["layers"]:
-        for name in kinds.FUSED:
+        for name in kinds.fused_of(config, 0):
             assert isinstance(layer[name], jax.Array)
             assert layer[name].dtype == jnp.float32
     assert_valid_close(forward(dense, lora, config), expected, atol=1e-5)
@@ -117,14 +117,14 @@ def test_many_rows_get_dense_copies_of_weights_that_a_kernel_reads_for_few(monke
 
 
 def test_dense_weights_in_float32_have_the_values_of_bfloat16(monkeypatch):
-    _, params, *_ = logits_of("qwen3", quantized=True)
+    config, params, *_ = logits_of("qwen3", quantized=True)
     params = params | {"embed_tokens": params["embed_tokens"].astype(jnp.bfloat16)}
     found = []
     for has_amx in (True, False):
         monkeypatch.setattr(device, "_has_amx", lambda has_amx=has_amx: has_amx)
         found.append(transformer.dequantize_params(params))
     narrow, wide = found
-    for name in kinds.FUSED:
+    for name in kinds.fused_of(config, 0):
         values, stored = narrow["layers"][0][name], wide["layers"][0][name]
         assert (values.dtype, stored.dtype) == (jnp.bfloat16, jnp.float32)
         np.testing.assert_array_equal(values.astype(jnp.float32), stored)

@@ -44,7 +44,11 @@ def model_config(model_type="llama", **changes):
         "qk_norm": model_type == "qwen3",
         "max_position": 128,
     }
-    if model_type == "qwen3_5":
+    if model_type.endswith("_moe"):
+        shared = 16 if model_type == "qwen3_5_moe" else 0
+        experts = config_lib.ExpertsConfig(6, 2, 16, shared, normalized=True)
+        fields |= {"experts": experts, "mlp_dim": experts.active_width, "qk_norm": True}
+    if model_type in config_lib.NESTED_TYPES:
         # As in Qwen3.5 the last layer of a group is attention; a key head has two value heads.
         fields |= {
             "num_layers": 3,

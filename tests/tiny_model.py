@@ -7,10 +7,11 @@ from tiny_checkpoints import VOCAB, model_config
 
 from qerl_jax.policy.layers.kinds import (
     ALL_PROJECTIONS,
-    FUSED,
+    PACKED,
     array_shapes,
     fused_of,
     projection_shapes,
+    stack_shapes,
 )
 from qerl_jax.policy.lora import Lora, targets_of
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
@@ -28,17 +29,20 @@ def tiny_policy(model_type="qwen3", *, quantized=False, seed=0, **changes):
         return jnp.asarray(1.0 + 0.2 * rng.standard_normal(size), jnp.float32)
 
     def projection(fused, members):
-        weights = [
-            rng.standard_normal(shapes[name], np.float32) / shapes[name][1] ** 0.5
-            for name in members
-        ]
-        if quantized and fused in FUSED:
+        return stored(fused, [shapes[name] for name in members])
+
+    def stored(fused, sizes):
+        weights = [rng.standard_normal(size, np.float32) / size[1] ** 0.5 for size in sizes]
+        if quantized and fused in PACKED:
             return jax.tree.map(jnp.asarray, quantize_nvfp4(weights))
         return jnp.asarray(np.concatenate(weights))
 
     def layer(number):
         groups = fused_of(config, number)
         weights = {fused: projection(fused, members) for fused, members in groups.items()}
+        for name, (experts, rows, columns) in stack_shapes(config, number).items():
+            parts = [stored(name, [(rows, columns)]) for _ in range(experts)]
+            weights[name] = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
         weights["input_layernorm"] = norm(config.embed_dim)
         weights["post_attention_layernorm"] = norm(config.embed_dim)
         for name, shape in array_shapes(config, number).items():

@@ -15,11 +15,12 @@ from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers.kinds import (
-    FUSED,
+    PACKED,
     array_shapes,
     fused_of,
     layer_of,
     projection_shapes,
+    stack_shapes,
 )
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor
@@ -95,17 +96,21 @@ def _random_layer(
     layer: dict = {name: _norm_scale(next(keys), size) for name, size in norms.items()}
     for fused, members in fused_of(model_config, number).items():
         rows, own_format = sum(shapes[name][0] for name in members), format
-        if fused not in FUSED:
+        if fused not in PACKED:
             own_format = "bf16"
         layer[fused] = _projection(next(keys), rows, shapes[members[0]][1], own_format, dtype)
         if fused == "qkv_proj" and "qkv_bias" in others:
             layer["qkv_bias"] = normal(next(keys), (rows,), dtype)
+    for name, (experts, rows, columns) in stack_shapes(model_config, number).items():
+        layer[name] = _projection(next(keys), experts * rows, columns, format, dtype)
     random_arrays = {
         "conv": lambda key, shape: normal(key, shape, dtype, 0.5),
         # A state keeps between about half and almost all of itself at a token.
         "a_log": lambda key, shape: jax.random.uniform(key, shape, minval=-5.0, maxval=-0.5),
         "dt_bias": lambda key, shape: normal(key, shape, jnp.float32, 1.0),
         "gated_norm": lambda key, shape: _norm_scale(key, shape[0]),
+        "router": lambda key, shape: normal(key, shape, dtype),
+        "shared_gate": lambda key, shape: normal(key, shape, dtype),
     }
     for name in (name for name in others if name not in layer):
         layer[name] = random_arrays[name](next(keys), others[name])

@@ -1,6 +1,6 @@
 """y = x W^T for a frozen weight W in 4 bits (NVFP4, MXFP4 or NF4), with LoRA and bias."""
 
-from pallas_kernels.fp4_matmul.api import fp4_matmul
+from pallas_kernels.fp4_matmul.api import dense, fp4_matmul
 from pallas_kernels.fp4_matmul.dispatch import (
     KERNEL_VARIABLE,
     chosen_kernel,
@@ -37,6 +37,7 @@ __all__ = [
     "Swiglu",
     "TileConfig",
     "chosen_kernel",
+    "dense",
     "dequantize",
     "device_kernel",
     "dot",

@@ -180,11 +180,23 @@ def kernel_transposed(
     """
     dy, codes = jax.lax.optimization_barrier((dy, weight.codes))
     weight = dataclasses.replace(weight, codes=codes)
+    return reference.dot(dy, _dense(weight, inputs, implementation).T)
+
+
+def dense(weight: Fp4Weight | Fp4Tiles, dtype: DTypeLike) -> jax.Array:
+    """Returns the values [N, K] of a weight in `dtype`, by the kernel of the default device."""
+    implementation = dispatch.implementation_of(weight, jax.ShapeDtypeStruct((), dtype))
+    if isinstance(weight, Fp4Tiles):
+        if implementation != "xla":
+            return _dense(weight, weight.inputs, implementation)
+        weight = layout.from_tiles(weight)
+    return reference.dequantize(weight, dtype)
+
+
+def _dense(weight: Fp4Tiles, inputs: int, implementation: str) -> jax.Array:
     if implementation == "mosaic":
-        dense = dispatch.kernel().dequantize(weight, inputs=inputs, num_sms=device.num_sms())
-    else:
-        dense = dispatch.mma_kernel().dequantize(weight, inputs=inputs)
-    return reference.dot(dy, dense.T)
+        return dispatch.kernel().dequantize(weight, inputs=inputs, num_sms=device.num_sms())
+    return dispatch.mma_kernel().dequantize(weight, inputs=inputs)
 
 
 _kernel_matmul.defvjp(_kernel_matmul_fwd, _kernel_matmul_bwd)

@@ -215,13 +215,16 @@ FIELDS: tuple[Section | Field, ...] = (
         "lora.targets",
         ModelDefault(
             "('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'), with "
-            "'in_proj_qkv', 'in_proj_z', 'out_proj' after them of Qwen3.5 and Qwen3.6",
+            "'in_proj_qkv', 'in_proj_z', 'out_proj' after them of Qwen3.5 and Qwen3.6; a mixture "
+            "of experts has those of its shared expert instead of those of the MLP",
             lora_targets,
         ),
-        "Projections that have an adapter. Those from in_proj_qkv on are of recurrent layers.",
+        "Projections that have an adapter. Those from in_proj_qkv on are of recurrent layers; a "
+        "mixture of experts has none of 'gate_proj', 'up_proj', 'down_proj'.",
         choices=(
             *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
             *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+            *(f"shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
         ),
         read_if=_ADAPTER,
     ),

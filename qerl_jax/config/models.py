@@ -20,12 +20,15 @@ SOURCES = {
     "qwen3-8b": "Qwen/Qwen3-8B",
     "qwen3-14b": "Qwen/Qwen3-14B",
     "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
     "qwen3.5-0.8b": "Qwen/Qwen3.5-0.8B",
     "qwen3.5-2b": "Qwen/Qwen3.5-2B",
     "qwen3.5-4b": "Qwen/Qwen3.5-4B",
     "qwen3.5-9b": "Qwen/Qwen3.5-9B",
     "qwen3.5-27b": "Qwen/Qwen3.5-27B",
+    "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
     "qwen3.6-27b": "Qwen/Qwen3.6-27B",
+    "qwen3.6-35b-a3b": "Qwen/Qwen3.6-35B-A3B",
     "llama3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
 }
@@ -41,10 +44,18 @@ _ATTENTION_AND_MLP = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_p
 _OF_RECURRENCE = ("in_proj_qkv", "in_proj_z", "out_proj")
 
 
+# Those of a mixture, whose routed experts have no adapter.
+_ATTENTION = _ATTENTION_AND_MLP[:4]
+_OF_SHARED_EXPERT = tuple(f"shared_expert.{name}" for name in _ATTENTION_AND_MLP[4:])
+
+
 def lora_targets(model: str) -> tuple[str, ...]:
     """Returns the projections that have an adapter by default."""
     is_hybrid = model.startswith(("qwen3.5-", "qwen3.6-"))
-    return (*_ATTENTION_AND_MLP, *(_OF_RECURRENCE if is_hybrid else ()))
+    of_recurrence = _OF_RECURRENCE if is_hybrid else ()
+    if model.endswith("-a3b"):
+        return (*_ATTENTION, *of_recurrence, *(_OF_SHARED_EXPERT if is_hybrid else ()))
+    return (*_ATTENTION_AND_MLP, *of_recurrence)
 
 
 def calibration_of(model: str) -> str:

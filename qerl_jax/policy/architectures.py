@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from qerl_jax.policy.config import ModelConfig, RecurrentConfig, RopeScaling
+from qerl_jax.policy.config import ExpertsConfig, ModelConfig, RecurrentConfig, RopeScaling
 
 
 def _qwen2(vocab: int, embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
@@ -62,6 +62,17 @@ def _qwen3_5(
     )
 
 
+def _mixture(dense: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
+    """Returns an architecture whose MLPs are mixtures of experts, with a head of its own."""
+    return dataclasses.replace(
+        dense,
+        model_type=f"{dense.model_type}_moe",
+        tie_embeddings=False,
+        experts=experts,
+    )
+
+
+_QWEN_35B = _mixture(_qwen3_5(2048, 4608, 40, 16, 2, 32), ExpertsConfig(256, 8, 512, 512, True))
 _QWEN_27B = _qwen3_5(5120, 17408, 64, 24, 4, 48)
 _LLAMA_8B = ModelConfig(
     model_type="llama",
@@ -114,12 +125,17 @@ ARCHITECTURES = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8),
+    "qwen3-30b-a3b": _mixture(
+        _qwen3(2048, 6144, 48, 32, 4), ExpertsConfig(128, 8, 768, 0, normalized=True)
+    ),
     "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, 8, 2, 16),
     "qwen3.5-2b": _qwen3_5(2048, 6144, 24, 8, 2, 16),
     "qwen3.5-4b": _qwen3_5(2560, 9216, 32, 16, 4, 32),
     "qwen3.5-9b": _qwen3_5(4096, 12288, 32, 16, 4, 32),
     "qwen3.5-27b": _QWEN_27B,
+    "qwen3.5-35b-a3b": _QWEN_35B,
     "qwen3.6-27b": _QWEN_27B,
+    "qwen3.6-35b-a3b": _QWEN_35B,
     "mistral-7b": dataclasses.replace(
         _LLAMA_8B,
         model_type="mistral",

@@ -7,19 +7,22 @@ from typing import Any
 
 from qerl_jax.errors import UserError
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_5")
+MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_5", "qwen3_moe", "qwen3_5_moe")
+NESTED_TYPES = ("qwen3_5", "qwen3_5_moe")  # a file may hold other parts beside the text model
 # Qwen3.5's files say 'qwen3_5' where a vision tower and an MTP head are beside the text model,
 # whose own config is then in `text_config`, and 'qwen3_5_text' where there is the text model alone.
-_TEXT_TYPES = {"qwen3_5_text": "qwen3_5"}
+_TEXT_TYPES = {f"{name}_text": name for name in NESTED_TYPES}
 _ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
 }
-NESTED_TYPES = ("qwen3_5",)  # a file may hold other parts beside the text model
-_HEAD_DIMS = {"qwen3": 128, "qwen3_5": 256}  # where a file does not state them
+# Where a file does not state them; Qwen3Moe divides the width by the heads then.
+_HEAD_DIMS = {"qwen3": 128, "qwen3_5": 256, "qwen3_5_moe": 256}
 _LARGEST_NUMBER = 1e30
 
 
@@ -91,14 +94,44 @@ class RecurrentConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """The shapes of an MLP that is a mixture of experts (https://arxiv.org/abs/1701.06538)."""
+
+    count: int  # number E of experts
+    top_k: int  # number k of the experts that a token has
+    width: int  # width F of an expert
+    shared_width: int  # width of the expert that every token has; 0 without one
+    # Whether the weights of the chosen experts add up to 1; else they are their parts of the
+    # softmax over all experts.
+    normalized: bool
+
+    def __post_init__(self):
+        for field, least in (("count", 1), ("top_k", 1), ("width", 1), ("shared_width", 0)):
+            if getattr(self, field) < least:
+                raise UserError(
+                    f"model config: {field} of the experts is {getattr(self, field)}, must be at "
+                    f"least {least}"
+                )
+        if self.top_k > self.count:
+            raise UserError(
+                f"model config: {self.top_k} experts of a token are more than all {self.count}"
+            )
+
+    @property
+    def active_width(self) -> int:
+        """Width of all experts of a token together."""
+        return self.top_k * self.width + self.shared_width
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The architecture of a Qwen2, Qwen3, Qwen3.5, Llama or Mistral decoder.
 
     Attributes:
-        model_type: 'qwen2', 'qwen3', 'qwen3_5', 'llama' or 'mistral'.
+        model_type: one of `MODEL_TYPES`.
         vocab_size: number V of rows in the embedding.
         embed_dim: width D of the residual stream.
-        mlp_dim: width F of the MLP.
+        mlp_dim: width F of the MLP; with experts, `ExpertsConfig.active_width`.
         num_layers: number L of layers.
         num_heads: number of query heads.
         num_kv_heads: number of key and value heads, a divisor of num_heads.
@@ -120,6 +153,7 @@ class ModelConfig:
             the head and whose sigmoid multiplies the head's output.
         centered_norms: whether checkpoints store the scales of norms minus 1. The parameter tree
             has the scales that multiply.
+        experts: shapes of the experts that every MLP is a mixture of, or None.
     """
 
     model_type: str
@@ -143,6 +177,7 @@ class ModelConfig:
     rotary_dim: int = 0
     gated_attention: bool = False
     centered_norms: bool = False
+    experts: ExpertsConfig | None = None
 
     @property
     def digest(self) -> str:
@@ -205,12 +240,13 @@ def from_hf_config(hf: dict[str, Any]) -> ModelConfig:
     num_heads = _integer(hf, "num_attention_heads")
     embed_dim = _integer(hf, "hidden_size")
     rope_theta, rope_scaling = _rope(hf, model_type)
-    hybrid = _hybrid(hf) if model_type == "qwen3_5" else {}
+    hybrid = _hybrid(hf) if model_type in NESTED_TYPES else {}
+    experts = _experts(hf, model_type) if model_type.endswith("_moe") else None
     return ModelConfig(
         model_type=model_type,
         vocab_size=_integer(hf, "vocab_size"),
         embed_dim=embed_dim,
-        mlp_dim=_integer(hf, "intermediate_size"),
+        mlp_dim=experts.active_width if experts else _integer(hf, "intermediate_size"),
         num_layers=_integer(hf, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=_integer(hf, "num_key_value_heads", default=num_heads),
@@ -222,8 +258,9 @@ def from_hf_config(hf: dict[str, Any]) -> ModelConfig:
         norm_eps=_number(hf, "rms_norm_eps", default=1e-6),
         tie_embeddings=_flag(hf, "tie_word_embeddings"),
         attention_bias=model_type == "qwen2",
-        qk_norm=model_type in ("qwen3", "qwen3_5"),
+        qk_norm=model_type.startswith("qwen3"),
         max_position=_integer(hf, "max_position_embeddings"),
+        experts=experts,
         **hybrid,
     )
 
@@ -254,7 +291,8 @@ def text_config_json(hf: dict[str, Any]) -> dict[str, Any]:
     text = text_section(hf)
     if text is hf:
         return hf
-    text |= {"architectures": [_ARCHITECTURES["qwen3_5"]], "model_type": "qwen3_5_text"}
+    model_type = hf["model_type"]
+    text |= {"architectures": [_ARCHITECTURES[model_type]], "model_type": f"{model_type}_text"}
     rope = text.get("rope_parameters") or {}
     text["rope_parameters"] = {k: v for k, v in rope.items() if not k.startswith("mrope")}
     if text["rope_parameters"].get("rope_type") == "mrope":
@@ -291,6 +329,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
             "high_freq_factor": config.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": config.rope_scaling.original_max_position,
         }
+    if config.experts is not None:
+        hf |= _expert_fields(config.experts)
     if config.recurrent is not None:
         return _hybrid_fields(hf, config, config.recurrent)
     match config.model_type:
@@ -300,9 +340,45 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
             hf |= {"sliding_window": None}
         case _:
             hf |= {"use_sliding_window": False, "sliding_window": None}
-    if config.model_type == "qwen3":
+    if config.model_type in ("qwen3", "qwen3_moe"):
         hf["attention_bias"] = False
+    if config.experts is not None:
+        # The family also has layers with a plain MLP, and takes no sum of 1 for granted.
+        hf |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        hf["norm_topk_prob"] = config.experts.normalized
     return hf
+
+
+def _experts(hf: dict[str, Any], model_type: str) -> ExpertsConfig:
+    """Returns the experts of a config.json, with the defaults of transformers."""
+    of_qwen3 = model_type == "qwen3_moe"
+    for key, expected in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if hf.get(key) not in (None, expected):
+            raise UserError(
+                f"config.json: {key}={hf[key]!r:.50} is not supported: every MLP must be a mixture "
+                f"of experts, {key}={expected}"
+            )
+    # transformers 5 writes the number of experts of Qwen3Moe under the other name.
+    count = hf.get("num_experts", hf.get("num_local_experts"))
+    shared = "shared_expert_intermediate_size"
+    return ExpertsConfig(
+        count=_integer({"num_experts": count}, "num_experts", default=128 if of_qwen3 else 256),
+        top_k=_integer(hf, "num_experts_per_tok", default=8),
+        width=_integer(hf, "moe_intermediate_size", default=768 if of_qwen3 else 512),
+        shared_width=0 if of_qwen3 else _integer(hf, shared, default=512),
+        normalized=_flag(hf, "norm_topk_prob") if of_qwen3 else True,
+    )
+
+
+def _expert_fields(experts: ExpertsConfig) -> dict[str, Any]:
+    """Returns what the config.json of a mixture has in every family."""
+    return {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.width,
+        "shared_expert_intermediate_size": experts.shared_width,
+        "output_router_logits": False,
+    }
 
 
 def _hybrid(hf: dict[str, Any]) -> dict[str, Any]:
@@ -365,7 +441,7 @@ def _hybrid_fields(
     scaling = hf["rope_scaling"] or {}
     hf = {key: value for key, value in hf.items() if key not in ("rope_theta", "rope_scaling")}
     return hf | {
-        "model_type": "qwen3_5_text",
+        "model_type": f"{config.model_type}_text",
         "attention_bias": False,
         "attn_output_gate": True,
         "layer_types": kinds,
@@ -392,7 +468,7 @@ def _reject_unsupported(hf: dict[str, Any], model_type: str) -> None:
         # Qwen2 has biases on q, k and v whatever its config says; no other bias is supported.
         if _flag(hf, flag) and not (model_type == "qwen2" and flag == "attention_bias"):
             raise UserError(f"config.json: {flag}=true is not supported for {model_type}")
-    if model_type == "qwen3_5":
+    if model_type in NESTED_TYPES:
         return  # `_hybrid` reads partial rotation and kinds of layers; there is no window
     rotated = hf.get("partial_rotary_factor", 1.0)
     if rotated != 1.0:
@@ -431,12 +507,12 @@ def _rope(hf: dict[str, Any], model_type: str) -> tuple[float, RopeScaling | Non
     theta = rope["rope_theta"] if "rope_theta" in rope else hf.get("rope_theta", 10000.0)
     theta = _number({"rope_theta": theta}, "rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    whole = model_type == "qwen3_5" or rope.get("partial_rotary_factor", 1.0) == 1.0
+    whole = model_type in NESTED_TYPES or rope.get("partial_rotary_factor", 1.0) == 1.0
     if not whole or any(isinstance(value, dict) for value in rope.values()):
         raise UserError(f"config.json: rope parameters {rope!r:.200} are not supported")
     if kind == "default":
         return theta, None
-    if model_type == "qwen3_5" and kind == "mrope":
+    if model_type in NESTED_TYPES and kind == "mrope":
         return theta, None  # of a text the three positions of a token are one
     if kind != "llama3":
         raise UserError(

@@ -9,10 +9,11 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers.kinds import (
     ALL_FUSED,
     ARRAYS,
-    FUSED,
+    PACKED,
     array_shapes,
     fused_counts,
     projection_shapes,
+    stack_shapes,
 )
 from qerl_jax.policy.lora import check_targets
 
@@ -29,7 +30,7 @@ def weight_bytes(config: ModelConfig, *, format: str, itemsize: int) -> int:
     """
     dense, norms = _unpacked_numbers(config)
     projections = sum(
-        count * _projection_bytes(*shape, format if fused in FUSED else "bf16", itemsize)
+        count * _projection_bytes(*shape, format if fused in PACKED else "bf16", itemsize)
         for fused, shape, count in _projections(config)
     )
     return itemsize * dense + 4 * norms + projections
@@ -42,7 +43,7 @@ def packed_bytes(config: ModelConfig, format: str) -> int:
     return sum(
         count * _projection_bytes(*shape, format, 0)
         for fused, shape, count in _projections(config)
-        if fused in FUSED
+        if fused in PACKED
     )
 
 
@@ -54,7 +55,7 @@ def dense_layers_bytes(config: ModelConfig, itemsize: int) -> int:
 def packed_numbers(config: ModelConfig) -> int:
     """Returns how many weights a format of 4 bits packs."""
     sizes = _projections(config)
-    return sum(count * math.prod(shape) for fused, shape, count in sizes if fused in FUSED)
+    return sum(count * math.prod(shape) for fused, shape, count in sizes if fused in PACKED)
 
 
 def head_copy_bytes(config: ModelConfig, head_format: str) -> int:
@@ -76,9 +77,14 @@ def trained_numbers(
         targets: projections with an adapter.
 
     Raises:
-        UserError: the model does not have a target, or norms are to be trained whose scales its
-            checkpoints store minus 1.
+        UserError: the model does not have a target, norms are to be trained whose scales its
+            checkpoints store minus 1, or experts are to be trained.
     """
+    if parameters == "full" and any(stack_shapes(config, n) for n in range(config.num_layers)):
+        raise UserError(
+            f"train.parameters='full': the experts of a {config.model_type} have no gradient; pass "
+            "train.parameters=lora"
+        )
     if parameters == "lora+norms" and config.centered_norms:
         raise UserError(
             f"train.parameters='lora+norms': the norms of a {config.model_type} are stored minus "
@@ -118,11 +124,14 @@ def fused_adapter_bytes(
 
 
 def _projections(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int], int]]:
-    """Yields the name, the shape and the number of layers of each fused weight."""
+    """Yields the name, the shape and the number of layers of each weight, stacks too."""
     shapes = projection_shapes(config)
     for fused, count in fused_counts(config).items():
         rows = sum(shapes[name][0] for name in ALL_FUSED[fused])
         yield fused, (rows, shapes[ALL_FUSED[fused][0]][1]), count
+    for layer in range(config.num_layers):
+        for name, (experts, rows, columns) in stack_shapes(config, layer).items():
+            yield name, (experts * rows, columns), 1
 
 
 def _projection_bytes(rows: int, columns: int, format: str, itemsize: int) -> int:

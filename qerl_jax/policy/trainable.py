@@ -10,6 +10,7 @@ from flax import struct
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor
 
@@ -37,7 +38,7 @@ def trained_params(params: dict, parameters: str) -> dict:
         parameters: 'lora', 'lora+norms' or 'full'.
 
     Raises:
-        UserError: `parameters` is unknown, or it is 'full' and weights are packed.
+        UserError: `parameters` is unknown, or it is 'full' and weights are packed or of experts.
     """
     match parameters:
         case "lora":
@@ -51,6 +52,11 @@ def trained_params(params: dict, parameters: str) -> dict:
             raise UserError(
                 f"unknown train.parameters {parameters!r}: choose from {', '.join(PARAMETERS)}"
             )
+    if parameters == "full" and any(kinds.STACKS.keys() & layer for layer in params["layers"]):
+        raise UserError(
+            "train.parameters='full' trains the weights, but those of experts have no gradient: "
+            "pass train.parameters=lora"
+        )
     if any(isinstance(leaf, QuantTensor) for leaf in _leaves(part)):
         raise UserError(
             "train.parameters='full' trains the weights, but packed weights have no gradient: pass "

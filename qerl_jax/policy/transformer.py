@@ -29,7 +29,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.attention import rotary_angles
 from qerl_jax.policy.layers.kinds import Layer
-from qerl_jax.policy.layers.linear import PRODUCTS, rms_norm
+from qerl_jax.policy.layers.linear import PRODUCTS, ROUTES, rms_norm
 from qerl_jax.policy.layers.part import Kept, Own
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor, dequantize, kernel_weight
@@ -88,7 +88,7 @@ def hidden_states(
     Returns:
         [B, T, D] hidden states, which are undefined after a row's end.
     """
-    x, _ = _run_layers(params, lora, tokens, lengths, config=config)
+    x, _, _ = _run_layers(params, lora, tokens, lengths, config=config)
     return rms_norm(enter_shards(x, config), params["norm"], config.norm_eps)
 
 
@@ -101,7 +101,8 @@ def packed_hidden_states(
     *,
     config: ModelConfig,
     recompute: tuple[str, ...] = (),
-) -> jax.Array:
+    routes: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
     """Computes the last layer's output after the final norm for a packed buffer.
 
     Args:
@@ -114,11 +115,14 @@ def packed_hidden_states(
         recompute: names from `PRODUCTS`. The backward pass keeps the input of each layer and the
             results of its products, except these, which it computes again. Everything between the
             products (norms, rotations, activations) is always computed again.
+        routes: int32 [L, N, k], the experts of each token in every layer, as a rollout returned
+            them; at padding any. None for those that the routers choose.
 
     Returns:
-        [N, D] hidden states.
+        [N, D] hidden states, and the experts that the routers choose, int32 [L, N, k] or None,
+        whatever `routes` are.
     """
-    keep = [name for name in PRODUCTS if name not in recompute]
+    keep = [*(name for name in PRODUCTS if name not in recompute), ROUTES]
     angles = rotary_angles(positions[None], config)
 
     # The adapter is fused inside of the checkpoint, so that the backward pass fuses it again and
@@ -128,17 +132,22 @@ def packed_hidden_states(
         policy=jax.checkpoint_policies.save_only_these_names(*keep),
         static_argnums=0,
     )
-    def layer_fn(kind, layer, lora, x):
+    def layer_fn(kind, layer, lora, x, routes):
         adapters = lora_lib.fuse(lora, config, x.dtype)[0]
         layout = layouts[kind.mixer]
-        return _layer(layer, adapters, x, layout, angles, kind=kind, config=config)[0]
+        arrays = layer, adapters, x, layout, angles, routes
+        x, _, chosen = _layer(*arrays, kind=kind, config=config)
+        return x, None if chosen is None else chosen[0]
 
     layouts = {mixer: mixer.layout_of(segments, config) for mixer in kinds.mixers_of(config)}
-    x = embed(params["embed_tokens"], tokens[None], config)
+    x, found = embed(params["embed_tokens"], tokens[None], config), []
     for number, (kind, layer) in enumerate(_layers(params, config)):
         lora_of_layer = lora and Lora(layers=[lora.layers[number]], scale=lora.scale)
-        x = layer_fn(kind, layer, lora_of_layer, x)
-    return rms_norm(enter_shards(x[0], config), params["norm"], config.norm_eps)
+        own_routes = None if routes is None else routes[number, None]
+        x, chosen = layer_fn(kind, layer, lora_of_layer, x, own_routes)
+        found.append(chosen)
+    x = rms_norm(enter_shards(x[0], config), params["norm"], config.norm_eps)
+    return x, _stacked(found)
 
 
 @jax.named_scope("head")
@@ -186,7 +195,7 @@ def prefill(
     *,
     config: ModelConfig,
     cache_positions: int,
-) -> tuple[jax.Array, Cache]:
+) -> tuple[jax.Array, Cache, jax.Array | None]:
     """Runs the policy on prompts and keeps what their rows go on from.
 
     Args:
@@ -198,14 +207,15 @@ def prefill(
         cache_positions: S >= T, number of positions of the cache.
 
     Returns:
-        float32 logits [B, V] after each prompt's last token, and the cache.
+        float32 logits [B, V] after each prompt's last token, the cache, and the experts that the
+        tokens were routed to, int32 [L, B, T, k] or None.
     """
-    x, layers = _run_layers(params, lora, tokens, lengths, config=config)
+    x, layers, routes = _run_layers(params, lora, tokens, lengths, config=config)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     pairs = zip(kinds.layers_of(config), layers, strict=True)
     layers = [kind.mixer.in_cache(kept, cache_positions) for kind, kept in pairs]
     last = logits(params, rms_norm(last, params["norm"], config.norm_eps))
-    return whole_vocabulary(last, config), Cache(layers=layers, lengths=lengths)
+    return whole_vocabulary(last, config), Cache(layers=layers, lengths=lengths), routes
 
 
 def decode_step(
@@ -215,7 +225,7 @@ def decode_step(
     cache: Cache,
     *,
     config: ModelConfig,
-) -> tuple[jax.Array, Cache]:
+) -> tuple[jax.Array, Cache, jax.Array | None]:
     """Appends one token to every row.
 
     Args:
@@ -227,7 +237,8 @@ def decode_step(
         config: the architecture.
 
     Returns:
-        float32 logits [B, V] after the token, and the cache with the token.
+        float32 logits [B, V] after the token, the cache with the token, and the experts that the
+        tokens were routed to, int32 [L, B, k] or None.
     """
     angles = rotary_angles(cache.lengths[:, None], config)
     x = embed(params["embed_tokens"], tokens, config)
@@ -237,18 +248,19 @@ def decode_step(
     ):
         x, layers = _fused_layers(params, lora_layers, x, cache, angles, config=config)
         # A head for a few rows is slow in some libraries, and never faster than for 16.
-        x = jnp.pad(x, ((0, max(0, 16 - len(tokens))), (0, 0)))
+        x, routes = jnp.pad(x, ((0, max(0, 16 - len(tokens))), (0, 0))), None
     else:
-        x, layers = x[:, None], []
+        x, layers, routes = x[:, None], [], []
         parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
         for (kind, layer), adapters, kept in parts:
             arrays = layer, adapters, kept, x, cache.lengths, angles
-            x, kept = _decode_layer(*arrays, kind=kind, config=config)
+            x, kept, chosen = _decode_layer(*arrays, kind=kind, config=config)
             layers.append(kept)
-        x = x[:, 0]
+            routes.append(None if chosen is None else chosen[:, 0])
+        x, routes = x[:, 0], _stacked(routes)
     x = rms_norm(x, params["norm"], config.norm_eps)
     cache = Cache(layers=layers, lengths=cache.lengths + 1)
-    return whole_vocabulary(logits(params, x)[: len(tokens)], config), cache
+    return whole_vocabulary(logits(params, x)[: len(tokens)], config), cache, routes
 
 
 def extend(
@@ -260,7 +272,7 @@ def extend(
     cache: Cache,
     *,
     config: ModelConfig,
-) -> tuple[jax.Array, Cache]:
+) -> tuple[jax.Array, Cache, jax.Array | None]:
     """Appends several tokens to every row of a cache.
 
     Args:
@@ -275,18 +287,21 @@ def extend(
         config: the architecture.
 
     Returns:
-        float32 logits [B, V], and the cache with the tokens.
+        float32 logits [B, V], the cache with the tokens, and the experts that the tokens were
+        routed to, int32 [L, B, T, k] or None.
     """
     angles = rotary_angles(positions, config)
-    x, layers = embed(params["embed_tokens"], tokens, config), []
+    x, layers, routes = embed(params["embed_tokens"], tokens, config), [], []
     parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
     for (kind, layer), adapters, kept in parts:
         arrays = layer, adapters, kept, x, positions, last, angles
-        x, kept = _extend_layer(*arrays, kind=kind, config=config)
+        x, kept, chosen = _extend_layer(*arrays, kind=kind, config=config)
         layers.append(kept)
+        routes.append(chosen)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     x = logits(params, rms_norm(x, params["norm"], config.norm_eps))
-    return whole_vocabulary(x, config), Cache(layers=layers, lengths=cache.lengths)
+    cache = Cache(layers=layers, lengths=cache.lengths)
+    return whole_vocabulary(x, config), cache, _stacked(routes)
 
 
 def layer_with_inputs(
@@ -314,7 +329,7 @@ def layer_with_inputs(
     """
     own = Own(layer, {}, config, inputs={})
     mixed, _ = kind.mixer.mix(own, x, lengths, angles)
-    return _add(kind, own, x, mixed), own.inputs or {}
+    return _add(kind, own, x, mixed)[0], own.inputs or {}
 
 
 def packed_weights(params: dict, *, rows: int = 0) -> list[QuantTensor | jax.Array]:
@@ -326,7 +341,7 @@ def packed_weights(params: dict, *, rows: int = 0) -> list[QuantTensor | jax.Arr
         params: the policy.
         rows: number of rows of x in the products; a kernel may read weights for few rows only.
     """
-    packed: list = [leaf for leaf in _leaves(params)[0] if _is_packed(leaf, rows)]
+    packed: list = [leaf for path, leaf in _leaves(params)[0] if _is_packed(path, leaf, rows)]
     head, dtype = params.get("lm_head", params["embed_tokens"]), params["embed_tokens"].dtype
     if packed and not isinstance(head, QuantTensor) and device.product_dtype(dtype) != dtype:
         packed.append(head)
@@ -358,7 +373,7 @@ def dequantize_params(
     leaves, treedef = _leaves(params)
     dense = iter(dequantize_all(packed_weights(params, rows=rows)))
     dequantized = treedef.unflatten(
-        [next(dense) if _is_packed(leaf, rows) else leaf for leaf in leaves]
+        [next(dense) if _is_packed(path, leaf, rows) else leaf for path, leaf in leaves]
     )
     head = next(dense, None)
     return dequantized if head is None else dequantized | {"lm_head": head}
@@ -374,13 +389,15 @@ def dense_weight(weight: QuantTensor | jax.Array, dtype: jnp.dtype) -> jax.Array
 
 
 def _leaves(params):
-    return jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
+    return jax.tree.flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
 
 
-def _is_packed(leaf, rows):
+def _is_packed(path, leaf, rows):
     if not isinstance(leaf, QuantTensor):
         return False
-    return leaf.tiles is None or not fp4_matmul.reads_tiles(rows)
+    # A grouped product reads the tiles of experts a part at a time, however many rows it has.
+    reads_tiles = fp4_matmul.reads_tiles(rows) or path[-1].key in kinds.STACKS
+    return leaf.tiles is None or not reads_tiles
 
 
 def _layers(params, config):
@@ -389,24 +406,31 @@ def _layers(params, config):
 
 
 def _run_layers(params, lora, tokens, lengths, *, config):
-    """Returns the states [B, T, D] after the layers, and what the rows keep in each of them."""
+    """Returns the states [B, T, D] after the layers, what the rows keep in each, and the routes."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     angles = rotary_angles(positions, config)
-    x, layers = embed(params["embed_tokens"], tokens, config), []
+    x, layers, routes = embed(params["embed_tokens"], tokens, config), [], []
     lora_layers = lora_lib.fuse(lora, config, x.dtype)
     for (kind, layer), adapters in zip(_layers(params, config), lora_layers, strict=True):
-        x, kept = _layer(layer, adapters, x, lengths, angles, kind=kind, config=config)
+        x, kept, chosen = _layer(layer, adapters, x, lengths, angles, kind=kind, config=config)
         layers.append(kept)
-    return x, layers
+        routes.append(chosen)
+    return x, layers, _stacked(routes)
+
+
+def _stacked(routes):
+    """The routes of the layers [L, ...], or None for a model without experts."""
+    return None if any(chosen is None for chosen in routes) else jnp.stack(routes)
 
 
 # One jit per layer function: the layers of a kind share a trace and a lowering.
 @functools.partial(jax.jit, static_argnames=("kind", "config"))
-def _layer(layer, adapters, x, visible, angles, *, kind, config):
+def _layer(layer, adapters, x, visible, angles, routes=None, *, kind, config):
     """One layer over whole rows, or over one packed buffer; see `part.Mixer.mix`."""
     own = Own(layer, adapters, config)
     mixed, kept = kind.mixer.mix(own, x, visible, angles)
-    return _add(kind, own, x, mixed), kept
+    x, routes = _add(kind, own, x, mixed, routes)
+    return x, kept, routes
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "config"))
@@ -414,7 +438,8 @@ def _decode_layer(layer, adapters, kept, x, lengths, angles, *, kind, config):
     """One layer over one new token per row; see `part.Mixer.mix_step`."""
     own = Own(layer, adapters, config)
     mixed, kept = kind.mixer.mix_step(own, x, kept, lengths, angles)
-    return _add(kind, own, x, mixed), kept
+    x, routes = _add(kind, own, x, mixed)
+    return x, kept, routes
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "config"))
@@ -422,13 +447,15 @@ def _extend_layer(layer, adapters, kept, x, positions, last, angles, *, kind, co
     """One layer over several new tokens per row; see `part.Mixer.mix_extend`."""
     own = Own(layer, adapters, config)
     mixed, kept = kind.mixer.mix_extend(own, x, kept, positions, last, angles)
-    return _add(kind, own, x, mixed), kept
+    x, routes = _add(kind, own, x, mixed)
+    return x, kept, routes
 
 
-def _add(kind, own, x, mixed):
-    """Adds what the mixer and the MLP return to x."""
+def _add(kind, own, x, mixed, routes=None):
+    """Adds what the mixer and the MLP return to x; returns the routes of the MLP, too."""
     x = x + mixed
-    return x + kind.mlp.mlp(own, x)
+    added, routes = kind.mlp.mlp(own, x, routes)
+    return x + added, routes
 
 
 def _fused_layers(params, lora_layers, x, cache, angles, *, config):

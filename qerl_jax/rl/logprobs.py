@@ -164,7 +164,7 @@ def row_divergences(
 
 def _predicting_states(params, lora, buffer, *, model_config, recompute=()):
     """Returns the hidden states [N, D] of a buffer in the order of its predicted tokens."""
-    hidden = transformer.packed_hidden_states(
+    hidden, _ = transformer.packed_hidden_states(
         params,
         lora,
         buffer.tokens,

@@ -196,7 +196,7 @@ def prefill(
             computed once, and the prompts are extended from them.
     """
     whole = (tokens, lengths) if not shared else (tokens[:1, :shared], jnp.full(1, shared))
-    logits, cache = transformer.prefill(
+    logits, cache, _ = transformer.prefill(
         params, lora, *whole, config=model_config, cache_positions=width
     )
     if shared:
@@ -204,7 +204,7 @@ def prefill(
         positions = jnp.arange(shared, tokens.shape[1])
         positions = jnp.where(positions < lengths[:, None], positions, width)
         fused = lora_lib.fuse(lora, model_config, params["embed_tokens"].dtype)
-        logits, cache = transformer.extend(
+        logits, cache, _ = transformer.extend(
             *(params, fused, tokens[:, shared:], positions, lengths - shared - 1, cache),
             config=model_config,
         )
@@ -302,7 +302,7 @@ def decode_chunk(
 
     def step(carry, _):
         cache, counts, last, ended = carry
-        logits, cache = transformer.decode_step(
+        logits, cache, _ = transformer.decode_step(
             params, lora_layers, last, cache, config=config.model
         )
         samples = _sample(key, logits, rows, counts, temperature, config)
@@ -352,7 +352,7 @@ def extend_rows(
     cache = Cache(
         layers=jax.tree.map(lambda x: x.at[cache_rows].get(mode="clip"), layers), lengths=last
     )
-    logits, cache = transformer.extend(
+    logits, cache, _ = transformer.extend(
         params, lora_layers, tokens, positions, last, cache, config=model_config
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import NESTED_TYPES, ModelConfig, from_hf_config
-from qerl_jax.policy.layers.kinds import FUSED
+from qerl_jax.policy.layers.kinds import PACKED
 from qerl_jax.system import json_file
 from qerl_jax.weights import gguf, names, packed, safetensors, tokenizer
 from qerl_jax.weights.model_source import locate
@@ -88,6 +88,7 @@ def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
     tensors, ignored = safetensors.read_folder(path), []
     if config.model_type in NESTED_TYPES:
         tensors, ignored = names.text_tensors(tensors)
+    tensors = names.expert_tensors(config, tensors)
     if layout == packed.MODELOPT:
         tensors = packed.from_modelopt(path, tensors)
     modules = frozenset() if layout is None else packed.packed_modules(tensors)
@@ -193,8 +194,9 @@ def _check_packed(checkpoint: Checkpoint) -> None:
     """Checks that every fused group of layer projections is packed as a whole or not at all."""
     modules = set(checkpoint.packed)
     for layer in range(checkpoint.config.num_layers):
-        for members in FUSED.values():
-            group = {names.layer_module(layer, member) for member in members}
+        arrays = names.stored_tensors(checkpoint.config, layer)
+        for array in (array for array in PACKED if array in arrays):
+            group = {tensor.removesuffix(".weight") for tensor in arrays[array]}
             if modules & group and not group <= modules:
                 raise UserError(
                     f"{checkpoint.path}: {_format_names(modules & group)} is in NVFP4 but "

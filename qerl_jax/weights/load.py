@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import math
 import os
 import pathlib
@@ -23,7 +24,7 @@ import numpy as np
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.layers.kinds import ALL_FUSED, FUSED
+from qerl_jax.policy.layers.kinds import ALL_FUSED, PACKED, STACKS
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
 from qerl_jax.system.live_line import progress_line, waiting
 from qerl_jax.system.processor import available_cores
@@ -233,7 +234,7 @@ def read_params(
 def _parts(checkpoint: Checkpoint, layer: int, dtype: np.dtype) -> Iterator[_Part]:
     """Yields the parts of a layer: each large array alone, and all small ones together."""
     arrays = names.stored_tensors(checkpoint.config, layer)
-    large = [name for name in arrays if name in (*ALL_FUSED, "embed_tokens", "lm_head")]
+    large = [name for name in arrays if name in (*ALL_FUSED, *STACKS, "embed_tokens", "lm_head")]
     small = {name: arrays[name] for name in arrays if name not in large}
     for part in (small, *({name: arrays[name]} for name in large)):
         stored_bytes = dense_bytes = 0
@@ -262,10 +263,12 @@ def _read_part(
     modules = [tensor.removesuffix(".weight") for tensor in tensors]
     if modules[0] in checkpoint.packed:
         weight = _read_packed(checkpoint, modules, stream)
-    elif name in FUSED and format != "bf16" and not checkpoint.packed:
+    elif name in PACKED and format != "bf16" and not checkpoint.packed:
         bits = [send(tensor, DTYPES["bfloat16"], np.uint16) for tensor in tensors]
         with stream.meter.busy("quantize"), name_in_errors(checkpoint, part.layer, name):
-            weight = jax.block_until_ready(quantize_bits(bits, format=format))
+            groups = itertools.batched(bits, len(PACKED[name]))
+            weights = [quantize_bits(group, format=format) for group in groups]
+            weight = jax.block_until_ready(jax.tree.map(lambda *parts: _joined(parts), *weights))
     else:
         return _read_dense(checkpoint.config, part, dtype, send, stream.meter)
     return {name: weight}, {}
@@ -324,6 +327,10 @@ def _stack(chunks: list[list[jax.Array]]) -> tuple[list[jax.Array], list[jax.Arr
     return arrays, [jnp.isfinite(array).all() for array in arrays]
 
 
+def _joined(parts: tuple[jax.Array, ...]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
 def _dtype_of(array: str, dtype: np.dtype) -> np.dtype:
     """The dtype of a dense array of the parameter tree."""
     return np.dtype(np.float32) if names.is_wide(array) else dtype
@@ -333,7 +340,7 @@ def _check_inputs(checkpoint: Checkpoint, format: str) -> None:
     """Checks before anything is read that a format can hold the projections."""
     for layer in range(checkpoint.config.num_layers):
         arrays = names.stored_tensors(checkpoint.config, layer)
-        for name in (name for name in FUSED if name in arrays):
+        for name in (name for name in PACKED if name in arrays):
             with name_in_errors(checkpoint, layer, name):
                 check_inputs(checkpoint.shapes[arrays[name][0]], format)
 
@@ -344,7 +351,7 @@ def name_in_errors(checkpoint: Checkpoint, layer: int, fused: str) -> Iterator[N
     try:
         yield
     except UserError as error:
-        location = f"layer {layer}, {'/'.join(FUSED[fused])}"
+        location = f"layer {layer}, {'/'.join(PACKED[fused])}"
         raise UserError(f"{checkpoint.path}: {location}: {error}") from error
 
 

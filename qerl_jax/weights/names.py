@@ -1,6 +1,7 @@
 """Hugging Face's tensor names for the parameter tree, used by loading, exports and adapters."""
 
 import itertools
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -16,10 +17,15 @@ _NORMS = (*LAYER_NORMS, "norm")
 _MODULES = {
     name: part.MODULE
     for part in kinds.PARTS
-    for name in (*itertools.chain(*(weight.members for weight in part.WEIGHTS)), *part.ARRAYS)
+    for name in (
+        *itertools.chain(*(weight.members for weight in part.WEIGHTS)),
+        *part.ARRAYS,
+        *(stack.name for stack in part.STACKS),
+    )
 }
 # Where the text model is in a checkpoint that also has a vision tower.
 _NESTED_ROOT = "model.language_model."
+_OF_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")
 _NOT_TEXT = ("model.visual.", "mtp.")
 
 
@@ -56,6 +62,37 @@ def text_tensors(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     }
     parts = zip(_NOT_TEXT, ("the vision tower", "the MTP head"), strict=True)
     return text, [part for start, part in parts if any(n.startswith(start) for n in tensors)]
+
+
+def expert_tensors(config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tensors of a checkpoint with one for each projection of each expert.
+
+    Those that stack all experts of a layer, [E, N, K], are cut into views.
+    """
+    found = dict(tensors)
+    stacks = {f"{_MODULES[s.name]}.{s.tensor}": s for s in kinds.STACKS.values()}
+    for path, tensor in tensors.items():
+        match = _OF_LAYER.fullmatch(path)
+        stack = stacks.get(match[2]) if match else None
+        if match is None or stack is None or (layer := int(match[1])) >= config.num_layers:
+            continue
+        shape = kinds.stack_shapes(config, layer).get(stack.name)
+        if shape is None or tensor.shape != shape:
+            continue  # The checks of the checkpoint name what is missing then.
+        parts = found.pop(path).reshape(-1, shape[1] // len(stack.members), shape[2])
+        modules = _experts(config, layer)[stack.name]
+        found |= {f"{name}.weight": part for name, part in zip(modules, parts, strict=True)}
+    return found
+
+
+def _experts(config: ModelConfig, layer: int) -> dict[str, list[str]]:
+    """Returns by name of a stack the modules of its experts' projections, in the order of rows."""
+    found = {}
+    for name, (count, _, _) in kinds.stack_shapes(config, layer).items():
+        stack = kinds.STACKS[name]
+        path = f"model.layers.{layer}.{_MODULES[name]}.{stack.tensor.rpartition('.')[0]}"
+        found[name] = [f"{path}.{e}.{member}" for e in range(count) for member in stack.members]
+    return found
 
 
 def dense_modules(config: ModelConfig) -> list[str]:
@@ -100,6 +137,8 @@ def stored_tensors(config: ModelConfig, layer: int) -> dict[str, list[str]]:
     arrays = {norm: [f"{layer_module(layer, norm)}.weight"] for norm in LAYER_NORMS}
     for fused, members in kinds.fused_of(config, layer).items():
         arrays[fused] = [f"{layer_module(layer, member)}.weight" for member in members]
+    for stack, modules in _experts(config, layer).items():
+        arrays[stack] = [f"{module}.weight" for module in modules]
     return arrays | {
         array: list(tensors) for array, tensors in other_tensors(config, layer).items()
     }
@@ -138,9 +177,14 @@ def expected_shapes(
         for tensors in other_tensors(config, layer).values():
             others |= tensors
         shapes |= {name: shape for name, shape in others.items() if not name.endswith(".bias")}
-        for projection in itertools.chain(*kinds.fused_of(config, layer).values()):
-            outputs, inputs = of_projections[projection]
-            module = layer_module(layer, projection)
+        modules = {
+            layer_module(layer, projection): of_projections[projection]
+            for projection in itertools.chain(*kinds.fused_of(config, layer).values())
+        }
+        for stack, (_, rows, columns) in kinds.stack_shapes(config, layer).items():
+            shape = rows // len(kinds.STACKS[stack].members), columns
+            modules |= dict.fromkeys(_experts(config, layer)[stack], shape)
+        for module, (outputs, inputs) in modules.items():
             if module in packed:
                 shapes[f"{module}.weight_packed"] = (outputs, inputs // 2)
                 shapes[f"{module}.weight_scale"] = (outputs, inputs // 16)

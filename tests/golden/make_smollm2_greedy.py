@@ -41,7 +41,7 @@ def write_weights(folder: pathlib.Path) -> None:
     from safetensors.numpy import save_file
 
     from qerl_jax.policy.config import to_hf_config
-    from qerl_jax.policy.layers.kinds import FUSED, projection_shapes
+    from qerl_jax.policy.layers.kinds import fused_of, projection_shapes
     from qerl_jax.policy.quant import dequantize
     from qerl_jax.weights import names
     from qerl_jax.weights.load import load
@@ -55,7 +55,7 @@ def write_weights(folder: pathlib.Path) -> None:
     for i, layer in enumerate(model.params["layers"]):
         for norm in names.LAYER_NORMS:
             tensors[f"{names.layer_module(i, norm)}.weight"] = np.asarray(layer[norm])
-        for fused, members in FUSED.items():
+        for fused, members in fused_of(model.config, 0).items():
             weight = np.asarray(dequantize(layer[fused], jnp.float32))
             ends = np.cumsum([shapes[member][0] for member in members])
             for member, part in zip(members, np.split(weight, ends[:-1]), strict=True):

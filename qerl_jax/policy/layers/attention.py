@@ -24,7 +24,7 @@ from pallas_kernels.device import cuda_capability
 from qerl_jax.policy.collectives import divided
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers.linear import normed, project, rms_norm
-from qerl_jax.policy.layers.part import Angles, Array, Memory, Own, Weight
+from qerl_jax.policy.layers.part import Angles, Array, Memory, Own, Stack, Weight
 
 
 def _qkv_rows(config: ModelConfig) -> tuple[int, ...]:
@@ -43,6 +43,7 @@ ARRAYS: dict[str, Array] = {
     "k_norm": Array(("k_norm.weight",), is_wide=True, may_be_centered=True),
     "qkv_bias": Array(("q_proj.bias", "k_proj.bias", "v_proj.bias"), by_rows=True, parts=_qkv_rows),
 }
+STACKS: tuple[Stack, ...] = ()
 REWINDS: bool = True
 SPREAD: float = 1.0
 

@@ -10,22 +10,29 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.layers import attention, mlp, recurrent
-from qerl_jax.policy.layers.part import Array, Kept, Mixer, Mlp, Part, Weight
+from qerl_jax.policy.layers import attention, experts, mlp, recurrent
+from qerl_jax.policy.layers.part import Array, Kept, Mixer, Mlp, Part, Stack, Weight
 
 # A new kind comes last: the order decides the random keys of adapters (`lora.init`) and the order
 # of the tensors of exports.
-PARTS: tuple[Part, ...] = (attention, mlp, recurrent)
+PARTS: tuple[Part, ...] = (attention, mlp, recurrent, experts)
 MIXERS: tuple[Mixer, ...] = (attention, recurrent)
 
 WEIGHTS: dict[str, Weight] = {weight.name: weight for part in PARTS for weight in part.WEIGHTS}
+STACKS: dict[str, Stack] = {stack.name: stack for part in PARTS for stack in part.STACKS}
 ARRAYS: dict[str, Array] = {name: array for part in PARTS for name, array in part.ARRAYS.items()}
 # The projections that a layer stores stacked in one weight, by the name of that weight; and those
 # of them that a format of 4 bits packs.
 ALL_FUSED = {weight.name: weight.members for weight in WEIGHTS.values()}
 FUSED = {name: members for name, members in ALL_FUSED.items() if WEIGHTS[name].packed}
-PROJECTIONS = tuple(name for members in FUSED.values() for name in members)
+# Those of layers of attention and a plain MLP.
+PROJECTIONS = tuple(
+    name for part in (attention, mlp) for weight in part.WEIGHTS for name in weight.members
+)
 ALL_PROJECTIONS = tuple(name for members in ALL_FUSED.values() for name in members)
+# All weights that a format of 4 bits packs: the projections that are quantized together, of a stack
+# those of one expert, by the name of the weight.
+PACKED = FUSED | {stack.name: stack.members for stack in STACKS.values()}
 
 
 class Layer(NamedTuple):
@@ -37,7 +44,8 @@ class Layer(NamedTuple):
 
 def layer_of(config: ModelConfig, number: int) -> Layer:
     """Returns the kinds of the parts of a layer by its number."""
-    return Layer(recurrent if number in config.recurrent_layers else attention, mlp)
+    mixer = recurrent if number in config.recurrent_layers else attention
+    return Layer(mixer, mlp if config.experts is None else experts)
 
 
 @functools.cache
@@ -74,7 +82,12 @@ def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def fused_of(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
     """Returns the part of `ALL_FUSED` that a layer has, by the number of the layer."""
-    own = {weight.name for part in layer_of(config, layer) for weight in part.WEIGHTS}
+    own = {
+        weight.name
+        for part in layer_of(config, layer)
+        for weight in part.WEIGHTS
+        if weight.members[0] in part.projection_shapes(config)
+    }
     return {fused: members for fused, members in ALL_FUSED.items() if fused in own}
 
 
@@ -83,6 +96,12 @@ def fused_counts(config: ModelConfig) -> dict[str, int]:
     own = [fused_of(config, layer) for layer in range(config.num_layers)]
     counts = {fused: sum(fused in weights for weights in own) for fused in ALL_FUSED}
     return {fused: count for fused, count in counts.items() if count}
+
+
+def stack_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int, int]]:
+    """Returns the shapes (E, N, K) of the stacks of experts that a layer has, by their names."""
+    parts = layer_of(config, layer)
+    return {stack.name: stack.shape(config) for part in parts for stack in part.STACKS}
 
 
 def member_bounds(fused: str, config: ModelConfig) -> list[int]:

@@ -12,6 +12,7 @@ from qerl_jax.policy.quant import QuantTensor, kernel_weight
 # The products of a layer whose results the backward pass reads, in the order of a layer. In every
 # kind of layer the first three are the input projection, what mixes tokens, and the output one.
 PRODUCTS = ("qkv_proj", "attention", "o_proj", "gate_up_proj")
+ROUTES = "routes"  # the experts of tokens, which the backward pass reads, too
 
 
 def linear(

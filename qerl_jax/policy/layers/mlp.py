@@ -12,7 +12,7 @@ from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 from qerl_jax.policy.collectives import divided
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers.linear import normed, project
-from qerl_jax.policy.layers.part import Array, Memory, Own, Weight
+from qerl_jax.policy.layers.part import Array, Memory, Own, Stack, Weight
 
 _GATE_UP = Weight("gate_up_proj", ("gate_proj", "up_proj"), "gate_up_proj", by_rows=True)
 _DOWN = Weight("down_proj", ("down_proj",), "down_proj", by_rows=False)
@@ -20,6 +20,7 @@ _DOWN = Weight("down_proj", ("down_proj",), "down_proj", by_rows=False)
 MODULE: str = "mlp"
 WEIGHTS: tuple[Weight, ...] = (_GATE_UP, _DOWN)
 ARRAYS: dict[str, Array] = {}
+STACKS: tuple[Stack, ...] = ()
 FUSES: bool = True
 
 
@@ -58,10 +59,16 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     )
 
 
-def mlp(own: Own, x: jax.Array) -> jax.Array:
+def mlp(
+    own: Own, x: jax.Array, routes: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     """As in `part.Mlp`."""
-    h = normed(own, "post_attention_layernorm", x)
-    gate, up = jnp.split(project(own, _GATE_UP, h), 2, axis=-1)
+    return gated(own, _GATE_UP, _DOWN, normed(own, "post_attention_layernorm", x)), None
+
+
+def gated(own: Own, gate_up: Weight, down: Weight, h: jax.Array) -> jax.Array:
+    """Returns the gated MLP of two weights for h [B, T, D]."""
+    gate, up = jnp.split(project(own, gate_up, h), 2, axis=-1)
     with jax.named_scope("mlp"):
         hidden = jax.nn.silu(gate) * up
-    return project(own, _DOWN, hidden)
+    return project(own, down, hidden)

@@ -40,6 +40,20 @@ class Weight(NamedTuple):
     stacked: tuple[tuple[str, Rows], ...] = ()
 
 
+class Stack(NamedTuple):
+    """A frozen weight [E N, K] that has the weights [N, K] of E experts, one after the other.
+
+    A format of 4 bits packs it. No adapter changes it, and no mesh cuts it.
+    """
+
+    name: str  # its name in the parameters of a layer
+    # Hugging Face names of the projections of an expert, in the order of its rows, which are as
+    # many of each.
+    members: tuple[str, ...]
+    tensor: str  # name, in the module of its part, of a stored tensor [E, N, K] with all of it
+    shape: Callable[[ModelConfig], tuple[int, int, int]]  # returns (E, N, K)
+
+
 class Array(NamedTuple):
     """An array of a layer that is no projection."""
 
@@ -79,6 +93,7 @@ class Part(Protocol):
     MODULE: str  # Hugging Face's name of its module in a layer
     WEIGHTS: tuple[Weight, ...]  # its projections
     ARRAYS: dict[str, Array]  # its other arrays by their name in the parameters
+    STACKS: tuple[Stack, ...]  # its weights of experts
 
     def projection_shapes(self, config: ModelConfig) -> dict[str, tuple[int, int]]:
         """Returns the shape (outputs, inputs) of each projection."""
@@ -108,8 +123,14 @@ class Mlp(Part, Protocol):
 
     FUSES: bool  # whether the fused kernels of `pallas_kernels.decode.layer` compute it
 
-    def mlp(self, own: Own, x: jax.Array) -> jax.Array:
-        """Returns what the MLP adds to x [B, T, D]."""
+    def mlp(
+        self, own: Own, x: jax.Array, routes: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns what the MLP adds to x [B, T, D], and the experts that its router chooses.
+
+        These are int32 [B, T, k], from the largest logit to the smallest, or None if it has no
+        experts. It computes those of `routes`, if these are given.
+        """
         ...
 
 

@@ -20,7 +20,7 @@ from qerl_jax.policy.collectives import divided
 from qerl_jax.policy.config import ModelConfig, RecurrentConfig
 from qerl_jax.policy.layers import delta
 from qerl_jax.policy.layers.linear import normed, project, rms_norm
-from qerl_jax.policy.layers.part import Angles, Array, Memory, Own, Weight
+from qerl_jax.policy.layers.part import Angles, Array, Memory, Own, Stack, Weight
 
 
 def _members(config: ModelConfig) -> tuple[int, ...]:
@@ -47,6 +47,7 @@ ARRAYS: dict[str, Array] = {
     "dt_bias": Array(("dt_bias",), is_wide=True, by_rows=True),
     "gated_norm": Array(("norm.weight",), is_wide=True),
 }
+STACKS: tuple[Stack, ...] = ()
 REWINDS: bool = False
 # XLA packs what the layers keep, but for gate_up_proj, less tightly. Compiled for an H200, 4, 8, 16
 # and 64 layers of Qwen3.5-27B take 2.40, 3.66, 6.16 and 21.19 GB (4,352 tokens, gate_up_proj

@@ -1,0 +1,103 @@
+"""`grouped_matmul`: tiles of rows times the weights of their experts, dequantized in parts."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import fp4_matmul
+from pallas_kernels.experts.table import Table
+from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight
+from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
+
+_DENSE_NUMBERS = 1 << 25  # numbers of dequantized weights that exist at a time: 64 MiB in bfloat16
+
+Weight = jax.Array | Fp4Weight | Fp4Tiles
+
+
+@jax.named_scope("experts")
+def grouped_matmul(x: jax.Array, weight: Weight, table: Table, *, outputs: int) -> jax.Array:
+    """Returns x W_e^T for the frozen weight W_e of the expert e of each row.
+
+    A block of tiles is multiplied at a time, by the weights of its experts, which are dequantized
+    for it alone; the gradient by x does the same. The weight has no gradient.
+
+    Args:
+        x: [R, K], rows in the order of the table; those without a pair are zeros.
+        weight: [E N, K], the weights of the experts one after the other: dense, or packed in
+            checkpoint order or in tile order.
+        table: which expert a row belongs to.
+        outputs: number N of outputs of an expert.
+
+    Returns:
+        [R, N] in x's dtype, accumulated in float32; zeros for rows without a pair.
+    """
+    if isinstance(weight, Fp4Tiles) and outputs % TILE_ROWS:
+        weight = fp4_matmul.from_tiles(weight)  # Tiles have rows of two experts.
+    return _grouped(x, weight, table, outputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped(x, weight, table, outputs):
+    return _by_blocks(x, weight, table, outputs, "tmk,tnk->tmn")
+
+
+def _grouped_fwd(x, weight, table, outputs):
+    return _grouped(x, weight, table, outputs), (weight, table)
+
+
+def _grouped_bwd(outputs, residuals, dy):
+    weight, table = residuals
+    return _by_blocks(dy, weight, table, outputs, "tmn,tnk->tmk"), None, None
+
+
+_grouped.defvjp(_grouped_fwd, _grouped_bwd)
+
+
+def _by_blocks(x, weight, table, outputs, equation):
+    """The products of all used tiles [R, .] with the weights [N, K] of their owners."""
+    tiles = x.reshape(len(table.owner), -1, x.shape[1])
+    inputs = weight.shape[1] if not isinstance(weight, Fp4Weight) else 2 * weight.packed.shape[1]
+    size = min(len(tiles), max(1, _DENSE_NUMBERS // (outputs * inputs)))
+
+    def product(x, owners):
+        dense = _weights_of(weight, owners, outputs, x.dtype)
+        wide = x.astype(jnp.promote_types(x.dtype, dense.dtype))
+        y = jnp.einsum(equation, wide, dense, preferred_element_type=jnp.float32)
+        return y.astype(x.dtype)
+
+    def step(number, y):
+        # The last block begins earlier, and computes a part of the one before again.
+        start = jnp.minimum(number * size, len(tiles) - size)
+        owners = jax.lax.dynamic_slice_in_dim(table.owner, start, size)
+        block = product(jax.lax.dynamic_slice_in_dim(tiles, start, size), owners)
+        return jax.lax.dynamic_update_slice_in_dim(y, block, start, axis=0)
+
+    if size == len(tiles):
+        y = product(tiles, table.owner)
+    else:
+        columns = outputs if equation.endswith("n") else inputs
+        y = jnp.zeros((*tiles.shape[:2], columns), x.dtype)
+        y = jax.lax.fori_loop(0, -(-table.used // size), step, y)
+    return y.reshape(len(x), -1)
+
+
+def _weights_of(weight, owners, outputs, dtype):
+    """The dense weights [tiles, N, K] of the experts that own some tiles."""
+
+    def gather(array, rows=outputs):
+        chosen = array.reshape(-1, rows, *array.shape[1:])[owners]
+        return chosen.reshape(-1, *array.shape[1:])
+
+    if isinstance(weight, Fp4Tiles):
+        codes, scales = (gather(a, outputs // TILE_ROWS) for a in (weight.codes, weight.scales))
+        chosen = dataclasses.replace(
+            weight, codes=codes, scales=scales, divisor=gather(weight.divisor)
+        )
+        dense = fp4_matmul.dense(chosen, dtype)
+    elif isinstance(weight, Fp4Weight):
+        dense = fp4_matmul.dense(jax.tree.map(gather, weight), dtype)
+    else:
+        dense = gather(weight)
+    return dense.reshape(len(owners), outputs, -1)

@@ -1,0 +1,113 @@
+"""The table of a grouped product: which rows of a padded buffer belong to which expert.
+
+A pair is a token and one of its k experts; there are P = T k of them. The pairs of an expert fill
+whole tiles of m rows, one expert after the other, so that a product multiplies each tile by the
+weight of one expert. How many tiles are used depends on the routes; their bound does not, so that
+all shapes are static.
+
+Nothing is sorted, and no gradient is added up by atomics: a pair finds its row by counting the
+earlier pairs of its expert, and gathers are the gradients of gathers.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_BLOCK = 256  # pairs that are compared with each other
+_MIN_TILE, _MAX_TILE = 8, 128  # rows of a tile: the kernels' smallest, and largest
+
+
+class Table(NamedTuple):
+    """The rows of T tokens, with k experts each, in a buffer of R = tiles x m rows.
+
+    Attributes:
+        place: int32 [P], the row of each pair, in the order of tokens.
+        source: int32 [R], the pair of each row; P for a row without one.
+        owner: int32 [tiles], the expert of each tile; of unused tiles any one.
+        used: int32 [], number of tiles that have pairs, the first ones.
+    """
+
+    place: jax.Array
+    source: jax.Array
+    owner: jax.Array
+    used: jax.Array
+
+
+def tile_rows(pairs: int, experts: int) -> int:
+    """Returns the rows of a tile: at most half of the pairs of an expert, on average."""
+    rows = _MIN_TILE
+    while rows < _MAX_TILE and 4 * rows * experts <= pairs:
+        rows *= 2
+    return rows
+
+
+@jax.named_scope("routes")
+def table(routes: jax.Array, *, experts: int) -> Table:
+    """Returns the table of tokens.
+
+    Args:
+        routes: int32 [T, k], the experts of each token, from 0 to E - 1. Pairs of a token may have
+            the same expert, as those of padding.
+        experts: number E of experts.
+    """
+    expert = routes.reshape(-1)
+    pairs, rows = len(expert), tile_rows(routes.size, experts)
+    # Earlier pairs of the same expert: in earlier blocks, and in the block of the pair.
+    blocks = jnp.pad(expert, (0, -pairs % _BLOCK), constant_values=experts).reshape(-1, _BLOCK)
+    sizes = (blocks[:, :, None] == jnp.arange(experts)).sum(axis=1, dtype=jnp.int32)
+    before = jnp.cumsum(sizes, axis=0) - sizes
+    same = blocks[:, :, None] == blocks[:, None, :]
+    inside = jnp.tril(same, -1).sum(axis=2, dtype=jnp.int32).reshape(-1)[:pairs]
+    rank = before[jnp.arange(pairs) // _BLOCK, expert] + inside
+
+    tiles = -(-sizes.sum(axis=0, dtype=jnp.int32) // rows)
+    ends = jnp.cumsum(tiles)
+    place = (ends - tiles)[expert] * rows + rank
+    touched = min(experts, pairs)
+    bound = touched + (pairs - touched) // rows
+    owner = jnp.searchsorted(ends, jnp.arange(bound), side="right").astype(jnp.int32)
+    source = jnp.full(bound * rows, pairs, jnp.int32)
+    source = source.at[place].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
+    return Table(place, source, jnp.minimum(owner, experts - 1), ends[-1])
+
+
+@jax.custom_vjp
+def to_rows(values: jax.Array, table: Table) -> jax.Array:
+    """Returns values of tokens [T, C], or of pairs [P, C], as rows [R, C]; others are zeros.
+
+    The gradient of a token is the sum over its pairs, in float32 and in their order.
+    """
+    pairs = len(table.place)
+    index = jnp.minimum(table.source, pairs - 1) // (pairs // len(values))
+    return jnp.where((table.source < pairs)[:, None], values[index], 0)
+
+
+def _to_rows_fwd(values, table):
+    return to_rows(values, table), (table, values[:, :0])
+
+
+def _to_rows_bwd(residuals, gradient):
+    table, like = residuals
+    pairs = to_pairs(gradient, table).reshape(len(like), -1, gradient.shape[1])
+    return pairs.sum(axis=1, dtype=jnp.float32).astype(gradient.dtype), None
+
+
+to_rows.defvjp(_to_rows_fwd, _to_rows_bwd)
+
+
+@jax.custom_vjp
+def to_pairs(rows: jax.Array, table: Table) -> jax.Array:
+    """Returns the rows [P, C] of the pairs, of rows [R, C]."""
+    return rows[table.place]
+
+
+def _to_pairs_fwd(rows, table):
+    return to_pairs(rows, table), table
+
+
+def _to_pairs_bwd(table, gradient):
+    return to_rows(gradient, table), None
+
+
+to_pairs.defvjp(_to_pairs_fwd, _to_pairs_bwd)

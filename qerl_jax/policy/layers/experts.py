@@ -1,0 +1,170 @@
+"""A mixture of experts: a router chooses for each token k of E gated MLPs of width F.
+
+Its arrays are
+
+    router [E, D]                                   dense
+    experts_gate_up [E 2F, D]                       of each expert the rows of gate, then of up
+    experts_down [E D, F]
+    shared_gate_up [2 S, D], shared_down [D, S]     an expert of width S that every token has
+    shared_gate [1, D]                              the sigmoid of its product multiplies that
+
+of which models without a shared expert lack the last three. The router multiplies in float32, and
+of equal logits it takes the expert of the lower id. Router and routed experts are frozen.
+
+Where the experts of tokens are given, as a rollout recorded them, the router's logits over these
+give their weights (https://arxiv.org/abs/2510.11370).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.experts import grouped_matmul, table, to_pairs, to_rows
+from qerl_jax.errors import UserError
+from qerl_jax.policy.config import ExpertsConfig, ModelConfig
+from qerl_jax.policy.layers.linear import ROUTES, normed
+from qerl_jax.policy.layers.mlp import gated
+from qerl_jax.policy.layers.part import Array, Memory, Own, Stack, Weight
+from qerl_jax.policy.quant import QuantTensor, kernel_weight
+
+
+def _of(config: ModelConfig) -> ExpertsConfig:
+    assert config.experts is not None, "`kinds.layer_of` decides by it"
+    return config.experts
+
+
+_SHARED = "shared_expert"
+_GATE_UP = Weight(
+    "shared_gate_up", (f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"), "gate_up_proj", by_rows=True
+)
+_DOWN = Weight("shared_down", (f"{_SHARED}.down_proj",), "down_proj", by_rows=False)
+_EXPERTS_GATE_UP = Stack(
+    "experts_gate_up",
+    ("gate_proj", "up_proj"),
+    "experts.gate_up_proj",
+    lambda config: (_of(config).count, 2 * _of(config).width, config.embed_dim),
+)
+_EXPERTS_DOWN = Stack(
+    "experts_down",
+    ("down_proj",),
+    "experts.down_proj",
+    lambda config: (_of(config).count, config.embed_dim, _of(config).width),
+)
+
+MODULE: str = "mlp"
+WEIGHTS: tuple[Weight, ...] = (_GATE_UP, _DOWN)
+ARRAYS: dict[str, Array] = {
+    "router": Array(("gate.weight",)),
+    "shared_gate": Array(("shared_expert_gate.weight",)),
+}
+STACKS: tuple[Stack, ...] = (_EXPERTS_GATE_UP, _EXPERTS_DOWN)
+FUSES: bool = False
+
+
+def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """As in `part.Part`; routed experts are no projections, see `STACKS`."""
+    width = _of(config).shared_width
+    shapes = (width, config.embed_dim), (width, config.embed_dim), (config.embed_dim, width)
+    members = (*_GATE_UP.members, *_DOWN.members)
+    return dict(zip(members, shapes, strict=True)) if width else {}
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """As in `part.Part`."""
+    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (_of(config).count, config.embed_dim)}
+    if _of(config).shared_width:
+        shapes["shared_expert_gate.weight"] = (1, config.embed_dim)
+    return shapes
+
+
+def shard(config: ModelConfig, shards: int) -> dict[str, Any]:
+    """As in `part.Part`.
+
+    Raises:
+        UserError: always, as experts are not cut.
+    """
+    raise UserError(
+        f"mesh.tensor={shards}: the experts of a {config.model_type} are not cut between devices; "
+        "pass mesh.tensor=1, and mesh.data for several devices"
+    )
+
+
+def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str, ...]) -> Memory:
+    """As in `part.Part`: a token has the rows of k experts, and their copies of its state.
+
+    The backward pass has their gradients, and what the gradient of SwiGLU reads and writes.
+    """
+    experts = _of(config)
+    width = experts.active_width
+    rows = experts.top_k * config.embed_dim
+    swiglu = tokens * width * (3 if "gate_up_proj" in recompute else 1)
+    return Memory(
+        kept={"gate_up_proj": 2 * width},
+        backward=itemsize * (2 * tokens * (width + rows) + swiglu),
+        prefill=itemsize * (3 * width + 2 * rows),
+    )
+
+
+def mlp(
+    own: Own, x: jax.Array, routes: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """As in `part.Mlp`."""
+    h = normed(own, "post_attention_layernorm", x)
+    weights, chosen = _route(own, h, routes)
+    added = _routed(own, h, weights, chosen if routes is None else routes)
+    if _of(own.config).shared_width:
+        shared = gated(own, _GATE_UP, _DOWN, h)
+        with jax.named_scope("router"):
+            opened = jax.nn.sigmoid(_wide_product(h, own.layer["shared_gate"]))
+        added = added + opened.astype(x.dtype) * shared
+    return added, chosen
+
+
+@jax.named_scope("router")
+def _route(own: Own, h: jax.Array, routes: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The weights float32 [B, T, k] of the routes, and the router's own choice int32 [B, T, k]."""
+    experts = _of(own.config)
+    logits = _wide_product(h, own.layer["router"])
+    chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), experts.top_k)[1]
+    # Computed again in the backward pass, they could be others.
+    chosen = checkpoint_name(chosen, ROUTES)
+    ids = chosen if routes is None else routes
+    # A sum with one term, whose gradient adds nothing up at positions that depend on data.
+    is_taken = ids[..., None] == jnp.arange(experts.count)
+    taken = jnp.where(is_taken, logits[..., None, :], 0).sum(axis=-1)
+    if experts.normalized:
+        return jax.nn.softmax(taken), chosen
+    return jnp.exp(taken - jax.nn.logsumexp(logits, axis=-1, keepdims=True)), chosen
+
+
+def _routed(own: Own, h: jax.Array, weights: jax.Array, routes: jax.Array) -> jax.Array:
+    """What the experts of `routes` add [B, T, D], each times its weight."""
+    experts, dtype, width = _of(own.config), h.dtype, h.shape[-1]
+    own_table = table(routes.reshape(-1, experts.top_k), experts=experts.count)
+
+    def product(rows: jax.Array, stack: Stack) -> jax.Array:
+        weight = own.layer[stack.name]
+        packed = kernel_weight(weight) if isinstance(weight, QuantTensor) else weight
+        outputs = stack.shape(own.config)[1]
+        return grouped_matmul(rows, packed, own_table, outputs=outputs)
+
+    rows = to_rows(h.reshape(-1, width), own_table)
+    gate_up = checkpoint_name(product(rows, _EXPERTS_GATE_UP), _GATE_UP.product)
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    with jax.named_scope("mlp"):
+        # A weight multiplies the input of down, so that its gradient does not read the result.
+        row_weights = to_rows(weights.reshape(-1, 1), own_table)
+        hidden = (jax.nn.silu(gate) * up * row_weights).astype(dtype)
+    pairs = to_pairs(product(hidden, _EXPERTS_DOWN), own_table)
+    with jax.named_scope("mlp"):
+        added = pairs.reshape(-1, experts.top_k, width).sum(axis=1, dtype=jnp.float32)
+    return added.astype(dtype).reshape(h.shape)
+
+
+def _wide_product(h: jax.Array, weight: jax.Array) -> jax.Array:
+    """The product [B, T, N] of states with a small weight [N, D], in float32 on every device."""
+    return jnp.einsum(
+        "btd,nd->btn", h, weight, precision="highest", preferred_element_type=jnp.float32
+    )

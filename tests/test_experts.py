@@ -1,0 +1,212 @@
+"""Mixtures of experts: the table, the grouped product, the router, and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from refusal import refused
+from tiny_checkpoints import model_config
+from tiny_model import random_lora, random_tokens, tiny_policy
+
+from benchmarks.rollout.random_policy import random_params
+from pallas_kernels import experts, fp4_matmul
+from pallas_kernels.experts import api
+from pallas_kernels.experts.table import tile_rows
+from qerl_jax.policy import lora as lora_lib
+from qerl_jax.policy import sizes, transformer
+from qerl_jax.policy.layers import kinds
+from qerl_jax.policy.layers.part import Own
+from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.tensor_parallel import shard_of
+from qerl_jax.policy.trainable import trained_params
+
+KEPT_WIDE = {
+    *("input_layernorm", "post_attention_layernorm", "norm"),
+    *(name for name, array in kinds.ARRAYS.items() if array.is_wide),
+}
+
+
+def random_routes(tokens, top_k, count, *, seed=0):
+    """Returns different experts for each token."""
+    rng = np.random.default_rng(seed)
+    return np.stack([rng.permutation(count)[:top_k] for _ in range(tokens)]).astype(np.int32)
+
+
+ROUTES = {
+    "one token": (random_routes(1, 2, 4), 4),
+    "few of many experts": (random_routes(16, 2, 64), 64),
+    "several blocks of pairs": (random_routes(300, 4, 16), 16),
+    "all to the same experts": (np.tile(np.arange(4, dtype=np.int32), (50, 1)), 16),
+    "one expert more than once": (np.full((20, 3), 4, np.int32), 5),
+    # 64 + 1 pairs for each: as many tiles as there can be.
+    "the bound": (np.repeat(np.arange(4, dtype=np.int32), 65)[:, None], 4),
+}
+ALL_ROUTES = pytest.mark.parametrize("case", ROUTES)
+
+
+@ALL_ROUTES
+def test_table(case):
+    routes, count = ROUTES[case]
+    found = jax.tree.map(np.asarray, experts.table(jnp.asarray(routes), experts=count))
+    rows = len(found.source) // len(found.owner)
+    assert rows == tile_rows(routes.size, count)
+    # Every pair has a row of its own, in a tile of its expert.
+    assert len(set(found.place)) == routes.size
+    np.testing.assert_array_equal(found.owner[found.place // rows], routes.reshape(-1))
+    np.testing.assert_array_equal(found.source[found.place], np.arange(routes.size))
+    assert (found.source == routes.size).sum() == len(found.source) - routes.size
+    sizes_of = np.bincount(routes.reshape(-1), minlength=count)
+    assert found.used == (-(-sizes_of // rows)).sum() <= len(found.owner)
+    assert case != "the bound" or found.used == len(found.owner)
+
+
+def test_tiles_grow_with_the_pairs():
+    assert [tile_rows(pairs, 256) for pairs in (8, 8191, 16384, 65536, 1 << 20)] == [
+        *(8, 8, 32, 128, 128)
+    ]
+
+
+@pytest.mark.parametrize("order", ["dense", "checkpoint", "tiles"])
+@pytest.mark.parametrize("tiles_at_once", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("case", "outputs"),
+    [("one token", 64), ("several blocks of pairs", 128), ("the bound", 64),
+     ("one expert more than once", 48)],
+)  # fmt: skip
+def test_grouped_product_and_its_gradient(case, outputs, order, tiles_at_once, monkeypatch):
+    """They are those of each pair with the whole dense weight of its expert."""
+    (routes, count), inputs = ROUTES[case], 32
+    rng = np.random.default_rng(1)
+    monkeypatch.setattr(api, "_DENSE_NUMBERS", tiles_at_once * outputs * inputs)
+    scales = rng.integers(40, 60, (count * outputs, inputs // 16), np.uint8)
+    packed = fp4_matmul.Fp4Weight(
+        packed=jnp.asarray(rng.integers(0, 256, (count * outputs, inputs // 2), np.uint8)),
+        scales=jax.lax.bitcast_convert_type(jnp.asarray(scales), jnp.float8_e4m3fn),
+        global_scale=jnp.asarray(rng.uniform(1, 2, count * outputs).astype(np.float32)),
+    )
+    dense = fp4_matmul.dequantize(packed, jnp.float32)
+    weights = {"dense": dense, "checkpoint": packed, "tiles": fp4_matmul.to_tiles(packed)}
+    weight = weights[order]
+    own_table = experts.table(jnp.asarray(routes), experts=count)
+    x = jnp.asarray(rng.standard_normal((len(routes), inputs), np.float32))
+
+    def grouped(x):
+        rows = experts.to_rows(x, own_table)
+        y = experts.grouped_matmul(rows, weight, own_table, outputs=outputs)
+        return experts.to_pairs(y, own_table)
+
+    def plain(x):
+        pairs = jnp.repeat(x, routes.shape[1], axis=0)
+        chosen = dense.reshape(count, outputs, inputs)[routes.reshape(-1)]
+        return jnp.einsum("pk,pnk->pn", pairs, chosen)
+
+    gradient = rng.standard_normal((routes.size, outputs)).astype(np.float32)
+    y, vjp = jax.vjp(grouped, x)
+    want, want_vjp = jax.vjp(plain, x)
+    np.testing.assert_allclose(y, want, atol=1e-4)
+    np.testing.assert_allclose(vjp(gradient)[0], want_vjp(gradient)[0], atol=1e-4)
+
+
+def test_rows_without_a_pair_are_zeros():
+    routes, count = ROUTES["several blocks of pairs"]
+    own_table = experts.table(jnp.asarray(routes), experts=count)
+    x = jnp.ones((len(routes), 8))
+    rows = experts.to_rows(x, own_table)
+    y = experts.grouped_matmul(rows, jnp.ones((count * 4, 8)), own_table, outputs=4)
+    empty = np.asarray(own_table.source) == routes.size
+    assert empty.any()
+    assert not y[empty].any()
+    assert (y[~empty] == 8).all()
+
+
+def test_gradients_have_no_scatter_add():
+    """Atomics would add in another order every time."""
+    config, params = tiny_policy("qwen3_5_moe", quantized=True, num_layers=1, recurrent_layers=())
+    own = Own(params["layers"][0], {}, config)
+    mlp = kinds.layer_of(config, 0).mlp.mlp
+
+    def added(x):
+        return mlp(own, x)[0].sum()
+
+    program = str(jax.make_jaxpr(jax.grad(added))(jnp.ones((2, 9, config.embed_dim))))
+    assert "scatter" in program  # of the table, at rows of one pair each
+    assert "scatter-add" not in program
+    assert "scatter_add" not in program
+
+
+def test_of_equal_logits_the_lower_experts_are_taken():
+    config, params = tiny_policy("qwen3_moe")
+    layer = params["layers"][0]
+    shared_row = layer["router"][:1]
+    layer = layer | {"router": jnp.concatenate([shared_row, -shared_row] * 3)}
+    mlp = kinds.layer_of(config, 0).mlp.mlp
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 9, 32), np.float32))
+    _, routes = jax.jit(lambda x: mlp(Own(layer, {}, config), x))(x)
+    even = np.asarray(routes)[..., 0] % 2 == 0
+    assert 0 < even.sum() < even.size
+    np.testing.assert_array_equal(routes[even], np.broadcast_to([0, 2], (even.sum(), 2)))
+    np.testing.assert_array_equal(routes[~even], np.broadcast_to([1, 3], ((~even).sum(), 2)))
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "qwen3_5_moe"]
+)
+def test_bfloat16_and_adapters(family):
+    """A mixture in bfloat16 with adapters computes about what it does in float32."""
+    config, params = tiny_policy(family)
+    lora, tokens = random_lora(config), random_tokens(2, 7)
+    lengths = jnp.array([7, 3])
+    want = transformer.forward(params, lora, tokens, lengths, config=config)
+    plain = transformer.forward(params, None, tokens, lengths, config=config)
+    assert abs(want - plain)[0].max() > 0.1
+    narrow = jax.tree.map_with_path(
+        lambda path, x: x if path[-1].key in KEPT_WIDE else x.astype(jnp.bfloat16), params
+    )
+    # A near tie may go to another expert: most numbers are near.
+    actual = transformer.forward(narrow, lora, tokens, lengths, config=config)
+    assert actual.dtype == jnp.float32
+    assert np.median(abs(actual - want)[0]) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [
+        ("qwen3_moe", "bf16"),
+        ("qwen3_5_moe", "nvfp4"),
+        pytest.param("qwen3_moe", "nvfp4", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_sizes_are_those_of_a_random_policy(family, format):
+    config = model_config(family, embed_dim=64, mlp_dim=64)
+    made = random_params(jax.random.key(0), config, format=format, dtype=jnp.float32)
+    size = sum(x.nbytes for x in jax.tree.leaves(made))
+    assert size == sizes.weight_bytes(config, format=format, itemsize=4)
+    packed = [x for x in jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, QuantTensor))
+              if isinstance(x, QuantTensor)]  # fmt: skip
+    found = sum(x.nbytes for x in jax.tree.leaves(packed))
+    assert found == sizes.packed_bytes(config, format)
+    targets = tuple(kinds.projection_shapes(config))
+    lora = lora_lib.init(
+        jax.random.key(0), config, lora_lib.LoraConfig(rank=2, alpha=2.0, targets=targets)
+    )
+    options = {"parameters": "lora", "rank": 2, "targets": targets}
+    trained = sizes.trained_numbers(config, **options)
+    assert trained == sum(x.size for x in jax.tree.leaves(lora))
+    logits = transformer.forward(made, lora, random_tokens(1, 5), jnp.array([5]), config=config)
+    assert np.isfinite(logits).all()
+
+
+def test_what_mixtures_refuse():
+    config, params = tiny_policy("qwen3_moe")
+    refused("mesh.tensor=2: the experts of a qwen3_moe are not cut", shard_of, config, 2)
+    full = {"parameters": "full", "rank": 0, "targets": ()}
+    refused("train.parameters='full': the experts of a qwen3_moe", sizes.trained_numbers, config,
+            **full)  # fmt: skip
+    refused("train.parameters='full' trains the weights, but those of experts", trained_params,
+            params, "full")  # fmt: skip
+    refused("a qwen3_moe has no gate_proj", lora_lib.check_targets, config, ("gate_proj",))
+    changed = {"count": 0}
+    refused("count of the experts is 0", dataclasses.replace, config.experts, **changed)

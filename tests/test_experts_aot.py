@@ -1,0 +1,107 @@
+"""A mixture of experts, compiled for an H200 without one: no dense copy of all experts exists.
+
+uv run --group aot pytest -n 0 -m aot
+"""
+
+import dataclasses
+import functools
+
+import h200
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from row_loss import loss_config
+
+from benchmarks.rollout import random_policy
+from pallas_kernels.fp4_matmul import dispatch
+from qerl_jax.config.models import lora_targets
+from qerl_jax.policy import lora, transformer
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.trainable import Trainable
+from qerl_jax.rl import train_step
+from qerl_jax.rl.packing import empty_buffer
+from qerl_jax.rl.train_step import UpdateConfig, init_state
+
+pytestmark = pytest.mark.aot
+DENSE_STACK = 2 * 256 * 1024 * 2048  # bytes of all experts' gate and up of a layer in bfloat16
+
+
+def policy():
+    """Two layers of Qwen3.6-35B-A3B in the order of the kernels, as shapes."""
+    whole = ARCHITECTURES["qwen3.6-35b-a3b"]
+    config = dataclasses.replace(whole, num_layers=2, recurrent_layers=(0,), vocab_size=4096)
+    table = h200.array(config.vocab_size, config.embed_dim)
+
+    def layer_of(number):
+        make = functools.partial(
+            random_policy._random_layer,
+            model_config=config,
+            number=number,
+            format="nvfp4",
+            dtype=jnp.dtype(jnp.bfloat16),
+        )
+        layer = jax.eval_shape(lambda key: make(key), jax.random.key(0))
+        return {
+            name: QuantTensor(tiles=h200.tiles(x.packed.shape[0], 2 * x.packed.shape[1]))
+            if isinstance(x, QuantTensor)
+            else x
+            for name, x in layer.items()
+        }
+
+    params = {
+        "embed_tokens": table,
+        "lm_head": table,
+        "norm": h200.array(config.embed_dim, dtype=jnp.float32),
+        "layers": [layer_of(number) for number in range(2)],
+    }
+    own = LoraConfig(rank=32, alpha=32.0, targets=lora_targets("qwen3.6-35b-a3b"))
+    return config, params, jax.eval_shape(lambda: lora.init(jax.random.key(0), config, own))
+
+
+@pytest.mark.parametrize("kernel", ["mosaic", "mma"])
+def test_an_update_dequantizes_experts_in_parts(kernel, monkeypatch):
+    monkeypatch.setattr(dispatch, "supports_mma_device", lambda: kernel == "mma")
+    monkeypatch.setattr(dispatch, "supports_device", lambda: kernel == "mosaic")
+    jax.clear_caches()
+    config, params, adapter = policy()
+    state = jax.eval_shape(lambda x: init_state(Trainable(x, {}), optax.adamw(1e-3)), adapter)
+    update = UpdateConfig(config, loss_config("grpo"), recompute=transformer.PRODUCTS)
+    totals = jax.eval_shape(
+        functools.partial(train_step.zero_totals, update_config=update), state.trainable
+    )
+    with h200.compiler() as compile_for_h200:
+        gradient = compile_for_h200(
+            train_step.add_gradient,
+            *(totals, state.trainable, params, None, empty_buffer(1024)),
+            *(np.bool_(True), np.float32(1)),
+            update_config=update,
+        )
+    assert gradient.memory_analysis().temp_size_in_bytes < DENSE_STACK
+
+
+def test_steps_dequantize_experts_in_parts(monkeypatch):
+    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
+    jax.clear_caches()
+    config, params, adapter = policy()
+    sizes = {"config": config, "cache_positions": 256}
+
+    def generate(params, adapter, tokens, lengths):
+        logits, cache, routes = transformer.prefill(params, adapter, tokens, lengths, **sizes)
+        fused = lora.fuse(adapter, config, jnp.bfloat16)
+
+        def step(carry, _):
+            logits, cache = carry
+            tokens = logits.argmax(axis=-1).astype(jnp.int32)
+            *carry, chosen = transformer.decode_step(params, fused, tokens, cache, config=config)
+            return tuple(carry), (tokens, chosen)
+
+        return jax.lax.scan(step, (logits, cache), length=8)[1], routes
+
+    tokens, lengths = (h200.array(*shape, dtype=jnp.int32) for shape in ((32, 16), (32,)))
+    with h200.compiler() as compile_for_h200:
+        compiled = compile_for_h200(generate, params, adapter, tokens, lengths)
+    assert compiled.memory_analysis().temp_size_in_bytes < DENSE_STACK
