@@ -25,7 +25,7 @@ from qerl_jax.show.columns import shorten, wrap
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.weights import tokenizer as tokenizer_lib
 
-CHARACTERS = 40_000  # of the longest text
+CHARACTERS = 20_000  # of the longest text
 INSTANT = 0.02  # seconds of the longest text below which its growth is no matter
 REWARDS = (
     functions.numeric_answer,
@@ -72,6 +72,10 @@ CALLS = [
     *(("xml", "<tool_call><function=f>", tag, "</function></tool_call>") for tag in XML),
     *(
         ("xml", "<tool_call><function=f><parameter=a>", tag, "</parameter></function></tool_call>")
+        for tag in XML
+    ),
+    *(
+        ("xml", "<tool_call><function=f>", tag, "</parameter></function></tool_call>")
         for tag in XML
     ),
     ("xml", "", "<tool_call><function=f></function></tool_call>", ""),
