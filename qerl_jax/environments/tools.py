@@ -107,7 +107,7 @@ def read_calls(
 
 
 def _after(text: str, tag: str, start: int) -> int:
-    """The position after the next tag; -1 where there is none."""
+    """The position after the next tag; -1 without one."""
     found = text.find(tag, start)
     return found if found < 0 else found + len(tag)
 
