@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import inspect
+import json
 import os
 import pathlib
 import signal
@@ -16,6 +17,7 @@ from refusal import refused
 from tiny_checkpoints import write_tokenizer
 
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
+from qerl_jax.data import environment_config
 from qerl_jax.data.environments import columns_of, conversation_metrics
 from qerl_jax.data.prompts import Problem
 from qerl_jax.environments import worker
@@ -275,15 +277,134 @@ def test_arguments_have_the_types_of_their_tool():
     assert (call.name, call.arguments, call.error) == ("g", {}, "")
 
 
+QUERIES = ["what is <think>", "what is </think>", "<think>a</think>", "</think><think>", "plain"]
+
+
+def call_text(form, query):
+    """A call of `search` in one of the forms."""
+    call = {"name": "search", "arguments": {"query": query}}
+    return {
+        "hermes": f"<tool_call>\n{json.dumps(call)}\n</tool_call>",
+        "xml": "<tool_call>\n<function=search>\n<parameter=query>\n"
+        f"{query}\n</parameter>\n</function>\n</tool_call>",
+        "mistral": f"[TOOL_CALLS]{json.dumps([call])}",
+        "llama": json.dumps(call),
+    }[form]
+
+
+@pytest.mark.parametrize("form", ["hermes", "xml", "mistral", "llama"])
+@pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize(
-    "text",
-    ["<tool_call>" * 20_000, XML.replace("</parameter>", "<parameter=a>" * 20_000)],
-    ids=["calls", "parameters"],
+    ("reasoning", "opened"),
+    [
+        ("", False),
+        ("<think>I look it up.</think>\n", False),
+        ("<think>a</think> <think>b</think>\n", False),
+        ("I look it up.</think>\n", True),
+        ("<think>I look it up.</think>\n", True),
+    ],
 )
-def test_tags_without_an_end_take_no_time(text):
-    began = time.process_time()
-    read_calls(text, "xml")
-    assert time.process_time() - began < 2
+def test_an_argument_may_quote_the_tags_of_reasoning(form, query, reasoning, opened):
+    text = reasoning + call_text(form, query)
+    (call,) = read_calls(text, form, in_reasoning=opened)
+    assert (call.name, call.arguments, call.error) == ("search", {"query": query}, "")
+
+
+@pytest.mark.parametrize("form", ["hermes", "xml", "mistral", "llama"])
+@pytest.mark.parametrize(
+    ("before", "after", "opened"),
+    [
+        ("<think>", "</think> 3", False),
+        ("<think>", "", False),
+        ("", "</think> 3", True),
+        ("", "", True),
+        ("<think>a</think> <think>", "</think> 3", False),
+    ],
+)
+def test_a_call_in_reasoning_is_none(form, before, after, opened):
+    text = f"{before}{call_text(form, 'plain')}{after}"
+    assert read_calls(text, form, in_reasoning=opened) == []
+
+
+def test_reasoning_after_a_call_leaves_the_call():
+    text = f"{ADD}<think>{ADD}</think>{ADD} <think>"
+    assert len(read_calls(text, "hermes")) == 2
+
+
+STRING = {"type": "string"}
+UNION = {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (UNION, "[4, 5]", [4, 5]),
+        (UNION, "4", 4),
+        ({"oneOf": UNION["anyOf"]}, "[4]", [4]),
+        ({"anyOf": [{"type": "array"}, {"type": "object"}], "nullable": True}, "None", None),
+        ({"anyOf": [{"type": "array"}, {"type": "object"}]}, '{"a": 1}', {"a": 1}),
+        ({"anyOf": [STRING, {"type": "array"}]}, "[1", "[1"),
+        ({"anyOf": [STRING, {"type": "array"}]}, "7", "7"),
+        ({"type": ["integer", "string"]}, "7", 7),
+        ({"type": ["integer", "string"]}, "7.5", "7.5"),
+        ({"type": ["integer", "string"]}, "True", "True"),
+        ({"type": ["number", "string"]}, "7", 7),
+        ({"type": ["boolean", "string"]}, "True", True),
+        ({"type": ["string", "null"]}, "null", None),
+        (STRING | {"nullable": True}, "None", None),
+        (STRING | {"nullable": True}, "7", "7"),
+        (STRING, "None", "None"),
+        ({}, "[1]", [1]),
+        ({"description": "anything"}, "7", 7),
+        ({}, "it's", "it's"),
+        ({}, '"quoted"', '"quoted"'),
+        ({"type": ["integer", "string"], "enum": ["1", 2]}, "1", "1"),
+        ({"type": ["integer", "string"], "enum": ["1", 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "3", "3"),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"const": 2}, "2", 2),
+        ({"$ref": "#/$defs/ids"}, "[4]", [4]),
+        ({"$ref": "#/$defs/text"}, "4", "4"),
+        ({"$ref": "#/$defs/self"}, "4", 4),
+        ({"allOf": [STRING, {"minLength": 1}]}, "4", "4"),
+        (True, "4", 4),
+    ],
+)
+def test_an_argument_may_have_several_types(schema, text, value):
+    parameters = {"properties": {"a": schema}}
+    parameters["$defs"] = {"ids": UNION, "text": STRING, "self": {"$ref": "#/$defs/self"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    body = f"<tool_call><function=f>\n<parameter=a>\n{text}\n</parameter>\n</function></tool_call>"
+    (call,) = read_calls(body, "xml", tools=tools)
+    assert (call.arguments, call.error) == ({"a": value}, "")
+    assert type(call.arguments["a"]) is type(value)
+
+
+A, B = "<parameter=a>\n1\n</parameter>\n", "<parameter=b>\n2\n</parameter>\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("<parameter=a>\n1\n", "a parameter has no end, </parameter>"),
+        (f"{A}<parameter=b>\n2\n", "a parameter has no end, </parameter>"),
+        (f"<parameter=a>\n1\n{B}", "a parameter has no end, </parameter>"),
+        ("<parameter=a\n1\n</parameter>", "expected <parameter=NAME>"),
+        (f"{A}more</parameter>{B}", "expected <parameter=NAME>, not 'more'"),
+        (f"so: {A}", "expected <parameter=NAME>"),
+        (f"{A}{B}", ""),
+        ("<parameter=a>\nsee <parameter=a> and <parameter=z>\n</parameter>\n", ""),
+        (f"<parameter=a>\nsee <parameter=b>\n</parameter>\n{B}", ""),
+    ],
+)
+def test_no_parameter_of_a_call_is_dropped(body, error):
+    properties = {"a": STRING, "b": STRING}
+    tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
+    text = f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
+    (call,) = read_calls(text, "xml", tools=tools)
+    assert call.name == "f"
+    assert call.error.startswith(error)
+    assert bool(call.error) == bool(error)
 
 
 def test_a_prompt_may_have_opened_the_reasoning():
@@ -302,6 +423,23 @@ def test_the_id_of_a_call_is_kept():
 )
 def test_templates_without_these_tools_are_refused(template):
     refused(r"Qwen2\.5, Qwen3, Qwen3\.5, Llama 3\.1", tool_format, template, "model")
+
+
+def test_tools_are_written_by_the_template_with_their_name(tmp_path, monkeypatch):
+    plain = TEMPLATE.partition("{% endif %}")[2]
+    named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": TEMPLATE}]
+    write_tokenizer(tmp_path, chat_template=named)
+    contracts = {"tools": Contract("tools", ({"name": "f"},)), "text": Contract("text")}
+    monkeypatch.setattr(environment_config, "_open", lambda functions: (None, contracts))
+    config = get_config()
+    config.environment.function = "tools=a:B, text=a:C"
+    make = environment_config.make_environments
+    made = make(config, from_folder(tmp_path)).environments
+    assert made.form == "mistral"
+    assert made.writers["tools"].tokenizer.chat_template == TEMPLATE
+    assert made.writers["text"].tokenizer.chat_template == plain
+    write_tokenizer(tmp_path, chat_template=plain)
+    refused("with the name tool_use", make, config, from_folder(tmp_path))
 
 
 class Written:

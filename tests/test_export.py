@@ -23,7 +23,12 @@ from qerl_jax.system import staging
 from qerl_jax.weights import safetensors
 from qerl_jax.weights import save as export
 from qerl_jax.weights.load import DTYPES, load
-from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
+from qerl_jax.weights.save import (
+    checkpoint_tensors,
+    companion_files,
+    write_checkpoint,
+    write_files,
+)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -213,9 +218,9 @@ def test_companions_are_copied(tmp_path):
         "chat_template.jinja": "{{ 'é' }}".encode(),
         "vocab.json": b"{}",
         "merges.txt": b"",
+        "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     }
-    for name, content in extra.items():
-        (source / name).write_bytes(content)
+    write_files(source, extra)
     (source / "README.md").write_text("of the base")
     model = load(str(source))
     files = companion_files(model, packed=False)

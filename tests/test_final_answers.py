@@ -52,6 +52,10 @@ def test_the_answer_follows_the_reasoning_as_in_trl_and_lm_eval(case, prompt):
         ("Write <think> first. <assistant>", r"\boxed{5}", r"\boxed{5}"),
         ("", "<think>a</think> 6 <think>7", " 6 "),
         ("", "6 <think>7", ""),
+        ("", "<think>a</think> 6, and </think> ends it", " 6, and </think> ends it"),
+        (OPENED, "a</think> 6, and </think> ends it", " 6, and </think> ends it"),
+        ("", "<think>a</think>\n</think> 6", " 6"),
+        ("", "<think>a</think> 6 <think>b</think> 7 </think>", " 7 </think>"),
     ],
 )
 def test_reasoning_that_is_not_closed_is_no_answer(prompt, completion, answer):
@@ -73,6 +77,13 @@ def test_no_scorer_reads_a_draft(name):
     assert scorer("", final, "4", 9, True) == 1.0
     assert scorer("", final, "3", 9, True) == 0.0
     assert extracted(final) == "4"
+
+
+def test_an_answer_may_quote_the_end_of_reasoning():
+    text = r"<think>a</think> \boxed{4}, after </think>"
+    assert functions.boxed_answer("", text, "4", 9, True) == 1.0
+    quoted = "<think>a</think> <answer></think></answer>"
+    assert functions.exact_answer("", quoted, "</think>", 9, True) == 1.0
 
 
 def test_the_other_scorers_and_formats_read_no_draft_either():

@@ -35,6 +35,37 @@ def test_it_verifies():
     assert verify("\n3", "two\nlines \u2028 and more") is False
 
 
+@pytest.mark.parametrize(
+    ("reference", "answer", "equal"),
+    [
+        (r"3.1\times10^{-20}", r"3.1\times10^{-19}", False),
+        (r"\frac{1}{10^{10}}", "0.000000001", False),
+        (r"\frac{1}{10^{10}}", "0.0000000001", True),
+        (r"\frac{1}{10^{10}}", "0.0", False),
+        (r"(\frac{1}{10^{10}}, 2)", "(0.000000001, 2)", False),
+        (r"(\frac{1}{10^{10}}, 2)", "(0.0000000001, 2)", True),
+        ("e^{-50}", "0.00000001", False),
+        ("2^{53} + 1", "9007199254740992.0", False),
+        (r"\frac{1}{3}", "0.333333", True),
+        (r"\frac{1}{3}", "0.3333", False),
+        (r"\frac{1}{60}", "0.016667", True),
+        (r"\frac{0}{5}", "0.0", True),
+        (r"50\%", "0.5", True),
+        (r"9\%", "9", True),
+        (r"\pi", "3.141592654", True),
+    ],
+)
+def test_small_numbers_are_compared_by_their_size(reference, answer, equal):
+    assert functions.math_answer("", rf"\boxed{{{answer}}}", reference, 9, True) == equal
+
+
+@pytest.mark.parametrize("pair", [("3.1e-10", "3.1e-9"), ("5e-20", "0"), ("-3e-10", "3e-10")])
+def test_small_numbers_without_math_verify(pair):
+    for reference, answer in (pair, pair[::-1]):
+        assert functions.math_answer("", rf"\boxed{{{answer}}}", reference, 9, True) == 0.0
+        assert functions.math_answer("", rf"\boxed{{{answer}}}", answer, 9, True) == 1.0
+
+
 def test_the_worker_is_kept():
     assert math_process.start() is math_process.start()
     verify("1", "1")

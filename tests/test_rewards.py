@@ -1,7 +1,6 @@
 """Rewards: reading and comparing answers, and surviving rewards that misbehave."""
 
 import contextlib
-import gc
 import math
 import os
 import re
@@ -228,6 +227,18 @@ def test_marks(text, boxed, tagged, marked):
         ("1" * 10_000, "1" * 10_000, 1, 0, 0),
         ("1" * 9_999 + "2", "1" * 10_000, 0, 0, 0),
         ("1e999", "18", 0, 0, 0),
+        ("<answer>3.1e-9</answer>", "3.1e-10", 0, 0, 0),
+        (r"\boxed{3.1e-10}", "3.1e-10", 1, 0, 1),
+        (r"\boxed{0.00000000031}", "3.1e-10", 1, 0, 1),
+        ("0", "5e-20", 0, 0, 0),
+        ("5e-20", "0", 0, 0, 0),
+        ("-3e-9", "3e-9", 0, 0, 0),
+        ("0.0001235", "0.0001234", 0, 0, 0),
+        ("0.000012345001", "0.000012345", 1, 0, 0),
+        ("0.166667", "0.16666666667", 1, 0, 0),
+        ("0.016667", "0.01666666667", 1, 0, 0),
+        ("9007199254740993", "9007199254740992", 0, 0, 0),
+        ("-0", "0", 1, 0, 0),
     ],
 )
 def test_numeric_rewards(completion, answer, numeric, tag, box):
@@ -366,54 +377,6 @@ def test_overlong_penalty_is_dapo_equation_13(num_tokens, penalty):
 
 def test_overlong_penalty_without_buffer():
     assert [functions.overlong_penalty(n, 100, 0) for n in (99, 100, 101)] == [0.0, 0.0, -1.0]
-
-
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "\\boxed{" * 5_000,
-        "{" * 40_000,
-        "<answer>" * 5_000,
-        "<think>" * 5_000,
-        "<think></think>" * 2_000 + "<answer>",
-        "<think>" + " " * 40_000 + "</think> <answer></answer>x",
-        "1," * 20_000,
-        "1,111" * 10_000,
-        "-$" * 20_000,
-        "\\frac{1" * 6_000,
-        "1 / " * 10_000,
-        "9" * 40_000,
-        "." * 40_000,
-        "11," * 13_000,
-        "a1" * 20_000,
-        "a" * 40_000,
-        "$\\boxed 1" * 5_000,
-        "\\boxed{1} " * 4_000,
-        "\\boxed{" + "\\frac{{}" * 5_000 + "}" * 5_001,
-        "\\boxed{" + "\\frac{1}{" * 4_000 + "}" * 4_001,
-        "\\boxed{1" + " " * 40_000 + "2}",
-        "<answer>" + "1 000" * 8_000 + "</answer>",
-        "<answer>" + "x =" * 10_000 + "</answer>",
-    ],
-    ids=range(23),
-)
-@pytest.mark.parametrize(
-    "reward",
-    [
-        functions.numeric_answer,
-        functions.boxed_answer,
-        functions.think_format,
-        functions.boxed_format,
-    ],
-)
-def test_long_adversarial_completions_are_read_in_linear_time(reward, completion):
-    gc.disable()  # After other tests a collection of garbage may take longer than the limit.
-    try:
-        start = time.thread_time()  # which does not grow while other processes have the core
-        call(reward, completion)
-        assert time.thread_time() - start < 0.5
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("power", ["9^{9^{9^{9}}}", "99999999!", "(" * 3000 + "1" + ")" * 3000])

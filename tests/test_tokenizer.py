@@ -14,7 +14,7 @@ from tiny_checkpoints import VOCAB, byte_tokens, gguf_metadata, write_tokenizer
 
 from qerl_jax.data.prompts import Problem, PromptConfig, encode_prompts, render_prompt
 from qerl_jax.errors import UserError
-from qerl_jax.weights import tokenizer
+from qerl_jax.weights import chat_template, save, tokenizer
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden/tokenizer_smollm2.json").read_text())
 MESSAGES = [{"role": "user", "content": "t3 t4"}]
@@ -241,6 +241,93 @@ def test_a_chat_template_is_found_in_every_place(tmp_path, place):
         (tmp_path / "chat_template.jinja").write_text(template)
     rendered = tokenizer.from_folder(tmp_path).apply_chat_template(MESSAGES)
     assert rendered == "t3 t4<|im_end|>"
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("place", ["list", "files", "both", "gguf"])
+def test_tools_have_the_template_with_their_name(tmp_path, place):
+    """As in transformers, whose answer it is compared with."""
+    plain, use = "{{ messages[0].content }}", "{{ messages[0].content }}{{ tools | tojson }}"
+    named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": use}]
+    if place == "gguf":
+        metadata = gguf_metadata("qwen2", byte_tokens("<|im_end|>"))
+        metadata["tokenizer.chat_template"] = plain
+        metadata["tokenizer.chat_template.tool_use"] = use
+        save.write_files(tmp_path, tokenizer.to_files(tokenizer.from_gguf(metadata)))
+    else:
+        unread = [{"name": "tool_use", "template": "x"}] if place == "both" else named
+        write_tokenizer(tmp_path, chat_template=unread)
+        (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    if place in ("files", "both"):
+        files = {"chat_template.jinja": plain, "additional_chat_templates/tool_use.jinja": use}
+        save.write_files(tmp_path, {name: text.encode() for name, text in files.items()})
+    ours = tokenizer.from_folder(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for tools in (None, TOOLS):
+        text = ours.apply_chat_template(MESSAGES, tools=tools)
+        assert text == theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+        assert ('"f"' in text) == (tools is not None)
+    assert ours.for_tools().apply_chat_template(MESSAGES) == "t3 t4null"
+    assert ours.for_tools().for_tools() == ours.for_tools()
+
+
+def test_a_tool_template_without_a_default(tmp_path):
+    use = "{{ tools | tojson }}{{ 1 // 0 }}"
+    write_tokenizer(tmp_path, chat_template=[{"name": "tool_use", "template": use}])
+    ours = tokenizer.from_folder(tmp_path)
+    refused("no chat template", ours.apply_chat_template, MESSAGES)
+    message = "tokenizer_config.json: the chat template failed: ZeroDivisionError"
+    with pytest.raises(UserError, match=message):
+        ours.apply_chat_template(MESSAGES, tools=TOOLS)
+
+
+LOOP = "{% for i in range(100000) %}{% for j in range(100000) BODY %}{% endfor %}{% endfor %}"
+GROW = "{% set n = namespace(x='aaaa') %}{% for i in range(99) %}BODY{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        (LOOP.replace("BODY", ""), "more than 0.2 s"),
+        (LOOP.replace("BODY", "if false"), "more than 0.2 s"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+            "{{ f(40) }}",
+            "more than 0.2 s",
+        ),
+        ("{% for i in range(100000) %}{{ range(100000) | sum }}{% endfor %}", "more than 0.2 s"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        (GROW.replace("BODY", "{% set n.x = n.x ~ n.x %}"), "67,108,864 characters"),
+        (GROW.replace("BODY", "{% set n.x = n.x + n.x %}"), "67,108,864 characters"),
+        (GROW.replace("BODY", "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}"), "67,108,864 char"),
+        ("{{ 'a' * 10000000000 }}", "67,108,864 characters"),
+        ("{{ 2 ** 10000000000 }}", "integer of 20000000000 bits"),
+        ("{{ 'a' | center(10000000000) }}", "integer of 34 bits"),
+        ("{{ 'a'.center(10000000000) }}", "integer of 34 bits"),
+        ("{{ messages | tojson(indent=10000000000) }}", "integer of 34 bits"),
+        ("{{ lipsum(10000000000) }}", "lipsum"),
+    ],
+)
+def test_templates_have_limits(tmp_path, monkeypatch, template, named):
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
+    write_tokenizer(tmp_path, chat_template=template)
+    refused(named, tokenizer.from_folder(tmp_path).apply_chat_template, MESSAGES)
+
+
+def test_the_limits_leave_the_values_of_templates(tmp_path):
+    template = (
+        "{{ 2 ** 10 }} {{ 'x%sy' % 5 }} {{ 3 * 4 }} {{ [1] + [2] }} {{ 'ab' * 2 ~ 'c' }} "
+        "{{ 12345678901234567890 | tojson }} {{ 'a' | center(3) }}|{{ 'a'.ljust(2) }}|"
+        "{% for m in messages if m.role == 'user' %}{{ loop.index }}{{ loop.length }}{% endfor %}"
+        "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{{ loop.last }}{% endfor %}"
+    )
+    write_tokenizer(tmp_path, chat_template=template)
+    rendered = tokenizer.from_folder(tmp_path).apply_chat_template(MESSAGES)
+    plain = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert rendered == plain.apply_chat_template(MESSAGES, tokenize=False)
+    assert rendered.startswith("1024 x5y 12 [1, 2] ababc 12345678901234567890  a |a |11")
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,14 @@ def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> RunEnvironmen
     pool, contracts = _open(tuple(environment_functions(config).items()))
     form, data = "", config.data
     arguments = data.chat_template_args.to_dict()
+    with_tools = tokenizer.for_tools()
     if any(contract.kind == "tools" for contract in contracts.values()):
-        form = tool_format(tokenizer.chat_template or "", tokenizer.template_source)
-    writers = {
-        name: ReplyWriter(tokenizer, arguments, contract.kind == "tools", data.system_prompt)
-        for name, contract in contracts.items()
-    }
+        form = tool_format(with_tools.chat_template or "", with_tools.template_source)
+    writers = {}
+    for name, contract in contracts.items():
+        calls = contract.kind == "tools"
+        writer = with_tools if calls else tokenizer
+        writers[name] = ReplyWriter(writer, arguments, calls, data.system_prompt)
     for writer in writers.values():
         writer.check()
     options = config.environment

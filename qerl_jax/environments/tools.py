@@ -1,19 +1,37 @@
 """Tools in the chat templates of Qwen 2.5 to 3.6, Llama 3 and Mistral: reading their calls."""
 
-import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qerl_jax.errors import UserError
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
-_FUNCTION = re.compile(r"\s*<function=([^\n>]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^\n>]+)>")
+_FUNCTION, _PARAMETER, _PARAMETER_END = "<function=", "<parameter=", "</parameter>"
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # as Jinja writes them
 _LLAMA = re.compile(r"\s*(<\|python_tag\|>\s*)?(?=\{\s*\"(name|type|function)\")")
+_GAP = re.compile(r"\s*;?\s*")  # between calls of Llama
 _MISTRAL = "[TOOL_CALLS]"
+_THINK, _END_THINK = "<think>", "</think>"
+# What may begin in a turn: reasoning or a call. A call of Llama has no mark: it begins the turn, or
+# follows its reasoning.
+_MARKS = {
+    "hermes": re.compile(rf"{_THINK}|{_BEGIN}"),
+    "xml": re.compile(rf"{_THINK}|{_BEGIN}"),
+    "mistral": re.compile(rf"{_THINK}|{re.escape(_MISTRAL)}"),
+    "llama": re.compile(_THINK),
+}
+_TYPES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_NESTING = 8  # largest depth of schemas in a schema
 _NO_JSON = (ValueError, RecursionError)  # what reading JSON raises, the latter for deep nesting
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 NO_ID = "000000000"  # where a template wants an id of a call and the policy wrote none
@@ -48,8 +66,8 @@ def tool_format(template: str, source: str = "") -> str:
     where = f"{source}: " if source else ""
     raise UserError(
         f"{where}the chat template does not write tools as those of Qwen2.5, Qwen3, Qwen3.5, "
-        "Llama 3.1 and Mistral do: take one of these models, or an environment of texts with a "
-        "method step"
+        "Llama 3.1 and Mistral do: take one of these models, give the tokenizer such a template "
+        "with the name tool_use, or take an environment of texts with a method step"
     )
 
 
@@ -58,59 +76,119 @@ def read_calls(
 ) -> list[Call]:
     """Reads the calls in a turn of the policy, in their order; an unreadable one has an error.
 
-    What the policy writes while it reasons is no call. The text has its special tokens, but not the
-    token that ends the turn. By the JSON schemas of the tools 'xml' tells a number from a text.
+    What the policy writes while it reasons is no call. It reasons from the beginning, where the
+    prompt has opened the reasoning (`in_reasoning`), or from `<think>`, up to the next `</think>`;
+    inside of a call these tags are text. The text has its special tokens, but not the token that
+    ends the turn. By the JSON schemas of the tools 'xml' tells a number from a text.
     """
-    if "</think>" in text:
-        text = text.rpartition("</think>")[2]
-    elif in_reasoning or "<think>" in text:
-        return []
-    if form == "hermes":
-        return _tagged(text, lambda body: _call(json.loads(body)))
-    if form == "xml":
-        functions = [tool["function"] for tool in tools]
-        types = {one["name"]: one["parameters"].get("properties", {}) for one in functions}
-        return _tagged(text, lambda body: _xml_call(body, types))
-    if form == "mistral":
-        if _MISTRAL not in text:
-            return []
-        return _array(text.partition(_MISTRAL)[2])
-    match = _LLAMA.match(text)
-    return _objects(text[match.end() :]) if match else []
-
-
-def _tagged(text: str, read: Callable[[str], Call]) -> list[Call]:
-    # A regular expression would search the rest of the text again for each tag that has no end,
-    # of which a policy that repeats itself writes thousands.
-    calls = []
-    while _BEGIN in text:
-        body, end, text = text.partition(_BEGIN)[2].partition(_END)
-        if not end:
-            calls.append(Call("", {}, error=f"the call has no end, {_END}"))
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    calls: list[Call] = []
+    # Each search begins where the last one ended: a policy that repeats itself writes thousands of
+    # tags, and the thread that trains reads them.
+    position = _after(text, _END_THINK, 0) if in_reasoning else 0
+    while position >= 0:
+        if form == "llama" and (match := _LLAMA.match(text, position)):
+            return _objects(text, match.end())
+        if (mark := _MARKS[form].search(text, position)) is None:
             break
-        try:
-            calls.append(read(body))
-        except _NO_JSON as error:
-            calls.append(_unreadable(error))
+        if mark[0] == _THINK:
+            position = _after(text, _END_THINK, mark.end())
+        elif form == "mistral":
+            return _array(text[mark.end() :])
+        elif (position := _after(text, _END, mark.end())) < 0:
+            calls.append(Call("", {}, error=f"the call has no end, {_END}"))
+        else:
+            body = text[mark.end() : position - len(_END)]
+            try:
+                calls.append(_xml_call(body, schemas) if form == "xml" else _call(json.loads(body)))
+            except _NO_JSON as error:
+                calls.append(_unreadable(error))
     return calls
 
 
-def _xml_call(body: str, types: Mapping[str, Mapping[str, Any]]) -> Call:
-    match = _FUNCTION.fullmatch(body)
-    if match is None:
+def _after(text: str, tag: str, start: int) -> int:
+    """The position after the next tag; -1 without one."""
+    found = text.find(tag, start)
+    return found if found < 0 else found + len(tag)
+
+
+# --- XML ------------------------------------------------------------------------------------------
+
+
+def _xml_call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
+    name, rest = _opened(body.strip(), _FUNCTION)
+    if not name or not rest.endswith("</function>"):
         return Call("", {}, error="expected <function=NAME>...</function>")
-    name, arguments = match[1], {}
-    for part in match[2].split("</parameter>")[:-1]:
-        if (opening := _PARAMETER.search(part)) is None:
-            continue
+    schema = schemas.get(name, {})
+    declared, texts = schema.get("properties", {}), {}
+    *parts, last = rest.removesuffix("</function>").split(_PARAMETER_END)
+    for part in parts:
+        key, value = _opened(part.lstrip(), _PARAMETER)
+        if not key:
+            return Call(name, {}, error=f"expected <parameter=NAME>, not {part.strip()!r:.60}")
         # The template puts a line break on either side of a value; all else is the value's own.
-        key = opening[1]
-        value = part[opening.end() :].removeprefix("\n").removesuffix("\n")
-        arguments[key] = value
-        if types.get(name, {}).get(key, {}).get("type", "string") != "string":
-            with contextlib.suppress(*_NO_JSON):  # A wrong type is an error of the call.
-                arguments[key] = json.loads(_CONSTANTS.get(value.strip(), value))
+        texts[key] = value.removeprefix("\n").removesuffix("\n")
+    # A parameter without an end is what follows the last one, or is inside of the one before it.
+    inside = [key for key in declared if key not in texts]
+    inside = [f"{_PARAMETER}{key}>" for key in inside]
+    if last.strip() or any(tag in text for tag in inside for text in texts.values()):
+        return Call(name, {}, error=f"a parameter has no end, {_PARAMETER_END}")
+    arguments = {
+        key: _argument(text, declared[key], schema) if key in declared else text
+        for key, text in texts.items()
+    }
     return Call(name, arguments)
+
+
+def _opened(text: str, tag: str) -> tuple[str, str]:
+    """The name in the tag that a text begins with, and the rest; '' where it begins with none."""
+    name, end, rest = text.removeprefix(tag).partition(">")
+    return (name, rest) if text.startswith(tag) and end and "\n" not in name else ("", "")
+
+
+def _argument(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """The value of an argument that the template writes as a text, or as JSON if it is no text."""
+    types = _types(schema, root)
+    named = [part for part in (schema, *_parts(schema)) if isinstance(part, Mapping)]
+    if types == {"string"} or any(text in part.get("enum", ()) for part in named):
+        return text
+    try:
+        value = json.loads(_CONSTANTS.get(text.strip(), text))
+    except _NO_JSON:  # A wrong type is an error of the call.
+        return text
+    kind = _TYPES[type(value)]
+    fits = kind in types or (kind == "integer" and "number" in types)
+    return text if "string" in types and (kind == "string" or not fits) else value
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """The types of JSON that a schema allows; all of them where it names none."""
+    if not isinstance(schema, Mapping) or depth > _NESTING:
+        return set(_TYPES.values())
+    types = schema.get("type")
+    if types is not None:
+        found = {types} if isinstance(types, str) else set(types)
+    elif "$ref" in schema:
+        target: Any = root
+        for key in schema["$ref"].removeprefix("#").split("/")[1:]:
+            target = target.get(key) if isinstance(target, Mapping) else None
+        found = _types(target, root, depth + 1)
+    elif parts := [_types(part, root, depth + 1) for part in _parts(schema)]:
+        found = set.intersection(*parts) if "allOf" in schema else set.union(*parts)
+    elif values := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        found = {_TYPES[type(value)] for value in values}
+    else:
+        found = set(_TYPES.values())
+    return found | {"null"} if schema.get("nullable") else found
+
+
+def _parts(schema: Any) -> list[Any]:
+    """The schemas of which a schema is a union, or an intersection."""
+    names = ("anyOf", "oneOf", "allOf") if isinstance(schema, Mapping) else ()
+    return [part for name in names for part in schema.get(name, ())]
+
+
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def _array(text: str) -> list[Call]:
@@ -123,16 +201,17 @@ def _array(text: str) -> list[Call]:
     return [_call(value) for value in values]
 
 
-def _objects(text: str) -> list[Call]:
+def _objects(text: str, position: int) -> list[Call]:
+    """The calls of Llama from a position on, which a semicolon may separate."""
     calls, decoder = [], json.JSONDecoder()
-    while text := text.strip().removeprefix(";").strip():
+    while (gap := _GAP.match(text, position)) and (position := gap.end()) < len(text):
         try:
-            value, end = decoder.raw_decode(text)
+            value, position = decoder.raw_decode(text, position)
         except _NO_JSON as error:
             # Text after a call is an answer, and no call.
-            return calls if calls and not text.startswith("{") else [*calls, _unreadable(error)]
+            ends = calls and not text.startswith("{", position)
+            return calls if ends else [*calls, _unreadable(error)]
         calls.append(_call(value))
-        text = text[end:]
     return calls
 
 

@@ -424,4 +424,8 @@ def same_answer(scorer: str) -> Callable[[str, str], bool]:
 
 
 def _digits(number: Decimal | None) -> str | None:
-    return None if number is None else f"{number.normalize():f}"
+    # `Decimal.normalize` would round a long number.
+    if number is None:
+        return None
+    text = f"{number:f}"
+    return text.rstrip("0").removesuffix(".") if "." in text else text

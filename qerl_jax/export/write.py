@@ -53,7 +53,13 @@ from qerl_jax.system.staging import check_free, scratch_of, staged_folder
 from qerl_jax.weights import names, peft
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.model_source import base_name
-from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint, is_nested
+from qerl_jax.weights.save import (
+    checkpoint_tensors,
+    companion_files,
+    fill_checkpoint,
+    is_nested,
+    write_files,
+)
 
 FORMATS = ("peft", "merged", "nvfp4")
 ONTO = ("trained", "bf16")
@@ -310,8 +316,7 @@ def _export_adapter(
         peft.fill_peft_adapter(
             staged, trainable, policy.lora_config, base_model=base_model, nested=nested
         )
-        for name, content in files.items():
-            (staged / name).write_bytes(content)
+        write_files(staged, files)
     return card
 
 

@@ -6,13 +6,14 @@ A *marked* answer is the content of the last boxes, `\boxed{...}`, or of the las
 
 import re
 from decimal import Decimal
+from typing import NamedTuple
 
 _BOX_TOKEN = {
     name: re.compile(rf"\\{name}(?![a-zA-Z])\s*(?P<open>\{{)?|\\[{{}}]|[{{}}]")
     for name in ("boxed", "fbox")
 }
 # The content of a box without braces, `\boxed 8`: in a formula up to its end, else up to a space.
-_BARE_FORMULA = re.compile(r"(?=[-+.0-9a-zA-Z\\])(?:[^$\n{}]|\{[^{}\n]*\})+")
+_BARE_FORMULA = re.compile(r"(?=[-+.0-9a-zA-Z\\])(?:(?!\\[)\]])[^$\n{}]|\{[^{}\n]*\})+")
 _BARE_WORD = re.compile(r"(?=[-+.]?[0-9]|\\[a-zA-Z])(?:[^$\s{}]|\{[^{}\n]*\})+")
 _FORMULA_END = re.compile(r"\\[)\]]")
 _WORDS = r"\\(?:text|textrm|textnormal|mathrm|mbox|hbox)(?![a-zA-Z])"
@@ -66,6 +67,8 @@ _OPERATOR_AFTER = re.compile(
     rf"\s*(?:\^(?!\s*\\circ)|[\u00d7\u00f7\u00b7\u221a!{_SUPERSCRIPT}]|\\\\|\\(?!{_UNIT})[a-zA-Z]"
     r"|[-+*/:]\s*(?:[0-9(\\]|[a-zA-Z](?![a-zA-Z])))|\(|[einkxyz\u03c0](?![a-zA-Z])"
 )
+# Largest difference of equal numbers; and that of numbers below SMALL, as a part of the larger one.
+TOLERANCE, SMALL, RELATIVE = Decimal("1e-6"), Decimal("0.01"), Decimal("1e-5")
 _NEAR = 40  # number of characters next to a number that are searched for an operator
 
 
@@ -78,18 +81,23 @@ def opens_reasoning(prompt: str) -> bool:
 
 
 def answer_part(prompt: str, completion: str) -> str:
-    """Returns the part of a completion that answers: what follows the last `</think>`.
+    """Returns the part of a completion that answers: what follows its reasoning.
 
-    A reasoning that the completion or the prompt opens and that is not closed is no answer: the
-    part ends before it, and is empty where nothing was closed. TRL's `reasoning_accuracy_reward`
-    and lm-eval's `think_end_token` read the same part. Text without reasoning is an answer as a
-    whole.
+    The first `</think>` ends the reasoning, and a later one that of a later `<think>`; any other is
+    a part of the answer, such as a quotation. A reasoning that the completion or the prompt opens
+    and that is not closed is no answer: the part ends before it, and is empty where nothing was
+    closed. TRL's `reasoning_accuracy_reward` and lm-eval's `think_end_token` read the same part,
+    but where an answer quotes `</think>`. Text without reasoning is an answer as a whole.
     Example: `<think>Is it 3? No.</think> It is 4.` gives ` It is 4.`, `<think>Is it 3?` nothing.
     """
-    _, closes, answer = completion.rpartition("</think>")
-    if not closes and (opens_reasoning(prompt) or "<think>" in completion):
+    parts = completion.split("</think>")
+    if len(parts) == 1 and (opens_reasoning(prompt) or "<think>" in completion):
         return ""
-    return answer.partition("<think>")[0]
+    begin = min(1, len(parts) - 1)
+    for number, part in enumerate(parts[1:-1], 1):
+        if "<think>" in part or (begin == number and not part.strip()):  # closed twice
+            begin = number + 1
+    return "</think>".join(parts[begin:]).partition("<think>")[0]
 
 
 # --- Boxes and tags -------------------------------------------------------------------------------
@@ -128,31 +136,51 @@ def last_marked(text: str) -> str | None:
     return tagged if inner is None else inner
 
 
+class _Box(NamedTuple):
+    begin: int  # position of its command
+    start: int  # position of its content
+    end: int  # position after its content; -1 of a box without braces, see `_bare_content`
+    in_formula: bool = False  # whether a box without braces is in a formula
+
+    def content(self, text: str) -> tuple[str, int]:
+        """The content, and the position after the box."""
+        if self.end >= 0:
+            return text[self.start : self.end], self.end + 1
+        content = _bare_content(text, self.start, in_formula=self.in_formula)
+        return content, self.start + len(content)
+
+
 def _last_boxes(text: str) -> tuple[str, int] | None:
     """Returns the answer of the last boxes and the position of their end."""
     boxes = _boxes(text)
-    if not boxes:
-        return None
-    begin, content, end = boxes.pop()
-    contents = [content]
-    while content.strip() and boxes:
-        earlier, content, stop = boxes.pop()
-        if not content.strip() or not _JOINT.fullmatch(text, stop, begin):
+    contents: list[str] = []
+    begin = end = 0
+    # Content is read from the end on, as long as boxes are joined: each text is read once.
+    while boxes:
+        box = boxes.pop()
+        content, stop = box.content(text)
+        if not content and box.end < 0:
+            continue  # `\\boxed` in a sentence is no box.
+        if not contents:
+            end = stop
+        elif not content.strip() or not _JOINT.fullmatch(text, stop, begin):
             break
-        begin = earlier
+        begin = box.begin
         contents.append(content)
+        if not content.strip():
+            break
+    if not contents:
+        return None
     return ", ".join(dict.fromkeys(reversed(contents))), end  # A repeated answer is one answer.
 
 
-def _boxes(text: str) -> list[tuple[int, str, int]]:
-    """Returns the beginning, the content and the end of every box that is not inside another."""
+def _boxes(text: str) -> list[_Box]:
+    """Returns every box that is not inside another; those without braces may have no content."""
     name = next((name for name in _BOX_TOKEN if f"\\{name}" in text), None)
     if name is None:
         return []
-    boxes = []
-    open_boxes: list[
-        tuple[int, int] | None
-    ] = []  # per open brace: beginning and content of its box
+    boxes: list[_Box] = []
+    open_boxes: list[tuple[int, int] | None] = []  # by open brace: begin and start of its box
     dollars = position = 0
     for token in _BOX_TOKEN[name].finditer(text):
         if token["open"]:
@@ -160,17 +188,15 @@ def _boxes(text: str) -> list[tuple[int, str, int]]:
         elif token[0].startswith(f"\\{name}"):
             span = position, token.start()
             dollars, position = dollars + text.count("$", *span) - text.count("\\$", *span), span[1]
-            content = _bare_content(text, token.end(), in_formula=dollars % 2 == 1)
-            if content:
-                boxes.append((token.start(), content, token.end() + len(content)))
+            boxes.append(_Box(token.start(), token.end(), -1, dollars % 2 == 1))
         elif token[0] == "{":
             open_boxes.append(None)
         elif token[0] == "}" and open_boxes:
             box = open_boxes.pop()
             if box is not None:
-                while boxes and boxes[-1][0] > box[0]:
+                while boxes and boxes[-1].begin > box[0]:
                     boxes.pop()
-                boxes.append((box[0], text[box[1] : token.start()], token.end()))
+                boxes.append(_Box(*box, token.start()))
     return boxes
 
 
@@ -255,6 +281,19 @@ def completion_number(text: str) -> Decimal | None:
     if answer is None and "####" in text:
         answer = text.rpartition("####")[2].strip().partition("\n")[0]
     return last_number(text) if answer is None else marked_number(answer)
+
+
+def same_number(number: Decimal, other: Decimal) -> bool:
+    """Returns whether two numbers are equal, exactly or within what rounding leaves.
+
+    They may differ by 1e-6, as in math-verify, which rounds to 6 decimals; numbers below 0.01, of
+    which that leaves few digits or none, by 1e-5 of the larger one.
+    Example: `0.166667` equals `0.1666667`; `3.1e-9` does not equal `3.1e-10`, nor `0` `5e-20`.
+    """
+    if number == other:
+        return True
+    largest = max(abs(number), abs(other))
+    return abs(number - other) <= (TOLERANCE if largest >= SMALL else RELATIVE * largest)
 
 
 def join_digits(text: str) -> str:

@@ -26,13 +26,13 @@ from qerl_jax.rewards.answers import (
     last_tagged,
     marked_number,
     opens_reasoning,
+    same_number,
     whole_number,
 )
 
 Reward = Callable[..., Any]
 
 LARGEST = 3e38  # largest absolute value of a reward, because training computes in float32
-_TOLERANCE = Decimal("1e-6")
 _EQUATION = re.compile(r"[0-9][0-9 .+*/-]* = -?[0-9]+(?:\.[0-9]+)?")
 _THINK = re.compile(r"<think>.*</think>\s*<answer>.*</answer>", re.DOTALL)
 
@@ -40,19 +40,19 @@ _THINK = re.compile(r"<think>.*</think>\s*<answer>.*</answer>", re.DOTALL)
 # --- Correctness ----------------------------------------------------------------------------------
 
 
-def _same_number(number: Decimal | None, answer: str) -> float:
+def _equals(number: Decimal | None, answer: str) -> float:
     reference = marked_number(answer)
     if reference is None:
         raise ValueError(
             f"the answer {answer[:50]!r} is not a number: use exact_answer or math_answer"
         )
-    return float(number is not None and abs(number - reference) <= _TOLERANCE)
+    return float(number is not None and same_number(number, reference))
 
 
 def numeric_answer(
     prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
 ) -> float:
-    r"""Returns 1.0 if the completion's number equals the answer within 1e-6, else 0.0.
+    r"""Returns 1.0 if the completion's number equals the answer, as in `same_number`, else 0.0.
 
     The completion's number is the last number in the marked answer. Without a mark, it is the last
     number on the line after `####`, and without `####` the last number in the text. A mark without
@@ -66,7 +66,7 @@ def numeric_answer(
         num_tokens: not used; every reward of one completion takes it.
         finished: not used either.
     """
-    return _same_number(completion_number(answer_part(prompt, completion)), answer)
+    return _equals(completion_number(answer_part(prompt, completion)), answer)
 
 
 def tagged_answer(
@@ -74,10 +74,10 @@ def tagged_answer(
 ) -> float:
     """Returns 1.0 if the last number in the last `<answer>...</answer>` is the answer, else 0.0.
 
-    The numbers are equal if they differ by at most 1e-6.
+    The numbers are compared by `answers.same_number`.
     Example: `<think>9 + 9</think> <answer>18</answer>` is right for `18`; a bare `18` is wrong.
     """
-    return _same_number(marked_number(last_tagged(answer_part(prompt, completion)) or ""), answer)
+    return _equals(marked_number(last_tagged(answer_part(prompt, completion)) or ""), answer)
 
 
 def boxed_answer(
@@ -85,10 +85,10 @@ def boxed_answer(
 ) -> float:
     r"""Returns 1.0 if the last number in the last balanced `\boxed{...}` is the answer, else 0.0.
 
-    The numbers are equal if they differ by at most 1e-6.
+    The numbers are compared by `answers.same_number`.
     Example: `so \boxed{1{,}000}` is right for `1000`; `so 1000` is wrong.
     """
-    return _same_number(marked_number(last_boxed(answer_part(prompt, completion)) or ""), answer)
+    return _equals(marked_number(last_boxed(answer_part(prompt, completion)) or ""), answer)
 
 
 def exact_answer(
@@ -132,7 +132,7 @@ def math_answer(
     prediction = _formula(prediction)
     number, value = whole_number(prediction), whole_number(reference)
     if number is not None and value is not None:
-        return float(abs(number - value) <= _TOLERANCE)
+        return float(same_number(number, value))
     # An empty text only makes math-verify refuse a reference that it cannot read.
     equal = prediction == reference
     text = f"\\boxed{{{prediction}}}" if prediction and not equal else ""

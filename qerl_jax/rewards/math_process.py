@@ -16,6 +16,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any
+
+from qerl_jax.rewards.answers import RELATIVE, SMALL
 
 SECONDS = 20.0  # time limit for one comparison; a caller of `verify` may set a shorter one
 _MEMORY_BYTES = 4 << 30
@@ -84,7 +88,9 @@ def _stop(worker: subprocess.Popen[str]) -> None:
 def _serve() -> None:
     """Answers JSON lines [reference, text] with true, false or an error text, until EOF."""
     import math_verify
+    from math_verify import grader
 
+    grader.sympy_numeric_eq = _by_size(grader.sympy_numeric_eq)
     # math-verify's own time limits are off, because SIGALRM kills this process; math-verify logs a
     # warning about that, which is silenced here.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -115,6 +121,22 @@ def _serve() -> None:
             reply = f"{type(error).__name__}: {error}"
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(reply), flush=True)
+
+
+def _by_size(equal: Callable[..., bool]) -> Callable[..., bool]:
+    """Compares small numbers as `answers.same_number` does; math-verify takes tiny ones for 0."""
+    import sympy
+
+    def compare(first: Any, second: Any, *precision: int) -> bool:
+        if not equal(first, second, *precision):
+            return False
+        if not all(isinstance(value, sympy.Expr) and value.is_number for value in (first, second)):
+            return True
+        first, second = (sympy.N(value.doit(), 30) for value in (first, second))
+        largest = max(abs(first), abs(second))
+        return bool(largest >= SMALL or abs(first - second) <= RELATIVE * largest)
+
+    return compare
 
 
 if __name__ == "__main__":

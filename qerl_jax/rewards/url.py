@@ -267,13 +267,13 @@ class UrlReward:
         headers = {"Content-Type": "application/json"}
         if token:
             headers["Authorization"] = f"Bearer {token}"
-        parts: list[bytes] = []
+        body = bytearray()
         try:
             request = client.stream("POST", self.url, content=content, headers=headers)
             async with request as response:
                 async for part in response.aiter_bytes():
-                    parts.append(part)
-                    if sum(map(len, parts)) > _MOST_BYTES:
+                    body += part
+                    if len(body) > _MOST_BYTES:
                         raise RewardError(f"its answer has more than {_MOST_BYTES >> 20} MB")
         except httpx2.TransportError as error:
             reason = _clean(first_line(error) or type(error).__name__, token)
@@ -284,10 +284,10 @@ class UrlReward:
             ) from error
         status = response.status_code
         if status == 200:
-            return b"".join(parts)
+            return bytes(body)
         if 300 <= status < 400:
             raise RewardError(f"status {status}: redirects are not followed, pass the final URL")
-        text = _clean(b"".join(parts).decode(errors="replace"), token)
+        text = _clean(body.decode(errors="replace"), token)
         kind = _BusyError if status in _BUSY else RewardError
         raise kind(f"status {status}{': ' if text else ''}{text}")
 

@@ -17,17 +17,23 @@ def wrap(text: str, columns: int) -> list[str]:
     """The lines of a safe text, broken at spaces where possible; none is wider than the column."""
     lines = []
     for line in text.expandtabs(4).split("\n"):
-        while width(line) > columns:
-            end, used = 0, 0
-            while used + width(line[end]) <= columns:
-                used += width(line[end])
-                end += 1
-            space = line.rfind(" ", 1, end + 1)
-            cut = space if space > 0 and line[:space].strip() else end
-            lines.append(line[:cut].rstrip())
-            line = line[cut:].removeprefix(" ")
-        lines.append(line)
+        start = 0
+        while (end := _fitting(line, start, columns)) < len(line):
+            # A break is at a space, unless there are only spaces before it.
+            space = line.rfind(" ", start + 1, end + 1)
+            cut = space if space > start and line[start:space].strip() else end
+            lines.append(line[start:cut].rstrip())
+            start = cut + (line[cut] == " ")
+        lines.append(line[start:])
     return lines
+
+
+def _fitting(line: str, start: int, columns: int) -> int:
+    """The end of the longest part of a line from `start` on that fits into some columns."""
+    end, left = start, columns
+    while end < len(line) and (left := left - width(line[end])) >= 0:
+        end += 1
+    return end
 
 
 def pad(text: str, columns: int) -> str:
@@ -37,8 +43,6 @@ def pad(text: str, columns: int) -> str:
 
 def shorten(text: str, columns: int) -> str:
     """A line of safe text, or its beginning and three dots where it is wider than the columns."""
-    if width(text) <= columns:
+    if _fitting(text, 0, columns) == len(text):
         return text
-    while text and width(text) > columns - 3:
-        text = text[:-1]
-    return f"{text}..."
+    return f"{text[: _fitting(text, 0, columns - 3)]}..."

@@ -19,6 +19,7 @@ _HUB_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
     "chat_template.*",
+    "additional_chat_templates/*.jinja",
     "vocab.json",
     "merges.txt",
     "model.safetensors",

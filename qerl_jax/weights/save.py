@@ -130,7 +130,13 @@ def fill_checkpoint(
         total_bytes += tensor.nbytes
     shards.append(_write_shard(folder / str(len(shards)), pending))
     _name_shards(folder, shards, total_bytes)
+    write_files(folder, files)
+
+
+def write_files(folder: pathlib.Path, files: Mapping[str, bytes]) -> None:
+    """Writes the companions of a checkpoint or an adapter into a folder, and folders in it."""
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
 
 
@@ -213,6 +219,8 @@ def companion_files(
     whole = json_file.parse_object(model.path / "config.json", content)
     hf = text_config_json(whole)
     companions = [name for name in _COMPANIONS if (model.path / name).exists()]
+    templates = (model.path / tokenizer_lib.TEMPLATES).glob("*.jinja")
+    companions += [f"{tokenizer_lib.TEMPLATES}/{path.name}" for path in sorted(templates)]
     return {name: _read_companion(model.path, name) for name in companions} | {
         "config.json": content
         if hf is whole and _matches_format(hf, packed=packed, dtype=dtype)

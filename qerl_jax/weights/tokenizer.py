@@ -13,7 +13,7 @@ from qerl_jax.errors import UserError, first_line
 from qerl_jax.system import json_file
 from qerl_jax.system.safe_files import read_bytes, read_text
 from qerl_jax.weights.added_tokens import mark_special, read_added_tokens
-from qerl_jax.weights.chat_template import compile_template, to_json, variables
+from qerl_jax.weights.chat_template import render, to_json, variables
 
 # Tokens that end a turn or a document in the supported families. With a GGUF file they end a reply
 # in addition to the tokens that the file names, whatever their type, as in llama.cpp. With a folder
@@ -35,6 +35,7 @@ _SPLITS = {
 }
 # Files of SentencePiece and of mistral-common (Tekken), which hold a tokenizer in other forms.
 _OTHER_FILES = ("tokenizer.model", "tokenizer.model.v3", "tekken.json")
+TEMPLATES = "additional_chat_templates"  # folder with the templates of a model by their names
 # Token types in GGUF.
 _CONTROL = 3
 _USER_DEFINED = 4
@@ -51,6 +52,9 @@ class Tokenizer:
     eos_ids: tuple[int, ...]  # every id that ends a reply, ascending
     pad_id: int  # the id that pads rows; its positions are never read
     template_source: str = ""  # what holds the chat template, for error messages; may be ''
+    # The chat template named `tool_use`, which conversations with tools have, and what holds it.
+    tool_template: str | None = None
+    tool_template_source: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -69,6 +73,20 @@ class Tokenizer:
         """Returns whether a text holds a special token, which `decode` leaves out by default."""
         added = self.backend.get_added_tokens_decoder().values()
         return any(token.special and token.content in text for token in added)
+
+    def for_tools(self) -> "Tokenizer":
+        """Returns the tokenizer with the chat template of conversations with tools.
+
+        It is the one named `tool_use`, where the tokenizer has several, as in transformers.
+        """
+        if self.tool_template is None:
+            return self
+        return dataclasses.replace(
+            self,
+            chat_template=self.tool_template,
+            template_source=self.tool_template_source,
+            tool_template=None,
+        )
 
     def apply_chat_template(
         self,
@@ -90,6 +108,10 @@ class Tokenizer:
             UserError: the tokenizer has no chat template, the template rejects the messages, or it
                 does not read an argument.
         """
+        if tools is not None and self.tool_template is not None:
+            return self.for_tools().apply_chat_template(
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, **arguments
+            )
         if self.chat_template is None:
             raise UserError("the tokenizer has no chat template; use an instruction-tuned model")
         standard_variables = {"messages": messages, "tools": tools, "documents": None}
@@ -101,9 +123,7 @@ class Tokenizer:
             read = variables(self.chat_template) if arguments else frozenset()
             unread = [name for name in arguments if name not in read or name in standard_variables]
             if not unread:
-                return compile_template(self.chat_template).render(
-                    **standard_variables, **arguments
-                )
+                return render(self.chat_template, standard_variables | arguments)
         except Exception as error:  # a template is a program and can raise any class
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             message = " ".join(str(error).split())  # syntax errors quote their lines
@@ -127,9 +147,14 @@ class Tokenizer:
         Raises:
             UserError: the template left out a message; whitespace may differ.
         """
-        flat_text = " ".join(text.split())
+        flat_text, position = " ".join(text.split()), 0
         for message in messages:
-            if " ".join(message["content"].split()) not in flat_text:
+            content = " ".join(message["content"].split())
+            # Most templates keep the order, in which the text is searched once.
+            found = flat_text.find(content, position)
+            found = flat_text.find(content) if found < 0 else found
+            position = found + len(content)
+            if found < 0:
                 raise UserError(
                     f"{self._source_prefix}the chat template leaves out the {message['role']} "
                     f"message {message['content']!r:.100}; correct the template, or leave out the "
@@ -164,11 +189,9 @@ def from_folder(folder: pathlib.Path | str) -> Tokenizer:
         others += [content.get("bos_token_id"), content.get("pad_token_id")]
     added = backend.get_added_tokens_decoder()
     mark_special(backend, [added[i].content for i in others if type(i) is int and i in added])
-    chat_template, template_source = _read_chat_template(folder, settings)
     return _finish(
         backend,
-        chat_template=chat_template,
-        template_source=template_source,
+        templates=_read_chat_templates(folder, settings),
         special_tokens=special_tokens,
         eos_ids=eos_ids,
         pad_id=None,
@@ -237,8 +260,13 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         backend.post_processor = _bos_first(special_tokens.get("bos_token"), ids["bos"])
     return _finish(
         backend,
-        chat_template=metadata.get("tokenizer.chat_template"),
-        template_source="tokenizer.chat_template of the GGUF file",
+        templates={
+            name: (metadata.get(key), f"{key} of the GGUF file")
+            for name, key in (
+                ("default", "tokenizer.chat_template"),
+                ("tool_use", "tokenizer.chat_template.tool_use"),
+            )
+        },
         special_tokens=special_tokens,
         eos_ids=[ids["eos"], metadata.get("tokenizer.ggml.eot_token_id")],
         pad_id=backend.token_to_id(special_tokens.get("pad_token", "")),
@@ -261,6 +289,8 @@ def to_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     }
     if tokenizer.chat_template is not None:
         files["chat_template.jinja"] = tokenizer.chat_template
+    if tokenizer.tool_template is not None:
+        files[f"{TEMPLATES}/tool_use.jinja"] = tokenizer.tool_template
     return {name: text.encode() for name, text in files.items()}
 
 
@@ -278,8 +308,7 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 def _finish(
     backend: tokenizers.Tokenizer,
     *,
-    chat_template: str | None,
-    template_source: str,
+    templates: Mapping[str, tuple[str | None, str]],
     special_tokens: Mapping[str, Any],
     eos_ids: Sequence[int | None],
     pad_id: int | None,
@@ -287,10 +316,14 @@ def _finish(
 ) -> Tokenizer:
     """Builds a Tokenizer.
 
-    Its `eos_ids` are the argument, the id of its `eos_token` and, with `well_known`, those of
-    well-known end tokens.
+    `templates` are chat templates by name, each with what holds it. The `eos_ids` of the tokenizer
+    are the argument, the id of its `eos_token` and, with `well_known`, those of well-known end
+    tokens.
     """
-    for name, text in {"chat_template": chat_template or "", **special_tokens}.items():
+    chat_template, template_source = templates.get("default", (None, ""))
+    tool_template, tool_template_source = templates.get("tool_use", (None, ""))
+    texts = {"chat_template": chat_template or "", "tool_use template": tool_template or ""}
+    for name, text in {**texts, **special_tokens}.items():
         if not isinstance(text, str):
             raise UserError(f"the tokenizer's {name} is {text!r:.50}, must be a string")
     eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
@@ -316,6 +349,8 @@ def _finish(
         eos_ids=tuple(sorted(end_ids)),
         pad_id=min(end_ids) if pad_id is None else pad_id,
         template_source=template_source,
+        tool_template=tool_template,
+        tool_template_source=tool_template_source,
     )
 
 
@@ -388,22 +423,32 @@ def _read_backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
         ) from error
 
 
-def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> tuple[str | None, str]:
-    """Returns the chat template of a folder, or None, and the file that holds it."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
+def _read_chat_templates(
+    folder: pathlib.Path, settings: dict[str, Any]
+) -> dict[str, tuple[str | None, str]]:
+    """Returns the chat templates of a folder by name, each with the file that holds it.
+
+    As in transformers, files of templates replace those of tokenizer_config.json.
+    """
+    files = {path.stem: path for path in (folder / TEMPLATES).glob("*.jinja")}
+    if (file := folder / "chat_template.jinja").exists():
+        files["default"] = file
+    templates: dict[str, tuple[str | None, str]] = {}
+    for name, file in files.items():
         try:
-            return read_text(file), str(file)
+            templates[name] = read_text(file), str(file)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file}: cannot be read: {error}") from error
+    if "default" in templates:
+        return templates
     file = folder / "chat_template.json"
     template = _read_json(file).get("chat_template")
     if not template:
         file, template = folder / "tokenizer_config.json", settings.get("chat_template")
+    named: Any = template if isinstance(template, dict) else {"default": template}
     if isinstance(template, list):  # several templates, each with a name
-        templates = {i.get("name"): i.get("template") for i in template if isinstance(i, dict)}
-        template = templates.get("default")
-    return template, str(file)
+        named = {i.get("name"): i.get("template") for i in template if isinstance(i, dict)}
+    return {str(name): (text, str(file)) for name, text in named.items()} | templates
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
