@@ -27,10 +27,9 @@ run of another person only the project's own rewards are called, until --trust a
 """
 
 import argparse
-import signal
-import sys
 
 from qerl_jax.commands import cli
+from qerl_jax.system.signals import exit_on_stop_signals
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -90,9 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
     with cli.importing():
         from qerl_jax.export.write import ExportConfig, export
 
-    # SIGTERM exits normally, so that an unfinished folder is removed.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
-    export(ExportConfig(**vars(arguments)))
+    with exit_on_stop_signals():
+        export(ExportConfig(**vars(arguments)))
 
 
 def main() -> None:
