@@ -210,6 +210,23 @@ def test_a_print_that_is_not_read_saves(tiny, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "checkpoints" / "2").exists()
 
 
+@pytest.mark.parametrize("refuses", ["_compile", "_evaluate"])
+def test_a_start_that_is_refused_does_not_say_that_the_run_continues(
+    uninterrupted, tiny, tmp_path, monkeypatch, capsys, refuses
+):
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+
+    def refuse(*_):
+        raise UserError("it does not fit")
+
+    monkeypatch.setattr(qerl_jax.training.loop, "_compile", lambda run: None)
+    monkeypatch.setattr(qerl_jax.training.loop, refuses, refuse)
+    with pytest.raises(UserError, match="it does not fit"):
+        train(tiny.config(CHANGES | {"steps": 7, "rollout.max_rows": 3}), workdir=run)
+    said = capsys.readouterr().out
+    assert ("rollout.max_rows: 0 -> 3" in said) == (refuses == "_evaluate")
+
+
 def test_hung_up_and_then_killed(uninterrupted, interrupted, tiny):
     run = interrupted(hang_up, at=STEP_4)
     assert steps(run) == [1, 2, 3, 4]

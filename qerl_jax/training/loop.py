@@ -214,6 +214,8 @@ def _train_steps(run: Run) -> None:
     config = run.setup.config
     check_noise(run.setup, run.progress)
     programs = _compile(run)
+    if run.folder.note:
+        print(run.folder.note, flush=True)
     _evaluate(run)  # before training, or the evaluation that a signal interrupted
     durations: list[float] = []
     first_trace_step = max(config.profile.start, run.progress.step + 1)
