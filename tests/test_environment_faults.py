@@ -1,5 +1,6 @@
 """Environments that fail: each costs its row the reward or the policy a message, never the step."""
 
+import contextlib
 import errno
 import os
 import pathlib
@@ -446,16 +447,21 @@ time.sleep(1000)
 """
 
 
-def start_owner(*command, folder="", **variables):
+@contextlib.contextmanager
+def started_owner(*command, folder="", **variables):
     tests = pathlib.Path(__file__).parent
     path = os.pathsep.join(map(str, [tests, tests.parent, folder]))
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", *command],
         env=os.environ | {"PYTHONPATH": path} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-    )
+    ) as owner:
+        try:
+            yield owner
+        finally:
+            owner.kill()
 
 
 @pytest.mark.parametrize(
@@ -472,7 +478,7 @@ def start_owner(*command, folder="", **variables):
 )
 def test_no_process_is_left(code, killed):
     """Not even one that left its session and its parent."""
-    with start_owner(OWNER, code) as owner:
+    with started_owner(OWNER, code) as owner:
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         assert len(pids) == 3
         assert all(map(alive, pids))
@@ -487,13 +493,12 @@ def test_no_process_is_left(code, killed):
             until(lambda: not alive(process), 5)
             owner.kill()
         until(lambda: not any(map(alive, [*pids, importer, supervisor])), 10)
-        owner.kill()
 
 
 def test_no_process_is_left_of_an_import_that_does_not_end(tmp_path):
     (tmp_path / "slow_import.py").write_text(SLOW)
     started = tmp_path / "started"
-    with start_owner(IMPORTER, folder=tmp_path, STARTED=str(started)) as owner:
+    with started_owner(IMPORTER, folder=tmp_path, STARTED=str(started)) as owner:
         pids = until(lambda: started.exists() and started.read_text().split(), 20)
         assert all(map(alive, map(int, pids)))
         owner.kill()
