@@ -40,6 +40,7 @@ from qerl_jax.run.provenance import without_folders
 from qerl_jax.system.atomic import write_json
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.system.paths import user_path
+from qerl_jax.system.signals import STOP_SIGNALS
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"
@@ -121,13 +122,15 @@ def run_parts(arm: str, seed: int, args: argparse.Namespace) -> None:
 def _run(command: list[str], environment: dict[str, str]) -> int:
     """Runs a command of Python, which saves when a signal arrives; returns the exit code.
 
-    SIGTERM is passed on to it. A terminal sends Ctrl-C to both, and this process waits.
+    The others are passed on to it. A terminal sends Ctrl-C to both, and this process waits.
     """
     process = subprocess.Popen([sys.executable, *command], env=environment)
     handlers: dict[signal.Signals, Any] = {
-        signal.SIGTERM: lambda *_: process.send_signal(signal.SIGTERM),
-        signal.SIGINT: lambda *_: None,
+        number: lambda number, _: process.send_signal(number)
+        for number in STOP_SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN
     }
+    handlers[signal.SIGINT] = lambda *_: None
     old_handlers = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     try:
         return process.wait()

@@ -76,6 +76,8 @@ class BrokenTool:
             raise asyncio.CancelledError("stopped")
         if what == "hang":
             time.sleep(1000)
+        if what == "sleep":
+            time.sleep(0.1)
         return "\ud800"
 
 
@@ -147,6 +149,14 @@ class Faults:
         if what == "start":
             subprocess.Popen(["sleep", "1000"])
             time.sleep(1000)
+        if what == "detach":
+            return f"t{detached()}", 1.0, False
+        if what == "detach and hang":
+            detached()
+            time.sleep(1000)
+        if what == "detach and die":
+            detached()
+            os.kill(os.getpid(), 9)
         if what == "read":
             return input() or "t1", 1.0, False
         if what == "stdin":
@@ -154,6 +164,20 @@ class Faults:
         if what == "infinite":
             return "t1", float("inf"), False
         return "t1", 1.0, False
+
+
+def detached():
+    """Starts a process as servers are started: in its own session, without its parent."""
+    reads, writes = os.pipe()
+    if not (pid := os.fork()):
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        os.write(writes, str(os.getpid()).encode())
+        os.execvp("sleep", ["sleep", "1001"])
+    os.waitpid(pid, 0)
+    return int(os.read(reads, 20))
 
 
 class NoTools:

@@ -44,6 +44,9 @@ def run(config, workdir):
         raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
     if config.steps == 11:
         raise OSError(errno.EDQUOT, "Disk quota exceeded", "metrics.jsonl")
+    if config.steps == 12:
+        import theirs
+        theirs.f()
     if config.steps == 10:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
     print(config.preset, config.rl.clip_high, config.targets, workdir, "jax" in sys.modules)
@@ -245,7 +248,20 @@ def test_errors_of_a_config_file_say_where(command, tmp_path, source, message):
 
 def test_a_config_that_exits_keeps_its_code(command, tmp_path):
     (tmp_path / "exits.py").write_text("import sys\ndef get_config():\n    sys.exit(3)\n")
-    assert command(f"--config={tmp_path / 'exits.py'}").returncode == 3
+    result = command(f"--config={tmp_path / 'exits.py'}")
+    line = (
+        f"error: {tmp_path / 'exits.py'}:3: SystemExit: 3; it must return, or raise another error\n"
+    )
+    assert (result.returncode, result.stderr) == (3, line)
+
+
+@pytest.mark.parametrize(("call", "code"), [("exit()", 2), ("raise SystemExit(4)", 4)])
+def test_code_that_exits_is_named(command, tmp_path, call, code):
+    (tmp_path / "theirs.py").write_text(f"def f():\n    {call}\n")
+    result = command("--config.steps=12")
+    assert result.returncode == code
+    assert result.stderr.startswith(f"error: {tmp_path / 'theirs.py'}:2: SystemExit: ")
+    assert result.stderr.count("\n") == 1
 
 
 REWARDS = """

@@ -1,5 +1,6 @@
 """Environments that fail: each costs its row the reward or the policy a message, never the step."""
 
+import contextlib
 import dataclasses
 import errno
 import inspect
@@ -27,6 +28,7 @@ from qerl_jax.environments.replies import ReplyWriter
 from qerl_jax.environments.roles import ANSWER, CONTEXT, DONE, FAILURE, OPEN, TOKENS, TURNS, Turn
 from qerl_jax.environments.tools import NO_ID, read_calls, tool_format
 from qerl_jax.environments.worker import LONGEST_TEXT
+from qerl_jax.system.signals import STOP_SIGNALS
 from qerl_jax.training.dry_run import read_description
 from qerl_jax.weights.tokenizer import from_folder
 
@@ -137,23 +139,25 @@ def test_what_does_no_harm(pool, tokenizer, what):
         assert episodes.episodes[0].reward == (float("inf") if what == "infinite" else 2.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_to_all_processes_leaves_the_step_its_environments(pool, tokenizer, number):
     with one_row(pool, tokenizer, "fine") as episodes:
         assert take_turn(episodes).ending == OPEN
         (process,) = episodes._process.values()
-        for pid in (process.pid, pool._parent.pid):
+        supervisor = parent_of(process.pid)
+        for pid in (process.pid, supervisor, parent_of(supervisor), pool._parent.pid):
             os.kill(pid, number)
         assert take_turn(episodes).ending == OPEN
 
 
-def test_what_a_process_started_ends_with_it(pool, tokenizer):
+@pytest.mark.parametrize("what", ["start", "detach and hang", "detach and die"])
+def test_what_a_process_started_ends_with_it(pool, tokenizer, what):
     def sleepers():
-        found = subprocess.run(["pgrep", "-f", "^sleep 1000$"], capture_output=True, text=True)
+        found = subprocess.run(["pgrep", "-f", "^sleep 100[01]$"], capture_output=True, text=True)
         return set(found.stdout.split())
 
     before = sleepers()
-    with one_row(pool, tokenizer, "start") as episodes:
+    with one_row(pool, tokenizer, what) as episodes:
         assert take_turn(episodes).ending == FAILURE
     until(lambda: not sleepers() - before, 5)
 
@@ -508,6 +512,21 @@ def test_a_call_that_breaks_is_a_message_or_costs_the_row(pool):
         assert (episodes.episodes[0].calls, episodes.episodes[0].failed_calls) == (4, 3)
 
 
+@pytest.mark.parametrize("stops", [False, True], ids=["many calls", "no call that can be read"])
+def test_all_calls_of_a_turn_have_one_time_limit(pool, stops):
+    do = '<tool_call>{"name": "do", "arguments": {"what": "%s"}}</tool_call>'
+    broken = environments(pool, Written(), "brokentool")
+    with Episodes(broken, [{}], [0], [None]) as episodes:
+        assert take_turn(episodes, text=do % "").ending == OPEN
+        if stops:
+            os.kill(next(iter(episodes._process.values())).pid, signal.SIGSTOP)
+        began = time.monotonic()
+        text = "<tool_call>no JSON</tool_call>" if stops else 100 * (do % "sleep")
+        assert take_turn(episodes, text=text).ending == FAILURE
+        assert time.monotonic() - began < 5
+        assert "exceeded environment.time_limit" in episodes.episodes[0].error
+
+
 def test_arguments_that_cannot_be_sent_cost_the_row(pool):
     text = ADD.replace("2", "[" * 1000 + "]" * 1000)
     _, ending, episode = calculate(pool, [text])
@@ -546,44 +565,107 @@ import sys, time
 from qerl_jax.environments.pool import Pool
 pool = Pool({"faults": "environment_cases:Faults"})
 process = pool.take()
-process.send({"op": "reset", "name": "faults", "columns": {"question": "hang"}, "seed": 0}, limit=9)
-while process.answer() is None: time.sleep(0.01)
+
+def ask(**request):
+    process.send(request, limit=9)
+    while (answer := process.answer()) is None: time.sleep(0.01)
+    return answer
+
+reset = {"op": "reset", "name": "faults", "seed": 0}
+ask(**reset, columns={"question": "detach"})
+server = ask(op="step", text="")["text"][1:]
+ask(**reset, columns={"question": "hang"})
 process.send({"op": "step", "text": ""}, limit=1000)
-print(pool._parent.pid, process.pid, flush=True)
+print(pool._parent.pid, process.pid, server, flush=True)
 exec(sys.argv[1])
+"""
+IMPORTER = """
+import sys
+from qerl_jax.environments.pool import Pool
+Pool({"slow": "slow_import:Environment"})
+"""
+SLOW = """
+import os, time
+from environment_cases import detached
+server = detached()
+with open(os.environ["STARTED"], "w") as file:
+    print(os.getppid(), os.getpid(), server, file=file)
+time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize(
-    ("code", "number"),
-    [("time.sleep(100)", signal.SIGKILL), ("raise ValueError", 0), ("sys.exit()", 0)],
-    ids=["kill", "error", "exit"],
-)
-def test_no_process_is_left(code, number):
-    tests = str(pathlib.Path(__file__).parent)
-    path = os.pathsep.join([tests, str(pathlib.Path(tests).parent)])
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, code],
-        env=os.environ | {"PYTHONPATH": path},
+@contextlib.contextmanager
+def started_owner(*command, folder="", **variables):
+    tests = pathlib.Path(__file__).parent
+    path = os.pathsep.join(map(str, [tests, tests.parent, folder]))
+    with subprocess.Popen(
+        [sys.executable, "-c", *command],
+        env=os.environ | {"PYTHONPATH": path} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-    )
-    pids = [int(pid) for pid in owner.stdout.readline().split()]
-    assert len(pids) == 2
-    if number:
-        owner.send_signal(number)
-    owner.wait(timeout=20)
-    owner.stdout.close()
-    until(lambda: not any(map(alive, pids)), 10)
+    ) as owner:
+        try:
+            yield owner
+        finally:
+            owner.kill()
+
+
+@pytest.mark.parametrize(
+    ("code", "killed"),
+    [
+        ("time.sleep(100)", "command"),
+        ("time.sleep(100)", "first supervisor"),
+        ("time.sleep(100)", "importer"),
+        ("time.sleep(100)", "supervisor"),
+        ("raise ValueError", ""),
+        ("sys.exit()", ""),
+    ],
+    ids=["command", "first supervisor", "importer", "supervisor", "error", "exit"],
+)
+def test_no_process_is_left(code, killed):
+    """Not even one that left its session and its parent."""
+    with started_owner(OWNER, code) as owner:
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(pids) == 3
+        assert all(map(alive, pids))
+        first, process, _ = pids
+        supervisor = parent_of(process)
+        importer = parent_of(supervisor)
+        assert parent_of(importer) == first
+        names = {"command": owner.pid, "first supervisor": first, "importer": importer}
+        if killed:
+            os.kill((names | {"supervisor": supervisor})[killed], signal.SIGKILL)
+        if killed == "supervisor":
+            until(lambda: not alive(process), 5)
+            owner.kill()
+        until(lambda: not any(map(alive, [*pids, importer, supervisor])), 10)
+
+
+def test_no_process_is_left_of_an_import_that_does_not_end(tmp_path):
+    (tmp_path / "slow_import.py").write_text(SLOW)
+    started = tmp_path / "started"
+    with started_owner(IMPORTER, folder=tmp_path, STARTED=str(started)) as owner:
+        pids = until(lambda: started.exists() and started.read_text().split(), 20)
+        assert all(map(alive, map(int, pids)))
+        owner.kill()
+        until(lambda: not any(map(alive, map(int, pids))), 10)
+
+
+def status_of(pid):
+    """The state of a process and its parent."""
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+
+
+def parent_of(pid):
+    return int(status_of(pid)[1])
 
 
 def alive(pid):
     try:
-        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return status_of(pid)[0] != "Z"
     except OSError:
         return False
-    return state != "Z"
 
 
 def test_too_few_files_for_another_process_are_one_line(pool, monkeypatch):

@@ -1,6 +1,7 @@
 """Whole runs of a tiny model that talk to an environment: rows, rewards, metrics, resume."""
 
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -16,6 +17,8 @@ from refusal import refused
 
 from benchmarks import environments
 from benchmarks.result_tables import environment_table
+from qerl_jax.data import environment_config
+from qerl_jax.environments.pool import Pool
 from qerl_jax.environments.roles import SAMPLED
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
@@ -123,20 +126,27 @@ def test_completions_show_the_conversation(run):
         assert len(row["prompt"].split()) >= 5
 
 
-def test_a_run_that_goes_on_is_the_run_that_did_not_stop(talker, run, tmp_path):
-    again = tmp_path / "again"
-    shutil.copytree(run, again)
-    shutil.rmtree(again / "checkpoints" / "4")
+def unfinished(run, folder):
+    """A copy of the run as it was after its second step."""
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / "checkpoints" / "4")
     for name in ("summary.json", "adapter", "best_adapter"):
-        path = again / name
+        path = folder / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return folder
+
+
+def test_a_run_that_goes_on_is_the_run_that_did_not_stop(talker, run, tmp_path):
+    again = unfinished(run, tmp_path / "again")
     train(talker.config(CHANGES), workdir=again)
     assert untimed(again) == untimed(run)
     jax.tree.map(np.testing.assert_array_equal, tiny_run.adapter(again), tiny_run.adapter(run))
 
 
 def test_the_time_of_an_environment_changes_nothing(talker, run, tmp_path):
-    changes = CHANGES | {"environment.function": "environment_cases:SlowEcho"}
+    """Also where it has no limit."""
+    changes = {"environment.function": "environment_cases:SlowEcho", "environment.time_limit": 0.0}
+    changes = CHANGES | changes
     slow = train(talker.config(changes), workdir=tmp_path / "slow")
     assert untimed(slow) == untimed(run)
 
@@ -163,6 +173,8 @@ def test_dynamic_sampling_replaces_conversations(talker, tmp_path):
         ),
         ({"rewards.correctness.function": "tiny_run:even_end"}, "environment_reward"),
         ({"rollout.max_new_tokens": 1}, "at least 2"),
+        ({"environment.time_limit": 1e10}, "from 0 to 1000000"),
+        ({"reward_time_limit": 1e10}, "from 0 to 1000000"),
         ({"environment.turn_tokens": 8, "environment.context_tokens": 5}, "context_tokens=5"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value.values())),
@@ -259,6 +271,50 @@ def test_an_evaluation_talks_to_the_environment(run, tmp_path, capsys):
     assert "ended by " in output.err
     assert "reward " in output.err
     refused("pass one question", chat, SampleConfig(str(run), "", adapter="adapter"), ["t1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), [("train", 1), ("evaluate", 4), ("sample", 2), ("dry_run", 1)]
+)
+def test_an_interrupt_leaves_the_next_call_its_environments(
+    name, at, talker, run, tmp_path, monkeypatch, capsys
+):
+    """Neither it nor the end of their processes is seen by later calls in the same Python."""
+    config, numbers = talker.config(CHANGES), itertools.count()
+
+    def call():
+        capsys.readouterr()
+        folder = tmp_path / str(next(numbers))
+        if name == "train":
+            return untimed(train(config, workdir=unfinished(run, folder)))
+        if name == "evaluate":
+            (results,) = evaluate(EvaluateConfig(str(run), samples=2, out=str(folder)))
+            return read_jsonl(results / "run.jsonl")
+        if name == "sample":
+            sample(SampleConfig(str(run), "t3 t4", adapter="adapter", max_new_tokens=8))
+        else:
+            dry_run(config, workdir=tmp_path / "dry")
+        return capsys.readouterr().out
+
+    calls, ready = itertools.count(1), Pool.ready
+
+    def interrupted(self, seconds):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return ready(self, seconds)
+
+    monkeypatch.setattr(Pool, "ready", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    monkeypatch.undo()
+    pool, _ = environment_config._open({"environment": CHANGES["environment.function"]})
+    assert not pool._selector.get_map()
+    assert pool._all == set(pool._idle)
+    expected = call()
+    assert name != "train" or expected == untimed(run)
+    pool._parent.kill()
+    pool._parent.wait()
+    assert call() == expected
 
 
 def test_an_environment_of_another_person_is_not_imported(talker, tmp_path):

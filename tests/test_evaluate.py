@@ -347,7 +347,7 @@ def test_a_signal_while_a_judge_is_waited_for_keeps_the_completions(
     rollouts.clear()
 
     async def judge(prompt, completion, answer, num_tokens, finished):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.sleep(60)
 
     with monkeypatch.context() as patch:

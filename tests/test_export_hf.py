@@ -610,25 +610,26 @@ def test_a_place_that_cannot_be_written_is_refused_first(run, tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("form", ["peft", "merged"])
-def test_an_interrupted_export_leaves_nothing(form, run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("form", "number"),
+    [("peft", signal.SIGTERM), ("merged", signal.SIGHUP)],
+    ids=["peft", "merged"],
+)
+def test_an_interrupted_export_leaves_nothing(form, number, run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(export_lib, "open_policy", open_policy)
     target = "fill_peft_adapter" if form == "peft" else "model_card"
 
     def interrupted(*_, **__):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         signal.pause()
 
     monkeypatch.setattr(export_lib.peft if form == "peft" else export_lib, target, interrupted)
-    before = signal.getsignal(signal.SIGTERM)
     arguments = ["--format", form, "--out", str(tmp_path / "out"), "--score-problems=0"]
     arguments += ["--with-base"] if form == "peft" else []
-    try:
-        with pytest.raises(SystemExit) as caught:
-            export_hf.run(export_hf.make_parser().parse_args([str(run), *arguments]))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert caught.value.code == 143
+    with pytest.raises(SystemExit) as caught:
+        export_hf.run(export_hf.make_parser().parse_args([str(run), *arguments]))
+    assert caught.value.code == 128 + number
+    assert capsys.readouterr().err.endswith(f"{number.name}: stopping\n")
     assert list(tmp_path.iterdir()) == []
 
 

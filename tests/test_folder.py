@@ -123,14 +123,15 @@ def test_what_moves_only_memory_may_change_and_is_said(tmp_path, capsys):
     changed = make_config(rollout__max_rows=64, train__micro_batch_rows=4, steps=20)
     with folder.open_run(tmp_path / "a", changed) as run:
         assert (run.resumed, run.schedule_steps) == (True, 10)
-    out = capsys.readouterr().out
-    assert out.startswith("changed: rollout.max_rows: 128 -> 64, train.micro_batch_rows: 8 -> 4. ")
-    assert "no longer bit for bit" in out
-    assert out.count("\n") == 1
-    with folder.open_run(tmp_path / "a", changed):
-        assert capsys.readouterr().out == ""
-    with folder.open_run(tmp_path / "a", make_config(train__micro_batch_rows=4)):
-        assert "rollout.max_rows: 64 -> 128. " in capsys.readouterr().out
+    first = "changed: rollout.max_rows: 128 -> 64, train.micro_batch_rows: 8 -> 4. "
+    assert run.note.startswith(first)
+    assert "no longer bit for bit" in run.note
+    assert "\n" not in run.note
+    with folder.open_run(tmp_path / "a", changed) as run:
+        assert run.note == ""
+    with folder.open_run(tmp_path / "a", make_config(train__micro_batch_rows=4)) as run:
+        assert "rollout.max_rows: 64 -> 128. " in run.note
+    assert capsys.readouterr().out == ""  # The start may still be refused.
     saved = json.loads((tmp_path / "a" / "config.json").read_text())
     assert (saved["config"]["rollout"]["max_rows"], saved["config"]["steps"]) == (128, 10)
     assert saved["changes"] == [
@@ -147,20 +148,20 @@ def test_a_start_that_is_refused_records_no_change(tmp_path, capsys):
     with pytest.raises(UserError, match="does not fit"), refused:
         raise UserError("this run does not fit")
     assert (tmp_path / "config.json").read_bytes() == before
-    capsys.readouterr()
-    with folder.open_run(tmp_path, make_config()):
-        assert capsys.readouterr().out == ""
+    assert "changed" not in capsys.readouterr().out
+    with folder.open_run(tmp_path, make_config()) as run:
+        assert run.note == ""
 
 
-def test_a_finished_run_keeps_the_values_that_it_ran_with(tmp_path, capsys):
+def test_a_finished_run_keeps_the_values_that_it_ran_with(tmp_path):
     begin(tmp_path)
     (tmp_path / "summary.json").write_text('{"steps": 10}')
     before = (tmp_path / "config.json").read_bytes()
-    with folder.open_run(tmp_path, make_config(rollout__max_rows=64)):
-        assert capsys.readouterr().out == ""
+    with folder.open_run(tmp_path, make_config(rollout__max_rows=64)) as run:
+        assert run.note == ""
         assert (tmp_path / "config.json").read_bytes() == before
-    with folder.open_run(tmp_path, make_config(rollout__max_rows=64, steps=11)):
-        assert capsys.readouterr().out.startswith("changed: rollout.max_rows: 128 -> 64. ")
+    with folder.open_run(tmp_path, make_config(rollout__max_rows=64, steps=11)) as run:
+        assert run.note.startswith("changed: rollout.max_rows: 128 -> 64. ")
 
 
 @pytest.mark.parametrize(

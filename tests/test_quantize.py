@@ -1,7 +1,9 @@
 """Whole NVFP4 checkpoints: llm-compressor's bytes, and the output of the command."""
 
 import json
+import os
 import pathlib
+import signal
 import tracemalloc
 import types
 
@@ -269,6 +271,18 @@ def test_the_command_line(tmp_path, monkeypatch, capsys, source):
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ")
     assert printed.err.count("\n") == 1
+
+
+def test_a_signal_leaves_no_unfinished_folder(tmp_path, monkeypatch, source):
+    def interrupted(*_):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.pause()
+
+    monkeypatch.setattr("qerl_jax.quantization.rounding.fill_packed", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        command.run(options(model=str(source), out=str(tmp_path / "out")))
+    assert stopped.value.code == 128 + signal.SIGUSR1
+    assert list(tmp_path.iterdir()) == []
 
 
 def calibrated(checkpoint):

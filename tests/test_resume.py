@@ -56,6 +56,10 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def hang_up():
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
 def rewards_that(act, *, at):
     """The rewards of the config; `act` is called in call number `at` of correctness."""
     calls = itertools.count(1)
@@ -88,7 +92,7 @@ def interrupted(uninterrupted, tiny, tmp_path):
         run = tmp_path / "run"
         with pytest.raises((tiny_run.KilledError, StoppedError)) as error:
             train(tiny.config(CHANGES), workdir=run, rewards=rewards_that(act, at=at))
-        assert getattr(error.value, "exit_code", 143) == 143
+        assert getattr(error.value, "exit_code", 143) == (129 if act is hang_up else 143)
         return run
 
     return start
@@ -191,8 +195,40 @@ def test_a_run_that_is_not_finished_can_be_used(interrupted, monkeypatch, stop, 
     assert not (run / "summary.json").exists()
 
 
-def test_terminated_and_then_killed(uninterrupted, interrupted, tiny):
-    run = interrupted(terminate, at=STEP_4)
+def test_a_print_that_is_not_read_saves(tiny, tmp_path, monkeypatch):
+    """Such as that to `| tee`, whose terminal was closed."""
+
+    def unread(row, *_):
+        if row["step"] == 2:
+            raise BrokenPipeError
+        return ""
+
+    monkeypatch.setattr(qerl_jax.training.loop, "format_row", unread)
+    with pytest.raises(BrokenPipeError):
+        train(tiny.config(CHANGES | {"eval.every": 0}), workdir=tmp_path / "run")
+    assert steps(tmp_path / "run") == [1, 2]
+    assert (tmp_path / "run" / "checkpoints" / "2").exists()
+
+
+@pytest.mark.parametrize("refuses", ["_compile", "_evaluate"])
+def test_a_start_that_is_refused_does_not_say_that_the_run_continues(
+    uninterrupted, tiny, tmp_path, monkeypatch, capsys, refuses
+):
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+
+    def refuse(*_):
+        raise UserError("it does not fit")
+
+    monkeypatch.setattr(qerl_jax.training.loop, "_compile", lambda run: None)
+    monkeypatch.setattr(qerl_jax.training.loop, refuses, refuse)
+    with pytest.raises(UserError, match="it does not fit"):
+        train(tiny.config(CHANGES | {"steps": 7, "rollout.max_rows": 3}), workdir=run)
+    said = capsys.readouterr().out
+    assert ("rollout.max_rows: 0 -> 3" in said) == (refuses == "_evaluate")
+
+
+def test_hung_up_and_then_killed(uninterrupted, interrupted, tiny):
+    run = interrupted(hang_up, at=STEP_4)
     assert steps(run) == [1, 2, 3, 4]
     assert 4 not in tiny_run.evaluations(run)
     interrupted(kill, at=4 + 1)
@@ -209,10 +245,11 @@ def test_stopped_and_resumed_in_less_memory(uninterrupted, interrupted, tiny, ca
     less = {"train.buffer_tokens": 64, "train.recompute": "all", "rollout.max_rows": 3}
     capsys.readouterr()
     train(tiny.config(CHANGES | less), workdir=run)
-    said, *more = capsys.readouterr().out.splitlines()
-    assert said.startswith("changed: rollout.max_rows: 0 -> 3, train.buffer_tokens: 0 -> 64, ")
-    assert "no longer bit for bit" in said
-    assert f"resuming after step {last}" in more
+    said = capsys.readouterr().out.splitlines()
+    (change,) = [line for line in said if "no longer bit for bit" in line]
+    first = "changed: rollout.max_rows: 0 -> 3, train.buffer_tokens: 0 -> 64, "
+    assert change.startswith(first)
+    assert said.index(f"resuming after step {last}") < said.index(change)
     found, expected = tiny_run.results(run), tiny_run.results(uninterrupted)
     assert found[:last] == expected[:last]
     # The next step samples the same completions and has the same loss, up to rounding.

@@ -375,6 +375,8 @@ def test_a_time_limit_of_its_own_is_that_of_a_call():
         time.sleep(5)
 
     assert score(Timed(slow, 2.0), time_limit=0.01).errors == []
+    for endless in (0, float("inf")):
+        assert score(Timed(slow, endless), ROWS[:1], time_limit=0.01).errors == []
     began = time.perf_counter()
     assert "time limit of 0.15 s" in score(Timed(slow_lists, 0.15), time_limit=9.0).errors[0]
     assert time.perf_counter() - began < 2

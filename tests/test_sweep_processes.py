@@ -154,14 +154,14 @@ def test_a_signal_reaches_every_run(tmp_path, capsys):
     def stop():
         while not all((run.folder / "began").exists() for run in runs[:2]):
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
 
     thread = threading.Thread(target=stop)
     thread.start()
     with pytest.raises(StoppedError) as stopped:
         train_all(runs, tmp_path, ["0", "1"])
     thread.join()
-    assert stopped.value.exit_code == 143
+    assert stopped.value.exit_code == 128 + signal.SIGUSR1
     assert [(run.folder / "saved").exists() for run in runs] == [True, True, False]
     assert "the same command continues the sweep" in capsys.readouterr().out
 

@@ -10,16 +10,18 @@ import numpy as np
 import optax
 import pytest
 import tiny_run
+from refusal import refused
 from row_batch import row_batch
 from row_loss import loss_config
 from tiny_model import random_lora, tiny_policy
 
 from qerl_jax.errors import UserError
+from qerl_jax.policy import aqn
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.rl import losses
+from qerl_jax.rl import advantages, losses
 from qerl_jax.rl.packing import rows_that_teach
 from qerl_jax.rl.programs import operations
-from qerl_jax.rl.train_step import OptimizerConfig, UpdateConfig, init_state
+from qerl_jax.rl.train_step import OptimizerConfig, UpdateConfig, init_state, make_optimizer
 from qerl_jax.training import begin
 from qerl_jax.training.loop import train
 from qerl_jax.training.setup import prepare
@@ -90,6 +92,9 @@ def raising(mask, advantages, logprobs):
 
 def words(mask, advantages, logprobs):
     return "all"
+
+def leaving(*_, **__):
+    raise SystemExit(3)
 """
 
 
@@ -230,6 +235,33 @@ def test_bad_weights_are_refused_before_the_model_is_loaded(tiny, module, functi
     with pytest.raises(UserError, match=match) as caught:
         prepare(tiny.config(changes), rewards, schedule_steps=4)
     assert "\n" not in str(caught.value)
+
+
+def make_own(part, function):
+    """Makes the part of a run that the user's function is."""
+    if part == "advantage":
+        advantages.custom_advantages(function, np.ones((2, 4)), {})
+    elif part == "noise schedule":
+        options = {"sigma_start": 0.1, "sigma_end": 0.01, "stages": 2, "total_steps": 4}
+        aqn.sigma_schedule(function, **options)
+    elif part == "optimizer":
+        rates = 1e-3, "constant", 0.1, 0, 10, 0.9, 0.95, 1e-8, 0.0, 1.0
+        make_optimizer(OptimizerConfig(*rates, name=function))
+    elif part == "loss weight":
+        batch(function)
+    else:
+        loss_config(function)
+
+
+@pytest.mark.parametrize(
+    "part", ["advantage", "noise schedule", "optimizer", "loss weight", "loss"]
+)
+def test_a_function_that_exits_is_named(module, tmp_path, part):
+    refused(
+        f"{part} '{module}:leaving' failed: SystemExit: 3; it", make_own, part, "my_ideas:leaving"
+    )
+    (tmp_path / "my_exit.py").write_text("import sys\nsys.exit()\n")
+    refused(f"{part} 'my_exit:f': cannot import my_exit: SystemExit", make_own, part, "my_exit:f")
 
 
 @pytest.mark.parametrize("name", ["absent_module:f", "my_ideas:absent"])

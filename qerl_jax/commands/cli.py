@@ -15,10 +15,10 @@ Experiments that train take
 and the other commands define their own arguments (`run_command`).
 
 Exit codes: 0 done; 1 another process of the run failed or is lost, which one line on stderr names;
-2 bad input, where one line on stderr says what to change; 130 and 143 stopped by a signal;
-141 the reader of stdout or stderr has ended, as by `| head`. A standard stream that the shell has
-closed, as by `2>&-`, is /dev/null. A character that a stream cannot encode is shown as `?`, or as
-the handler of PYTHONIOENCODING has it.
+2 bad input, where one line on stderr says what to change; 128 + N stopped by signal N, such as 130
+by Ctrl-C; 141 the reader of stdout or stderr has ended, as by `| head`. A standard stream that the
+shell has closed, as by `2>&-`, is /dev/null. A character that a stream cannot encode is shown as
+`?`, or as the handler of PYTHONIOENCODING has it.
 """
 
 import argparse
@@ -63,6 +63,8 @@ _PRESETS = (
 # The module names under which ml_collections imports the file of --config, and `sweep` its file.
 _CONFIG_MODULES = "config_config", "sweep_config"
 _SAVED = "\0saved:"  # begins what stands for the config of a run, which no file is named
+# Packages whose exits have said why.
+_MAY_EXIT = "qerl_jax", "experiments", "benchmarks", "argparse", "absl", "__main__"
 _FULL = errno.ENOSPC, errno.EDQUOT  # a full disk, and a full quota of the user
 # What the second error for an unreadable config file begins with.
 _EARLIER_FAILURE = "Configuration is not available because of an earlier failure to load: "
@@ -102,6 +104,7 @@ def main(
                         check_overrides(flags.FLAGS.config, overrides)
                     return rest
         except SystemExit as stopped:
+            _report_exit(stopped)
             wants_help = any(
                 argument.lstrip("-").startswith(("help", "?")) for argument in argv[1:]
             )
@@ -308,11 +311,28 @@ def _one_line_errors() -> Generator[None]:
         _fail(f"no disk space: {error.filename or error}; free some and run the command again")
     except StoppedError as stopped:
         sys.exit(stopped.exit_code)
+    except SystemExit as stopped:
+        _report_exit(stopped)
+        raise
     except KeyboardInterrupt:
         _interrupted()
     finally:
         drop_unwritten(sys.stdout)
         drop_unwritten(sys.stderr)
+
+
+def _report_exit(stopped: SystemExit) -> None:
+    """Ends the process with one line if the user's code exits, such as a config or an optimizer."""
+    frames = [
+        (frame.f_globals.get("__name__", ""), f"{frame.f_code.co_filename}:{line}")
+        for frame, line in traceback.walk_tb(stopped.__traceback__)
+    ]
+    module, place = [frame for frame in frames if frame[0] != "_sitebuiltins"][-1]
+    if module.partition(".")[0] in _MAY_EXIT:
+        return
+    line = visible(f"{place}: SystemExit: {stopped.code}; it must return, or raise another error")
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(stopped.code if isinstance(stopped.code, int) and stopped.code else 2)
 
 
 def _has_no_reader(stream: TextIO) -> bool:

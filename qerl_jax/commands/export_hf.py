@@ -27,10 +27,9 @@ run of another person only the project's own rewards are called, until --trust a
 """
 
 import argparse
-import signal
-import sys
 
 from qerl_jax.commands import cli
+from qerl_jax.system.signals import exit_on_stop_signals
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -91,9 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
         from qerl_jax.compile.run_cache import keep_programs, user_folder
         from qerl_jax.export.write import ExportConfig, export
 
-    # SIGTERM exits normally, so that an unfinished folder is removed.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
-    with keep_programs(user_folder()):
+    with exit_on_stop_signals(), keep_programs(user_folder()):
         export(ExportConfig(**vars(arguments)))
 
 

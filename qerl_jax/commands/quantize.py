@@ -29,6 +29,7 @@ from typing import Any
 
 from qerl_jax.commands import cli
 from qerl_jax.system.command import command_name
+from qerl_jax.system.signals import exit_on_stop_signals
 
 _DEFAULTS = {"windows": 160, "width": 512}
 
@@ -75,7 +76,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
             yield layer
 
     layers = round_layers(checkpoint) if calibration is None else calibrated()
-    with staged_folder(arguments.out) as folder:
+    with exit_on_stop_signals(), staged_folder(arguments.out) as folder:
         errors = fill_packed(folder, checkpoint, layers)
     print(f"relative rounding error of the {'outputs' if rounded_errors else 'weights'}")
     print(_table(errors, rounded_errors))

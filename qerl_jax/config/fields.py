@@ -22,6 +22,7 @@ from qerl_jax.system.import_path import names_function
 
 REASONING_GYM, OWN_TASKS = "reasoning_gym:", "qerl_jax:"
 GENERATED = (REASONING_GYM, OWN_TASKS)  # what the source of generated problems begins with
+LONGEST_LIMIT = 1_000_000  # seconds of a time limit; timers of the system end at 24 days
 HELD_OUT = "held_out"  # evaluation source: the training problems, some of which are held out
 
 
@@ -487,9 +488,9 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "environment.time_limit",
         10.0,
-        "Seconds of a call of an environment; after that its process is ended and the reward of "
-        "the row is missing. 0: no limit",
-        limits=(0,),
+        "Seconds of an environment for a reset, or for a turn with all calls of it; after that its "
+        "process is ended and the reward of the row is missing. 0: no limit",
+        limits=(0, LONGEST_LIMIT),
         read_if=_CONVERSATION,
         resume="memory",
     ),
@@ -522,7 +523,7 @@ FIELDS: tuple[Section | Field, ...] = (
         "rewards.NAME.time_limit",
         0.0,
         "Seconds of a whole call, retries included. 0: reward_time_limit",
-        limits=(0,),
+        limits=(0, LONGEST_LIMIT),
         resume="memory",
     ),
     Field(
@@ -543,7 +544,7 @@ FIELDS: tuple[Section | Field, ...] = (
         5.0,
         "Seconds for a call of a reward without a time_limit: of one completion, or of the step "
         "where the reward takes lists or is a URL. After that the reward is missing. 0: no limit",
-        limits=(0,),
+        limits=(0, LONGEST_LIMIT),
     ),
     #
     Section(

@@ -1,6 +1,5 @@
 """The environments that a config names: their processes, and how a chat template writes them."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from qerl_jax.weights.tokenizer import Tokenizer
 
 _DESCRIBE_SECONDS = 120.0
 _WHOLE = "environment"  # the name where there is only one environment
+_opened: dict[tuple[tuple[str, str], ...], tuple[Pool, dict[str, Contract]]] = {}
 
 
 def environment_functions(config: ConfigDict) -> dict[str, str]:
@@ -40,11 +40,16 @@ def environment_functions(config: ConfigDict) -> dict[str, str]:
     return functions
 
 
-@functools.cache
-def _open(functions: tuple[tuple[str, str], ...]) -> tuple[Pool, dict[str, Contract]]:
-    """Opens the processes of environments, which end with this process, and asks what they are."""
-    pool, contracts = Pool(dict(functions)), {}
-    for name, path in functions:
+def _open(functions: Mapping[str, str]) -> tuple[Pool, dict[str, Contract]]:
+    """Returns the processes of environments, which end with this process, and what they are.
+
+    They are opened once, and again where a signal or an error has ended them.
+    """
+    key = tuple(functions.items())
+    if key in _opened and _opened[key][0].is_open:
+        return _opened[key]
+    pool, contracts = Pool(functions), {}
+    for name, path in key:
         try:
             answer = pool.ask({"op": "describe", "name": name}, limit=_DESCRIBE_SECONDS)
         except CallError as error:
@@ -56,6 +61,7 @@ def _open(functions: tuple[tuple[str, str], ...]) -> tuple[Pool, dict[str, Contr
                 "method step (docs/environments.md)"
             ) from error
         contracts[name] = Contract(answer["kind"], tuple(answer["tools"]), answer["rewards"])
+    _opened[key] = pool, contracts
     return pool, contracts
 
 
@@ -68,7 +74,7 @@ def contracts_of(config: ConfigDict) -> dict[str, Contract]:
         UserError: one cannot be imported or made, or is no environment.
     """
     functions = environment_functions(config)
-    return _open(tuple(functions.items()))[1] if functions else {}
+    return _open(functions)[1] if functions else {}
 
 
 def check_problems(problems: Sequence[Problem], names: Sequence[str]) -> None:
@@ -100,7 +106,7 @@ def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> RunEnvironmen
     """
     if not config.environment.function:
         return None
-    pool, contracts = _open(tuple(environment_functions(config).items()))
+    pool, contracts = _open(environment_functions(config))
     form, data = "", config.data
     arguments = data.chat_template_args.to_dict()
     with_tools = tokenizer.for_tools()
@@ -121,7 +127,7 @@ def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> RunEnvironmen
         form=form,
         tokenizer=tokenizer,
         max_turns=options.max_turns,
-        time_limit=options.time_limit,
+        time_limit=options.time_limit or None,
         processes=options.processes,
     )
     return RunEnvironments(

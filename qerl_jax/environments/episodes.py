@@ -50,7 +50,7 @@ class Environments:
     form: str  # how the chat template writes calls; '' where no environment has tools
     tokenizer: TemplateTokenizer  # tokenizer of the policy
     max_turns: int  # largest number of turns of the policy
-    time_limit: float  # seconds of a call; 0 sets no limit
+    time_limit: float | None  # seconds of a request, with all calls of a turn; None for no limit
     processes: int  # largest number of environments that are alive at the same time
 
     def name_of(self, columns: Mapping[str, Any]) -> str:
@@ -70,24 +70,28 @@ class Environments:
         texts: list[str | None] = [None] * len(columns)
         waiting = collections.deque(range(len(columns)))
         busy: dict[Process, int] = {}
-        while waiting or busy:
-            while waiting and len(busy) < self.processes:
-                number = waiting.popleft()
-                process = self.pool.take()
-                request = self.reset_request(columns[number], seeds[number])
-                if process.send(request, limit=self.time_limit):
-                    busy[process] = number
-                    self.pool.watch(process)
-                else:
-                    self.pool.kill(process)
-            self.pool.ready(_TICK)
-            for process, number in list(busy.items()):
-                if (answer := process.answer()) is not None:
-                    del busy[process]
-                    texts[number] = answer.get("text")
-                    self.pool.give(process, dead="dead" in answer)
-            if on_wait is not None:
-                on_wait()
+        try:
+            while waiting or busy:
+                while waiting and len(busy) < self.processes:
+                    process = self.pool.take()
+                    number = busy[process] = waiting.popleft()
+                    request = self.reset_request(columns[number], seeds[number])
+                    if process.send(request, limit=self.time_limit):
+                        self.pool.watch(process)
+                    else:
+                        self.pool.kill(process)
+                        del busy[process]
+                self.pool.ready(_TICK)
+                for process, number in list(busy.items()):
+                    if (answer := process.answer()) is not None:
+                        texts[number] = answer.get("text")
+                        self.pool.give(process, dead="dead" in answer)
+                        del busy[process]
+                if on_wait is not None:
+                    on_wait()
+        finally:
+            for process in busy:  # after an exception
+                self.pool.kill(process)
         return texts
 
     def reset_request(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -162,7 +166,7 @@ class Episodes:
         self._names = [environments.name_of(one) for one in columns]
         self.episodes = [Episode() for _ in columns]
         self.errors: collections.Counter[str] = collections.Counter()
-        self._requests = [collections.deque[tuple[dict, float]]() for _ in columns]
+        self._requests = [collections.deque[dict[str, Any]]() for _ in columns]
         self._turn: dict[int, tuple[Turn, list[Call]]] = {}
         self._process: dict[int, Process] = {}
         self._busy: dict[Process, int] = {}
@@ -173,9 +177,8 @@ class Episodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for row, process in self._process.items():
-            if process in self._busy or self.episodes[row].ending == OPEN:
-                self._all.pool.kill(process)
+        for process in self._process.values():
+            self._all.pool.kill(process)
 
     def failures(self) -> list[str]:
         """Returns one line for each distinct failure of an environment, with its count."""
@@ -213,8 +216,7 @@ class Episodes:
                 episode.calls += len(calls)
                 episode.failed_calls += len(calls)  # until they have succeeded
                 readable = [(call.name, call.arguments) for call in calls if not call.error]
-                limit = self._all.time_limit * len(readable)
-                self._request(row, {"op": "calls", "calls": readable}, limit)
+                self._request(row, {"op": "calls", "calls": readable})
         self._turn[row] = turn, calls
         self._advance(row)
 
@@ -248,9 +250,8 @@ class Episodes:
             return TOKENS
         return TURNS if episode.turns >= self._all.max_turns else OPEN
 
-    def _request(self, row: int, request: dict[str, Any], limit: float | None = None) -> None:
-        limit = self._all.time_limit if limit is None else limit
-        self._requests[row].append((request, limit))
+    def _request(self, row: int, request: dict[str, Any]) -> None:
+        self._requests[row].append(request)
 
     def _finish(self, row: int, ending: int) -> None:
         self.episodes[row].ending = ending
@@ -266,8 +267,7 @@ class Episodes:
                 self._starved.append(row)
                 return
             process = self._process[row] = self._all.pool.take()
-        request, limit = self._requests[row][0]
-        if process.send(request, limit=limit):
+        if process.send(self._requests[row][0], limit=self._all.time_limit):
             self._busy[process] = row
             self._all.pool.watch(process)
         else:
@@ -275,7 +275,7 @@ class Episodes:
 
     def _take(self, row: int, answer: dict[str, Any]) -> None:
         """Takes the answer to the oldest request of a row."""
-        request, _ = self._requests[row].popleft()
+        request = self._requests[row].popleft()
         if "error" in answer:
             self._fail(row, f"{request['op']}: {answer['error']}", dead="dead" in answer)
             return

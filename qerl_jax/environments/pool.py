@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import selectors
+import signal
 import socket
 import struct
 import subprocess
@@ -33,13 +34,13 @@ class Process:
         self.deadline = float("inf")
         self._data = bytearray()
 
-    def send(self, request: Mapping[str, Any], *, limit: float) -> bool:
+    def send(self, request: Mapping[str, Any], *, limit: float | None) -> bool:
         """Sends a request, and returns whether the process took it.
 
-        The answer must arrive within `limit` seconds; 0 sets no limit.
+        The answer must arrive within `limit` seconds; None sets no limit.
         """
-        self.deadline = time.monotonic() + limit if limit else float("inf")
-        self.connection.settimeout(limit or None)
+        self.deadline = float("inf") if limit is None else time.monotonic() + limit
+        self.connection.settimeout(limit)
         try:
             data = pickle.dumps(dict(request))
             self.connection.sendall(struct.pack("!I", len(data)) + data)
@@ -111,8 +112,10 @@ class Pool:
         try:
             worker.send(self._control, dict(functions))
             error = worker.receive(self._control)
-        except (EOFError, OSError) as failure:
+        except BaseException as failure:
             self.close()
+            if not isinstance(failure, EOFError | OSError):
+                raise
             paths = ", ".join(functions.values())
             raise UserError(
                 f"environment.function: importing {paths} ended the process, or took more than "
@@ -148,7 +151,10 @@ class Pool:
             try:
                 socket.send_fds(self._control, [b"start"], [theirs.fileno()])
                 process = Process(worker.receive(self._control), ours)
-            except (EOFError, OSError) as error:
+            except BaseException as error:
+                self.close()  # Its answer would be taken for that to the next request.
+                if not isinstance(error, EOFError | OSError):
+                    raise
                 raise UserError(
                     "the process that starts environments has ended, perhaps for lack of memory: "
                     "run the same command again"
@@ -185,23 +191,32 @@ class Pool:
         """Returns the watched processes with data, or waits for one for some seconds."""
         return [key.data for key, _ in self._selector.select(seconds)]
 
-    def ask(self, request: Mapping[str, Any], *, limit: float) -> dict[str, Any]:
-        """Asks a process and waits for its answer.
+    def ask(self, request: Mapping[str, Any], *, limit: float | None) -> dict[str, Any]:
+        """Asks a process and waits for its answer, for `limit` seconds or, with None, for good.
 
         Raises:
-            CallError: the call failed, or there was no answer within `limit` seconds.
+            CallError: the call failed, or exceeded its limit.
         """
         process, answer = self.take(), None
-        if not process.send(request, limit=limit):
-            answer = {"error": "its process has ended", "dead": True}
-        self.watch(process)
-        while answer is None:
-            self.ready(min(1.0, max(0.0, process.deadline - time.monotonic())))
-            answer = process.answer()
+        try:
+            if not process.send(request, limit=limit):
+                answer = {"error": "its process has ended", "dead": True}
+            self.watch(process)
+            while answer is None:
+                self.ready(min(1.0, max(0.0, process.deadline - time.monotonic())))
+                answer = process.answer()
+        except BaseException:
+            self.kill(process)
+            raise
         self.give(process, dead="dead" in answer)
         if "error" in answer:
             raise CallError(answer["error"])
         return answer
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the pool can start processes."""
+        return self._control.fileno() >= 0 and self._parent.poll() is None
 
     def close(self) -> None:
         """Ends all processes."""
@@ -209,8 +224,9 @@ class Pool:
         for process in self._all:
             process.connection.close()
         self._selector.close()
-        try:
-            self._parent.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._parent.kill()
-            self._parent.wait()
+        # It may be importing without an end; SIGALRM tells it to end all others first.
+        for number in (0, signal.SIGALRM, signal.SIGKILL):
+            self._parent.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._parent.wait(timeout=5)
+                return

@@ -2,11 +2,16 @@
 
     python -m qerl_jax.environments.worker FD
 
-is the parent of these processes. It imports the user's modules once and forks a child for each
-environment, so that a child starts in milliseconds and its failure is its own. The parent and its
-children end with the process that started them, even if that one is killed.
+imports the user's modules once and forks a process for each environment, so that one starts in
+milliseconds and its failure is its own.
 
-Only the standard library and the user's modules are imported here.
+All of them end with the process that started them, even if that one is killed, and so does what
+they start. An environment may start a process that leaves its process group and whose parent
+ends, as servers do. On Linux such an orphan becomes the child of the nearest ancestor that is a
+subreaper, so a small process without any user code supervises each environment, and another one
+supervises the process that imports and forks (`_supervise`).
+
+Only the standard library, the names of signals and the user's modules are imported here.
 """
 
 import asyncio
@@ -24,14 +29,17 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from qerl_jax.system.signals import PARENT_DEATH_SIGNAL, STOP_SIGNALS
+
 LONGEST_TEXT = 200_000  # characters of a text that an environment returns; the rest is cut off
 _LONGEST_FACT = 10_000  # characters, as JSON, of an attribute that rewards may read
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
+_KILL_SECONDS = 2.0  # how long a supervisor tries to end processes, such as those of another user
 _NOT_TOOLS = ("reset", "get_reward", "step", "init", "close")
 
 
@@ -63,15 +71,113 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-# --- The parent of the processes ------------------------------------------------------------------
+# --- Supervisors ----------------------------------------------------------------------------------
+
+
+def _supervise(parent: int) -> None:
+    """Forks, and returns in the new process alone.
+
+    The old process waits until the new one, or its own parent, has ended, or for SIGALRM. Then it
+    ends everything that is below it and exits.
+
+    Args:
+        parent: the process whose end is awaited, the parent of the caller.
+    """
+    _prctl(_CHILD_SUBREAPER, 1)
+    _prctl(PARENT_DEATH_SIGNAL, signal.SIGCHLD)
+    awaited = {signal.SIGCHLD, signal.SIGALRM}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    supervisor, child = os.getpid(), os.fork()
+    if not child:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != supervisor:
+            os._exit(1)
+        return
+    try:
+        os.closerange(3, 1 << 20)  # An end of a connection that stays open would hide its end.
+        while os.getppid() == parent and not _has_ended(child):
+            if signal.sigwait(awaited) == signal.SIGALRM:
+                break
+        _end_descendants(child)
+    finally:
+        os._exit(0)
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # It is a function of Linux.
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def _has_ended(child: int) -> bool:
+    """Whether a child has ended; it is not reaped, so that its number is not used again.
+
+    Orphans that have become children of this process are reaped.
+    """
+    while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if ended.si_pid == child:
+            return True
+        os.waitpid(ended.si_pid, 0)
+    return False
+
+
+def _end_descendants(child: int) -> None:
+    """Ends a child and all processes below this one.
+
+    A process that is killed leaves its children to this process, so the search is repeated. Without
+    /proc only the group of the child is ended.
+    """
+    ends, found_none = time.monotonic() + _KILL_SECONDS, 0
+    _kill(child, child)
+    # One search may miss a process whose parent ends meanwhile.
+    while found_none < 2 and time.monotonic() < ends:
+        alive = False
+        for pid, group, ended in _descendants():
+            _kill(pid, group)
+            alive |= not ended
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        found_none = 0 if alive else found_none + 1
+        time.sleep(0.001 * alive)
+
+
+def _kill(pid: int, group: int) -> None:
+    """Kills a process, and at the same instant its group, whose members may be forking."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if group != os.getpgrp():
+            os.killpg(group, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _descendants() -> list[tuple[int, int, bool]]:
+    """Number and process group of all processes below this one, and whether they have ended."""
+    children: dict[int, list[tuple[int, int, bool]]] = {}
+    with contextlib.suppress(OSError):
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                state, parent, group = file.read().rpartition(b")")[2].split()[:3]
+                children.setdefault(int(parent), []).append((int(name), int(group), state == b"Z"))
+    found, parents = [], [os.getpid()]
+    while parents:
+        below = children.get(parents.pop(), [])
+        found += below
+        parents += [pid for pid, _, _ in below]
+    return found
+
+
+# --- The process that imports and forks -----------------------------------------------------------
 
 
 def main(control: socket.socket) -> None:
     """Imports the user's modules, and forks a process for every connection that arrives."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Where it is ignored, no end is noticed.
     # The step that is under way ends first. A program that is started does not inherit a handler,
     # as it does SIG_IGN, with which an environment could not terminate it.
-    for number in _SIGNALS:
+    for number in _heard_signals():
         signal.signal(number, _ignore)
+    _supervise(os.getppid())
     makers, error = {}, ""
     for name, path in receive(control).items():
         try:
@@ -81,23 +187,26 @@ def main(control: socket.socket) -> None:
             error = f"{path}: {_line(failure)}"
             break
     send(control, error)
-    children: set[int] = set()
-    try:
-        while not error:
-            ready, _, _ = select.select([control], [], [], 1.0)
-            _reap(children)
-            if not ready:
-                continue
-            data, files, _, _ = socket.recv_fds(control, 16, 1)
-            if not data:
-                return
-            if files:
-                _start(files[0], control, makers, children)
-            else:
-                _kill(int(data.split(b"\0")[0]), children)
-    finally:
-        for pid in list(children):
-            _kill(pid, children)
+    supervisors: dict[int, int] = {}  # of each process with an environment
+    while not error:
+        ready, _, _ = select.select([control], [], [], 1.0)
+        for pid, supervisor in list(supervisors.items()):
+            if os.waitpid(supervisor, os.WNOHANG)[0]:
+                del supervisors[pid]
+        if not ready:
+            continue
+        data, files, _, _ = socket.recv_fds(control, 16, 1)
+        if not data:
+            return
+        if files:
+            _start(files[0], control, makers, supervisors)
+        elif (pid := int(data.split(b"\0")[0])) in supervisors:
+            _kill(pid, pid)  # Its supervisor ends what it has started.
+
+
+def _heard_signals() -> list[signal.Signals]:
+    """The signals that ask to stop, but for those that this process ignores, as under nohup."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _ignore(*_: Any) -> None:
@@ -106,59 +215,49 @@ def _ignore(*_: Any) -> None:
 
 def _let_forks_end() -> None:
     """Lets signals end what this process forks, also one that arrives while it forks."""
+    numbers = _heard_signals()
 
     def after_in_child() -> None:
-        for number in _SIGNALS:
+        for number in numbers:
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS),
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, numbers),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers),
         after_in_child=after_in_child,
     )
 
 
 def _start(
-    file: int, control: socket.socket, makers: Mapping[str, Callable[[], Any]], children: set[int]
+    file: int,
+    control: socket.socket,
+    makers: Mapping[str, Callable[[], Any]],
+    supervisors: dict[int, int],
 ) -> None:
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
+    parent, (reads, writes) = os.getpid(), os.pipe()
+    supervisor = os.fork()
+    if supervisor:
         os.close(file)
-        children.add(pid)
+        os.close(writes)
+        with open(reads, "rb") as number:
+            pid = int(number.read())
+        supervisors[pid] = supervisor
         send(control, pid)
         return
     code = 1
     try:
         control.close()
+        os.close(reads)
+        _supervise(parent)
         os.setsid()
+        os.write(writes, str(os.getpid()).encode())
+        os.close(writes)
         _let_forks_end()
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() == parent:
-            _serve(socket.socket(fileno=file), makers)
+        _serve(socket.socket(fileno=file), makers)
         code = 0
     finally:
         os._exit(code)
-
-
-def _kill(pid: int, children: set[int]) -> None:
-    """Kills a child and what it has started."""
-    if pid in children:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # It may not have a group of its own yet.
-        os.waitpid(pid, 0)
-        children.discard(pid)
-
-
-def _reap(children: set[int]) -> None:
-    """Forgets children that have ended, and kills what they have left."""
-    for pid in list(children):
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            _kill(pid, children)
 
 
 # --- A process with one environment ---------------------------------------------------------------

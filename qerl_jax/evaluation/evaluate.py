@@ -86,7 +86,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
 
     Raises:
         UserError: a setting is invalid, or a policy or a task cannot be loaded.
-        StoppedError: SIGTERM or SIGINT arrived; the completions that have ended are saved.
+        StoppedError: one of `STOP_SIGNALS` arrived; the completions that have ended are saved.
     """
     results_folder.validate(config)
     source = user_path(config.source)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.config.fields import LONGEST_LIMIT
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.flags import check_sampling
 from qerl_jax.evaluation.load_policy import LoadedPolicy, policy_folder
@@ -91,7 +92,7 @@ def validate(config: EvaluateConfig) -> None:
             "--samples": (config.samples, 1),
             "--limit": (config.limit, 0),
             "--max-rows": (config.max_rows, 0),
-            "--time-limit": (time_limit_of(config, None), 0.0),
+            "--time-limit": (time_limit_of(config, None), 0, LONGEST_LIMIT),
         }
     )
     if config.samples > 1 and config.temperature == 0:

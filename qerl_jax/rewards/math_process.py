@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qerl_jax.rewards.answers import RELATIVE, SMALL
+from qerl_jax.system.signals import STOP_SIGNALS
 
 SECONDS = 20.0  # time limit for one comparison; a caller of `verify` may set a shorter one
 _MEMORY_BYTES = 4 << 30
@@ -96,8 +97,8 @@ def _serve() -> None:
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     # A job scheduler sends its signals to all processes of a job: this one lets the comparison end,
     # so that the step that is saved has all its rewards. It ends with its standard input.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
 
     @functools.lru_cache(maxsize=1024)

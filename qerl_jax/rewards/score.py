@@ -325,7 +325,7 @@ def _time_limit(seconds: float, on_wait: Callable[[], None]) -> Generator[None]:
             raise _OutOfTimeError
 
     # The timer repeats, because a bare `except:` can swallow the first exception.
-    tick = seconds / math.ceil(seconds / _TICK) if seconds else _TICK
+    tick = seconds / math.ceil(seconds / _TICK) if 0 < seconds < math.inf else _TICK
     handler = signal.signal(signal.SIGALRM, interrupt)
     timer = signal.setitimer(signal.ITIMER_REAL, tick, tick)
     try:

@@ -126,6 +126,8 @@ class OpenRun(RunFolder):
     # Fields that are `resume.is_source` and not as before. The caller compares fingerprints, then
     # calls `record_sources`.
     moved: tuple[str, ...] = ()
+    # What to print of changed fields that move only memory or time, once the start is not refused.
+    note: str = ""
 
 
 def origin_of(init_from: str) -> tuple[RunFolder, bool]:
@@ -166,7 +168,7 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
         path: the folder; None means `default_folder(config)`.
         config: the resolved config. In a run that has begun it must equal the saved config, except
             for the fields that are free, as `resume.is_free` says, and for those that move only
-            memory or time, whose changes are printed. A run without any step takes the new config.
+            memory or time. A run without any step takes the new config.
 
     A start that fails before its first step removes the folder that it made.
 
@@ -191,9 +193,9 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
         resumed = saved_run is not None and _has_begun(folder)
         if resumed:
             schedule_steps = saved_run["schedule_steps"]
-            moved = _take_changes(folder, saved_run, config)
+            moved, note = _take_changes(folder, saved_run, config)
         else:
-            moved = ()
+            moved, note = (), ""
             _check_no_outputs(folder)
             schedule_steps = config.steps
             content = {"config": config_dict(config), "schedule_steps": schedule_steps}
@@ -201,7 +203,7 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
             write_config(folder.config, content)
         steps = set(folder.checkpoints.glob("*"))
         try:
-            yield OpenRun(folder.path, schedule_steps=schedule_steps, resumed=resumed, moved=moved)
+            yield OpenRun(folder.path, schedule_steps, resumed, moved, note)
         except UserError:
             # A start that is refused has taken no step with the fields that it changed.
             same_steps = set(folder.checkpoints.glob("*")) == steps
@@ -416,22 +418,22 @@ def check_run_folder(path: Path, config: ConfigDict) -> int:
 
 def _take_changes(
     folder: RunFolder, saved_run: dict[str, Any], config: ConfigDict
-) -> tuple[str, ...]:
-    """Compares the saved config with the new one; prints and saves the changes that are allowed.
+) -> tuple[tuple[str, ...], str]:
+    """Compares the saved config with the new one, and saves the changes that are allowed.
 
-    Returns the fields that are `resume.is_source` and changed, which are not saved yet.
+    Returns the fields that are `resume.is_source` and changed, which are not saved yet, and what to
+    print of the others.
 
     Raises:
         UserError: a field changed that changes how the run trains.
     """
     allowed_changes, moved = _compare(folder, saved_run, config)
     if not allowed_changes or (folder.finished_steps() or 0) >= config.steps:
-        return moved  # A finished run takes no step with new values.
+        return moved, ""  # A finished run takes no step with new values.
     changes = visible(", ".join(f"{field}: {change}" for field, change in allowed_changes.items()))
-    print(
-        f"changed: {changes}. These fields move only memory or time, so the run goes on, but from "
-        "here on its numbers are no longer bit for bit those of an uninterrupted run",
-        flush=True,
+    note = (
+        f"changed: {changes}. These fields move only memory or time, so the run continues, but "
+        "from here on its numbers are no longer bit for bit those of an uninterrupted run"
     )
     new_config = config_dict(config)
     history = {"changes": [*saved_run.get("changes", []), allowed_changes]}
@@ -441,7 +443,7 @@ def _take_changes(
         _copy_field(field, saved_run["config"], new_config)
     content = saved_run | {"config": new_config} | history
     write_config(folder.config, content, signs=has_own_tag(saved_run))
-    return moved
+    return moved, note
 
 
 def _compare(

@@ -100,7 +100,7 @@ def run_jobs(
         devices: values of CUDA_VISIBLE_DEVICES, from `devices_of`: as many jobs at a time.
 
     Raises:
-        StoppedError: SIGTERM or SIGINT arrived; the jobs have saved.
+        StoppedError: one of `STOP_SIGNALS` arrived; the jobs have saved.
     """
     make_folder(folder / "logs")
     active: dict[str | None, _RunningJob] = {}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from qerl_jax.config.fields import LONGEST_LIMIT
 from qerl_jax.errors import UserError
 
 CREATED = "%Y-%m-%dT%H:%M:%S%z"  # form of the time at which a run began
@@ -153,6 +154,10 @@ def _are_sources(value: Any) -> bool:
     )
 
 
+def _is_limit(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= LONGEST_LIMIT
+
+
 def _are_rewards(value: Any) -> bool:
     return _is_object(value) and all(map(_is_reward, value.values()))
 
@@ -160,10 +165,9 @@ def _are_rewards(value: Any) -> bool:
 def _is_reward(value: Any) -> bool:
     if not _is_object(value) or not value.keys() <= _REWARD or not _is_text(value.get("function")):
         return False
-    numbers = [value.get(name, 0) for name in ("weight", "time_limit")]
     return (
-        all(map(_is_number, numbers))
-        and numbers[1] >= 0
+        _is_number(value.get("weight", 0))
+        and _is_limit(value.get("time_limit", 0))
         and _is_text(value.get("token_env", ""))
         and _is_count(value.get("retries", 0))
     )
@@ -173,7 +177,7 @@ _Field = tuple[str, Callable[[Any], bool]]
 _TEXT: _Field = "a text", _is_text
 _OBJECT: _Field = "an object", _is_object
 _COUNT: _Field = f"a whole number from 0 to {_MOST - 1}", _is_count
-_LIMIT: _Field = "a number that is not negative", lambda value: _is_number(value) and value >= 0
+_LIMIT: _Field = f"a number from 0 to {LONGEST_LIMIT}", _is_limit
 _NAMES: _Field = "an object of texts", _are_names
 _REWARDS: _Field = f"an object of rewards, which have {', '.join(sorted(_REWARD))}", _are_rewards
 

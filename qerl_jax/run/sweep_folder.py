@@ -59,7 +59,7 @@ def train_all(
     is that of the sweep.
 
     Raises:
-        StoppedError: SIGTERM or SIGINT arrived; the runs have saved.
+        StoppedError: one of `STOP_SIGNALS` arrived; the runs have saved.
     """
     jobs = [
         Job(

@@ -49,9 +49,10 @@ def import_function(path: str, *, what: str) -> Callable[..., Any]:
     allow_working_directory()
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{what} {path!r}: cannot import {module_name}: {reason}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"{what} {path!r}: cannot import {module_name}: {_reason(error)}"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"{what} {path!r}: {module_name} has no function {name!r}")
@@ -79,13 +80,16 @@ def source_of(function: Callable[..., Any]) -> str:
 
 @contextlib.contextmanager
 def user_errors(what: str, usage: str) -> Generator[None]:
-    """Turns every exception of a user function into a UserError.
+    """Turns every exception of a user function, an exit included, into a UserError.
 
     It names the function and the occasion, such as "noise schedule 'a:b' at step 3", and by
     `usage` how such a function is called and what it returns.
     """
     try:
         yield
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{what} failed: {reason}; {usage}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{what} failed: {_reason(error)}; {usage}") from error
+
+
+def _reason(error: BaseException) -> str:
+    return ": ".join(filter(None, (type(error).__name__, first_line(error))))

@@ -71,6 +71,10 @@ class _StepError(UserError):
     """A step that cannot be taken, such as one in which a user function fails."""
 
 
+# A BrokenPipeError is that of a print, as after `| head`, or `| tee` whose terminal was closed.
+_ENDS_THAT_SAVE = StoppedError, MissingProgramError, NoRewardError, _StepError, BrokenPipeError
+
+
 def train(
     config: ConfigDict,
     *,
@@ -103,7 +107,7 @@ def train(
         UserError: the config asks for something that cannot be done; a program is missing after the
             first step, no completion of a step has a reward, or a user function fails in a step.
             The last whole step is saved.
-        StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
+        StoppedError: one of `STOP_SIGNALS` arrived; the last whole step is saved.
     """
     config = with_problems(config, problems)
     validate(config)
@@ -169,7 +173,7 @@ def _train_in(
                 record_fact(folder, PYTHON_REWARDS, python_rewards)
             try:
                 _train_steps(run)
-            except (StoppedError, MissingProgramError, NoRewardError, _StepError) as error:
+            except _ENDS_THAT_SAVE as error:
                 if isinstance(error, UserError) and not run.progress.step:
                     raise  # There is nothing to save, and the run may begin with other rewards.
                 if processes.count == 1 or isinstance(error, StoppedError | NoRewardError):
@@ -210,6 +214,8 @@ def _train_steps(run: Run) -> None:
     config = run.setup.config
     check_noise(run.setup, run.progress)
     programs = _compile(run)
+    if run.folder.note:
+        print(run.folder.note, flush=True)
     _evaluate(run)  # before training, or the evaluation that a signal interrupted
     durations: list[float] = []
     first_trace_step = max(config.profile.start, run.progress.step + 1)
@@ -261,17 +267,16 @@ def _log_step(run: Run, result: StepResult, durations: list[float]) -> None:
     row |= run.compilations.take()
     row["step_seconds"] = durations[-1]
     row["remaining_seconds"] = statistics.median(durations[-10:]) * (config.steps - number)
+    if run.log is not None:  # First, as a print fails once its reader has ended.
+        run.log.write(row)
+        samples = sample_rows(
+            result, config.rollout.group_size, config.log.completions, run.setup.collect.order
+        )
+        run.log.write_completions(number, samples)
     run.live.clear()
     for error in result.experience.scores.errors:
         print(f"warning: {error}", file=sys.stderr, flush=True)
     print(format_row(row, config.steps, line_columns()), flush=True)
-    if run.log is None:
-        return
-    run.log.write(row)
-    samples = sample_rows(
-        result, config.rollout.group_size, config.log.completions, run.setup.collect.order
-    )
-    run.log.write_completions(number, samples)
 
 
 def _evaluation_is_due(run: Run) -> bool:
