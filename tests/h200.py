@@ -1,6 +1,7 @@
 """Compiles for an H200 on a machine without one."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,11 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.rollout import random_policy
 from pallas_kernels.decode.attention import AttentionInputs
 from pallas_kernels.fp4_matmul import layout
+from qerl_jax.policy.layers.kinds import layers_of
+from qerl_jax.policy.quant import QuantTensor
 
 CONFIG = """
 gpu_device_info {
@@ -95,6 +99,33 @@ def tiles(n, k):
         inputs=k,
         format="nvfp4",
     )
+
+
+def policy(config):
+    """The abstract parameters of a policy in NVFP4, in the order of the Hopper kernel."""
+
+    @functools.cache
+    def arrays_of(number):
+        layer = jax.eval_shape(
+            lambda key: random_policy._random_layer(
+                key, config, number, "nvfp4", jnp.dtype(jnp.bfloat16)
+            ),
+            jax.random.key(0),
+        )
+        return {
+            name: QuantTensor(tiles=tiles(x.packed.shape[0], 2 * x.packed.shape[1]))
+            if isinstance(x, QuantTensor)
+            else x
+            for name, x in layer.items()
+        }
+
+    kinds_of, table = layers_of(config), array(config.vocab_size, config.embed_dim)
+    params = {
+        "embed_tokens": table,
+        "norm": array(config.embed_dim, dtype=jnp.float32),
+        "layers": [arrays_of(kinds_of.index(kind)) for kind in kinds_of],
+    }
+    return params if config.tie_embeddings else params | {"lm_head": table}
 
 
 def attention_inputs(

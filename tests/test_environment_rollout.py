@@ -14,10 +14,12 @@ from tiny_model import random_lora, random_tokens, tiny_policy
 from tiny_rollout import KEY, PROMPTS, conversation_logprobs
 
 from qerl_jax.environments.roles import CONTEXT, DONE, ENVIRONMENT, OPEN, SAMPLED, TOKENS, Reply
+from qerl_jax.policy.layers import attention
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import row as rows
-from qerl_jax.rollout import scheduler
+from qerl_jax.rollout import scheduler, shapes
 from qerl_jax.rollout.config import TurnConfig
+from qerl_jax.rollout.scheduler import Scheduler
 
 EOS = tuple(range(20, 30))  # a third of the vocabulary: turns end soon
 TURNS = TurnConfig(max_turns=3, turn_tokens=6, reply_tokens=8, context_tokens=32)
@@ -163,6 +165,53 @@ def test_a_row_that_waits_long_gives_up_its_slot(model, instant, monkeypatch):
     assert last.statistics.waiting_seconds > 0
     # The rows take turns: no row has its second turn right after its first.
     assert order[:3] == [0, 1, 2]
+    for name in ("tokens", "lengths", "roles", "endings"):
+        expected = getattr(instant[1].rollout, name)
+        np.testing.assert_array_equal(getattr(last.rollout, name), expected, name)
+
+
+def test_replies_are_prefilled_in_blocks_and_in_the_width_of_their_own(model, instant, monkeypatch):
+    """A block of tokens sees as many scores as fit, and a short reply has a narrow program."""
+    monkeypatch.setattr(shapes, "_NARROWEST", 3)
+    monkeypatch.setattr(attention, "_SCORES", 4 * 2 * 4 * 48 * 3)  # three tokens of two rows
+    assert shapes.extensions(8, TURNS.reply_tokens) == ((2, 8), (2, 16))
+    widths, extend = [], Scheduler._extend
+    monkeypatch.setattr(
+        Scheduler,
+        "_extend",
+        lambda self, rows, width: widths.append(width) or extend(self, rows, width),
+    )
+    rollout = converse(Dialog(), model=model, max_rows=8).rollout
+    assert set(widths) == {8, 16}
+    for name in ("tokens", "lengths", "roles", "endings"):
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(instant[1].rollout, name))
+    np.testing.assert_allclose(rollout.logprobs, instant[1].rollout.logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows_on_host", [0, 2])
+@pytest.mark.parametrize(
+    "model", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.slow)], indirect=True
+)
+def test_the_host_holds_what_waiting_rows_have_filled_up_to_a_bound(
+    model, instant, monkeypatch, rows_on_host
+):
+    """One slot for twelve rows, of which as many as fit on the host wait there."""
+    monkeypatch.setattr(rows, "_PATIENCE_ALONE", 0.0)
+    config, positions = policy(model)[0], 24
+    row = shapes.kept_bytes(config, positions, np.dtype(np.float32))
+    held, evict = [], Scheduler._evict
+
+    def recording(self, row):
+        evict(self, row)
+        held.append([sum(x.nbytes for x in live.kept) for live in self._live if live.kept])
+
+    monkeypatch.setattr(Scheduler, "_evict", recording)
+    limits = dataclasses.replace(TURNS, host_cache_bytes=rows_on_host * row)
+    last = converse(Dialog(0.02), limits, model=model, max_rows=1, chunk_steps=2)
+    assert max(map(sum, held), default=0) <= rows_on_host * row
+    assert bool(held) == bool(rows_on_host)
+    # A row that has filled few positions of 48 takes no more.
+    assert min((size for sizes in held for size in sizes), default=0) <= row
     for name in ("tokens", "lengths", "roles", "endings"):
         expected = getattr(instant[1].rollout, name)
         np.testing.assert_array_equal(getattr(last.rollout, name), expected, name)

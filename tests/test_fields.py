@@ -86,6 +86,7 @@ COMPARED_IN_PLACE = {
 
 RESUMED = {
     "memory": {
+        "environment.host_cache_bytes",
         *("rollout.max_rows", "rollout.kv_cache_bytes", "rollout.chunk_steps"),
         *("rollout.dequantize", "train.buffer_tokens", "train.recompute"),
         *("train.micro_batch_rows", "mesh.data", "mesh.tensor"),

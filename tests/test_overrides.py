@@ -110,6 +110,7 @@ OTHERS = {
     "environment.turn_tokens": 3,
     "environment.reply_tokens": 5,
     "environment.context_tokens": 9,
+    "environment.host_cache_bytes": 1000,
     "environment.time_limit": 1.0,
     "environment.processes": 2,
     "aqn.stages": 2,

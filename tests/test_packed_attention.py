@@ -146,7 +146,7 @@ def test_the_dense_form(heads, rows, monkeypatch):
     """In float32, with the gradients of autodiff."""
     ids = np.append(RAGGED, [-1, -1]).astype(np.int32)
     if rows == "blocks":  # of 66 queries
-        monkeypatch.setattr(dense, "_MAX_SCORES", 2**13)
+        monkeypatch.setattr(dense, "MAX_SCORES", 2**13)
     *operands, d_out = draw_operands(len(ids), *heads, ids, jnp.float32)
     packed = segments(ids)
     out, pullback = jax.vjp(jax.jit(lambda *x: attend_packed(*x, packed)), *operands)

@@ -8,41 +8,22 @@ import functools
 
 import h200
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from row_loss import loss_config
 
-from benchmarks.rollout import random_policy
 from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.memory.update_plan import update_memory
 from qerl_jax.policy import lora, sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import LoraConfig
-from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import train_step
 from qerl_jax.rl.packing import empty_buffer
 from qerl_jax.rl.train_step import UpdateConfig, init_state
 
 pytestmark = pytest.mark.aot
-
-
-def layer_of(config, number):
-    """The shapes of a layer in NVFP4, in the order of the Hopper kernel."""
-    layer = jax.eval_shape(
-        lambda key: random_policy._random_layer(
-            key, config, number, "nvfp4", jnp.dtype(jnp.bfloat16)
-        ),
-        jax.random.key(0),
-    )
-    return {
-        name: QuantTensor(tiles=h200.tiles(x.packed.shape[0], 2 * x.packed.shape[1]))
-        if isinstance(x, QuantTensor)
-        else x
-        for name, x in layer.items()
-    }
 
 
 def test_the_memory_of_an_update_is_the_planned_one(monkeypatch):
@@ -52,13 +33,7 @@ def test_the_memory_of_an_update_is_the_planned_one(monkeypatch):
     whole = ARCHITECTURES["qwen3.5-27b"]
     recurrent = tuple(layer for layer in whole.recurrent_layers if layer < layers)
     config = dataclasses.replace(whole, num_layers=layers, recurrent_layers=recurrent)
-    table = h200.array(config.vocab_size, config.embed_dim)
-    params = {
-        "embed_tokens": table,
-        "lm_head": table,
-        "norm": h200.array(config.embed_dim, dtype=jnp.float32),
-        "layers": [layer_of(config, number) for number in range(layers)],
-    }
+    params = h200.policy(config)
     own = LoraConfig(rank=32, alpha=32.0)
     adapter = jax.eval_shape(lambda: lora.init(jax.random.key(0), config, own))
     optimizer = optax.adamw(1e-3)

@@ -64,6 +64,14 @@ def test_rows_that_are_at_their_environment_for_long_leave(now, waiting, decodes
     assert (numbers(coming), coming.begun) == ((evicted, []), len(evicted))
 
 
+def test_a_row_that_does_not_fit_on_the_host_keeps_its_slot():
+    live = [at_environment(number, number) for number in range(4)]
+    coming = next_rows(live, waiting=2, slots=4, now=1.0, fits=lambda row: row.number % 2)
+    assert (numbers(coming), coming.begun) == (([1, 3], []), 2)
+    coming = next_rows(live, waiting=2, slots=4, now=1.0, fits=lambda row: False)
+    assert (numbers(coming), coming.begun) == (([], []), 0)
+
+
 def test_a_row_that_ends_gives_up_its_slot_with_its_reason():
     row = decoding(0, 3)
     assert row.decodes

@@ -16,6 +16,7 @@ from pallas_kernels.attention.segments import BLOCK, PADDING, PART_BITS, Segment
 from pallas_kernels.device import cuda_capability
 
 __all__ = [
+    "HEAD_DIMS",
     "PADDING",
     "PART_BITS",
     "Segments",
@@ -25,7 +26,7 @@ __all__ = [
     "supports_device",
 ]
 
-_HEAD_DIMS = 64, 128
+HEAD_DIMS = 64, 128  # of the heads that the kernels compute
 
 
 def supports_device(dtype: jnp.dtype, head_dim: int) -> bool:
@@ -35,7 +36,7 @@ def supports_device(dtype: jnp.dtype, head_dim: int) -> bool:
         dtype: dtype of queries, keys and values.
         head_dim: number of dimensions of a head.
     """
-    return dtype == jnp.bfloat16 and head_dim in _HEAD_DIMS and cuda_capability() == 9.0
+    return dtype == jnp.bfloat16 and head_dim in HEAD_DIMS and cuda_capability() == 9.0
 
 
 def supports_attention(q: jax.Array | jax.ShapeDtypeStruct) -> bool:

@@ -6,7 +6,7 @@ from jax import lax
 
 from pallas_kernels.attention.segments import Segments
 
-_MAX_SCORES = 2**25  # scores that exist at a time: 128 MB in float32
+MAX_SCORES = 2**25  # scores that exist at a time: 128 MB in float32
 _MIN_ROWS = 64  # queries of a block, at least
 
 
@@ -14,7 +14,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.
     """Does what `attend_packed` does, on any device and in any dtype."""
     length, heads, _ = q.shape
     rows = length
-    while rows * length * heads > _MAX_SCORES and rows % 2 == 0 and rows > _MIN_ROWS:
+    while rows * length * heads > MAX_SCORES and rows % 2 == 0 and rows > _MIN_ROWS:
         rows //= 2
     if rows == length:
         return _attend_block(q, k, v, segments.ends, jnp.int32(0))

@@ -46,6 +46,29 @@ def compile_operations(
         return compiler.executables
 
 
+def program_bytes(executables: Executables, operations: Iterable[Operation]) -> dict[str, int]:
+    """Returns the bytes that programs take besides their arguments: results and temporary arrays.
+
+    Args:
+        executables: programs of the operations.
+        operations: operations whose keys begin with their names.
+
+    Returns:
+        The bytes by name, of the largest program where several sizes have one. A program of which
+        the backend does not tell its bytes is left out.
+    """
+    sizes: dict[str, int] = {}
+    for operation in operations:
+        program: Any = executables[operation.key]
+        if isinstance(program, FirstRunAlone):
+            program = program.program
+        if (memory := program.memory_analysis()) is not None:
+            size = memory.temp_size_in_bytes + memory.output_size_in_bytes
+            name = operation.key[0]  # pyrefly: ignore[bad-index]
+            sizes[name] = max(sizes.get(name, 0), size - memory.alias_size_in_bytes)
+    return sizes
+
+
 class FirstRunAlone:
     """A program whose first run is never at the same time as that of another with the same lock.
 

@@ -486,6 +486,15 @@ FIELDS: tuple[Section | Field, ...] = (
         read_if=_CONVERSATION,
     ),
     Field(
+        "environment.host_cache_bytes",
+        2**33,
+        "Pinned memory of the host for keys and values of rows that wait for an environment while "
+        "others have their slots. A row for which too little is left keeps its slot.",
+        limits=(0,),
+        read_if=_CONVERSATION,
+        resume="memory",
+    ),
+    Field(
         "environment.time_limit",
         10.0,
         "Seconds of an environment for a reset, or for a turn with all calls of it; after that its "

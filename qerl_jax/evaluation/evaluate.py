@@ -51,7 +51,7 @@ from qerl_jax.rewards.scored import Completion
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.progress import RolloutProgress
 from qerl_jax.rollout.sampler import Sampler
-from qerl_jax.rollout.shapes import bucket, dequantize_mode, rows_left
+from qerl_jax.rollout.shapes import bucket, dequantize_mode, extend_bytes, rows_left
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.lines import line_columns
 from qerl_jax.run.ownership import trusts
@@ -541,13 +541,23 @@ def _estimate_rows(job: _Job) -> int:
 
     The result is at least 1: the estimate is rough, so one row may fit even if it says otherwise.
     """
-    model, turns = job.policy.model, job.turns
+    model, turns, extending = job.policy.model, job.turns, 0
     new_tokens = turns.context_tokens if turns else job.task.max_new_tokens
+    positions = bucket(_prompt_width(job)) + new_tokens
+    if turns:
+        extending = extend_bytes(
+            model.config,
+            rows=_MOST_ROWS,
+            reply_tokens=turns.reply_tokens,
+            positions=positions,
+            compute=model.params["embed_tokens"].dtype,
+        )
     rows = rows_left(
         model.params,
-        positions=bucket(_prompt_width(job)) + new_tokens,
+        positions=positions,
         model_config=model.config,
         engine=_engine(job),
+        reserve=extending,
     )
     return _CPU_ROWS if rows is None else min(max(1, rows), _MOST_ROWS)
 

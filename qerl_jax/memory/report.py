@@ -1,6 +1,6 @@
 """What follows from the plan of a run: whether it fits, what would, and the plan as text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 from ml_collections import ConfigDict
@@ -43,6 +43,44 @@ def check_fits(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> None:
         f"{need}, and may take {_gb(plan.device.usable)} GB of the {_gb(plan.device.pool)} GB that "
         f"JAX has: {remedy}"
     )
+
+
+def check_programs(plan: RunPlan, programs: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Compares compiled programs with the plan of a run, before the first step.
+
+    Args:
+        plan: the plan of the run.
+        programs: by 'rollout', 'evaluation' and 'update' the bytes of each program by its name:
+            of its results and temporary arrays, without its arguments.
+
+    Returns:
+        A line for each program that takes more than the plan has for it, and more than the plan
+        leaves free.
+
+    Raises:
+        UserError: a program does not fit into the memory that JAX has.
+    """
+    pool, usable = plan.device.pool, plan.device.usable
+    if pool is None or usable is None:
+        return []
+    lines = []
+    for part, sizes in programs.items():
+        for name, size in sizes.items():
+            planned, held = plan.program_bytes(part, name), plan.held_bytes(part, name, sizes)
+            if part == "update":
+                remedy = f"--config.train.buffer_tokens (now {plan.buffer_tokens})"
+            else:
+                remedy = f"--config.rollout.max_rows (now {plan.part(part).rows})"
+            line = (
+                f"the program {name!r} of the {part} takes {_gb(size)} GB, where the plan has "
+                f"{_gb(planned)} GB, and {_gb(held)} GB of the {_gb(pool)} GB that JAX has are "
+                f"taken: lower {remedy}"
+            )
+            if held + size > pool:
+                raise UserError(line)
+            if size > planned and held + size > usable:
+                lines.append(line)
+    return lines
 
 
 def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
@@ -123,7 +161,10 @@ def format_plan(plan: RunPlan, config: ConfigDict) -> str:
         (
             "rest of a rollout",
             rollout.bytes - rollout.cache,
-            f"prefill of {rollout.prefill_prompts} prompts, logits, copies of what is trained",
+            f"prefill of {rollout.prefill_prompts} prompts, logits, copies of what is trained"
+            + (
+                f"; {_gb(rollout.extension)} GB extend rows by replies" if rollout.extension else ""
+            ),
         ),
         ("gradient", plan.gradient, ""),
         (
@@ -134,6 +175,10 @@ def format_plan(plan: RunPlan, config: ConfigDict) -> str:
         ("head chunk", update.head, ""),
         ("peak", plan.peak, f"rollout {_gb(plan.rollout_peak)}, update {_gb(plan.update_peak)}"),
     ]
+    if rollout.host:
+        waiting = rollout.all_rows - rollout.rows
+        note = f"keys and values of {waiting} rows, while they wait for an environment; not a part"
+        rows.append(("on the host, pinned", rollout.host, f"{note} of the peak"))
     lines = [f"{name:<22}{_gb(size):>7} GB  {note}".rstrip() for name, size, note in rows]
     if plan.device.usable is not None:
         verdict = "fits into" if plan.fits else "does not fit into"

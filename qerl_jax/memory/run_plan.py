@@ -7,23 +7,33 @@ alone, so a resumed run makes the same choices.
 
 import dataclasses
 import functools
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from pallas_kernels import fp4_matmul
+from pallas_kernels.attention import HEAD_DIMS
 from qerl_jax.memory.update_plan import LongestRows, MemoryPlan, plan_update, recomputation
 from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.dequantize import DEQUANTIZE
 from qerl_jax.policy.tensor_parallel import shard_of
-from qerl_jax.rollout.config import EngineConfig, completion_tokens, rollout_prompts
+from qerl_jax.rollout.config import (
+    EngineConfig,
+    completion_tokens,
+    rollout_prompts,
+    turn_config,
+)
 from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.shapes import (
     cache_dtype,
+    extend_bytes,
     fit_rows,
+    kept_bytes,
     logits_bytes,
-    position_bytes,
+    moved_bytes,
     prefill_bytes,
     row_positions,
     state_bytes,
@@ -51,6 +61,11 @@ class Device:
         """Bytes of the pool that a plan fills."""
         return None if self.pool is None else int(_USABLE * self.pool)
 
+    def attends(self, model: ModelConfig, dtype: jnp.dtype) -> bool:
+        """Whether it has a kernel for packed attention, as every Hopper GPU has."""
+        own = dtype == jnp.bfloat16 and model.head_dim in HEAD_DIMS
+        return own and self.kernel == "mosaic"
+
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPlan:
@@ -59,13 +74,19 @@ class RolloutPlan:
     policy_copy: int  # trained parameters in the dtype of the policy
     dense_copy: int  # dense copy of packed weights
     cache: int  # keys and values of the rows that decode together, and their recurrent states
-    temporary: int  # prompts in a prefill, or the logits of the rows
+    # Prompts in a prefill; or the logits of the rows, or an extension, copy or compaction of rows,
+    # together with the prompts whose rows wait for a slot.
+    temporary: int
     rows: int  # number of rows that decode together, 0 if not one fits
     all_rows: int  # number of all rows
     prefill_prompts: int  # number of prompts in one prefill
     positions: int  # cache positions of a row
     dequantize: str  # 'once' or 'step', as in `EngineConfig`
     state: int = 0  # bytes of the recurrent states of a row; they are a part of `cache`
+    prefill: int = 0  # bytes of a prefill
+    extension: int = 0  # bytes of an extension of rows by what environments wrote, 0 without them
+    # Bytes of the host, pinned, for what rows keep that wait for an environment without a slot.
+    host: int = 0
 
     @property
     def bytes(self) -> int:
@@ -97,6 +118,44 @@ class RunPlan:
     def update_peak(self) -> int:
         """Bytes at the peak of an update."""
         return self.weights + self.training + self.gradient + self.update.bytes
+
+    def part(self, name: str) -> RolloutPlan:
+        """Returns the plan of a 'rollout' or an 'evaluation'."""
+        part = self.evaluation if name == "evaluation" else self.rollout
+        assert part is not None
+        return part
+
+    def program_bytes(self, part: str, name: str) -> int:
+        """Returns what the plan has for a program, besides its arguments.
+
+        Args:
+            part: 'rollout', 'evaluation' or 'update'.
+            name: name of the program, without its sizes, as in `rollout.programs` and
+                `rl.programs`.
+        """
+        if part == "update":
+            return max(self.gradient, self.update.bytes)
+        rollout = self.part(part)
+        own = {DEQUANTIZE: rollout.dense_copy, "fuse_adapter": rollout.policy_copy}
+        own |= {"prefill": rollout.prefill, "extend": rollout.extension}
+        return own.get(name, rollout.temporary)
+
+    def held_bytes(self, part: str, name: str, programs: Collection[str]) -> int:
+        """Returns what a run holds while a program runs; its results are not a part of it.
+
+        Args:
+            part: as in `program_bytes`.
+            name: name of the program.
+            programs: names of all programs of the part.
+        """
+        held = self.weights + self.training
+        if part == "update":
+            return held + (self.gradient if name != "zero_totals" else 0)
+        rollout = self.part(part)
+        made = {"fuse_adapter": rollout.policy_copy}
+        # Where no program makes all weights dense, the copy is one of a program's own.
+        made |= {DEQUANTIZE: rollout.dense_copy} if DEQUANTIZE in programs else {}
+        return held + rollout.cache + sum(size for maker, size in made.items() if maker != name)
 
     @property
     def peak(self) -> int:
@@ -187,6 +246,7 @@ def plan_run(
         buffer_tokens=config.train.buffer_tokens,
         recompute=recomputation(config.train.recompute),
         free=None if free is None else free - gradient,
+        kernel=device.attends(model, compute),
     )
     plan = functools.partial(
         _plan_rollout, config, model, device, policy_copy=policy_copy, free=free
@@ -219,6 +279,7 @@ def _plan_rollout(
     """The largest rollout that fits; one of no rows, with the bytes of one, if none does."""
     compute = jnp.dtype(config.model.dtype)
     dtype = cache_dtype(config.rollout.kv_cache_dtype, compute)
+    turns = turn_config(config)
     most = longest.num_prompts * longest.group_size
     rows = min(max_rows or most, most)
     dequantize, dense_copy = _dequantize(config, model, device, rows)
@@ -238,21 +299,37 @@ def _plan_rollout(
         positions=positions,
         compute=compute,
         free=None if free is None else max(0, free - policy_copy - dense_copy),
-        extends=bool(config.environment.function),
+        reply_tokens=turns.reply_tokens if turns else 0,
     )
     prefilled = prefill_bytes(model, num_prompts=prefill, width=width, dtype=dtype, compute=compute)
-    state = state_bytes(model)
+    row, all_rows = kept_bytes(model, positions, dtype), num_prompts * longest.group_size
+    sizes_of_rows = {
+        "rows": max(1, rows),
+        "reply_tokens": turns.reply_tokens if turns else 0,
+        "positions": positions,
+        "compute": compute,
+    }
+    moving = moved_bytes(model, dtype=dtype, **sizes_of_rows)
+    decoding = max(moving, max(1, rows) * logits_bytes(model))
+    waiting = all_rows - rows
+    if waiting:
+        decoding += prefill * (
+            kept_bytes(model, width, dtype) + 4 * model.shards * model.vocab_size
+        )
     return RolloutPlan(
         policy_copy=policy_copy,
         dense_copy=dense_copy,
-        cache=max(1, rows) * (positions * position_bytes(model, dtype) + state),
-        temporary=max(prefilled, max(1, rows) * logits_bytes(model)),
+        cache=max(1, rows) * row,
+        temporary=max(prefilled, decoding),
         rows=rows,
-        all_rows=num_prompts * longest.group_size,
+        all_rows=all_rows,
         prefill_prompts=prefill,
         positions=positions,
         dequantize=dequantize,
-        state=state,
+        state=state_bytes(model),
+        prefill=prefilled,
+        extension=extend_bytes(model, **sizes_of_rows) if turns else 0,
+        host=min(turns.host_cache_bytes, waiting * row) if turns else 0,
     )
 
 

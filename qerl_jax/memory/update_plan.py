@@ -74,12 +74,14 @@ def plan_update(
     buffer_tokens: int,
     recompute: tuple[str, ...] | None,
     free: int | None,
+    kernel: bool = True,
 ) -> MemoryPlan:
     """Chooses the buffers of the update.
 
     `adapter` and `itemsize` are the bytes of the adapter in the dtype of the computation and of an
     activation. A size of 0 and a recomputation of None are chosen, by the bytes that weights and
-    training state leave `free` on the device; None where they are unknown, as on a CPU.
+    training state leave `free` on the device; None where they are unknown, as on a CPU. `kernel`
+    says whether the device has one for packed attention.
 
     Returns:
         The plan. Without a known memory a buffer is about one group. Where nothing fits, it is the
@@ -97,7 +99,12 @@ def plan_update(
 
     def plan(tokens: int, again: tuple[str, ...]) -> MemoryPlan:
         return update_memory(
-            model, tokens=tokens, recompute=again, itemsize=itemsize, adapter=adapter
+            model,
+            tokens=tokens,
+            recompute=again,
+            itemsize=itemsize,
+            adapter=adapter,
+            kernel=kernel,
         )
 
     if free is None:
@@ -166,13 +173,19 @@ def recomputation(value: str) -> tuple[str, ...] | None:
 
 
 def update_memory(
-    model: ModelConfig, *, tokens: int, recompute: tuple[str, ...], itemsize: int, adapter: int
+    model: ModelConfig,
+    *,
+    tokens: int,
+    recompute: tuple[str, ...],
+    itemsize: int,
+    adapter: int,
+    kernel: bool = True,
 ) -> MemoryPlan:
     """Returns the bytes of an update on a buffer of `tokens` positions.
 
     They equal those of XLA's memory analysis of the compiled program to 1 %, and with recurrent
     layers about to 10 %. The forward pass keeps the results of the products of every layer.
-    `tokens` are the positions of the buffer; `adapter` and `itemsize` as in `plan_update`.
+    `tokens` are the positions of the buffer; the others are as in `plan_update`.
     """
     costs = {
         part: part.memory(model, itemsize, tokens, recompute) for part in kinds.parts_of(model)
@@ -193,7 +206,8 @@ def update_memory(
     states = model.embed_dim * (4 if model.shards == 1 else 6)
     recomputed_width = sum(widths[name] for name in recompute if name != "gate_up_proj")
     layer = itemsize * tokens * (states + recomputed_width)
-    layer += max(costs[mlp].backward for _, mlp in layers)
+    scores = 0 if kernel else max(costs[mixer].scores for mixer, _ in layers)
+    layer += max(scores, *(costs[mlp].backward for _, mlp in layers))
     mixing = max(costs[mixer].backward for mixer, _ in layers)
     # Final states and their gradients; the logits of a chunk in float32, and their gradient.
     logits = min(logits_chunk(model.vocab_size), tokens) * model.vocab_size

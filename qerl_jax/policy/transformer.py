@@ -30,7 +30,7 @@ from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.attention import rotary_angles
 from qerl_jax.policy.layers.kinds import Layer
 from qerl_jax.policy.layers.linear import PRODUCTS, ROUTES, rms_norm
-from qerl_jax.policy.layers.part import Kept, Own
+from qerl_jax.policy.layers.part import Kept, NewTokens, Own
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor, dequantize, kernel_weight
 
@@ -267,38 +267,35 @@ def extend(
     params: dict,
     lora_layers: list[dict],
     tokens: jax.Array,
-    positions: jax.Array,
-    last: jax.Array,
+    new: NewTokens,
     cache: Cache,
     *,
     config: ModelConfig,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
-    """Appends several tokens to every row of a cache.
+    """Appends several tokens to N rows of a cache.
 
     Args:
         params: the frozen policy.
         lora_layers: the policy's adapter as `lora.fuse` returns it.
-        tokens: int32 [B, T] new tokens.
-        positions: int32 [B, T], cache position of each token; S for padding, which is not written.
-            Unless all mixers rewind, the first token of a row is its first one again, at position
-            0, which rows that do not decode overwrite; a state has it already.
-        last: int32 [B], index of the last token of each row, after which the logits are wanted.
+        tokens: int32 [N, T] new tokens.
+        new: where they go. Unless all mixers rewind, the first token of a row is its first one
+            again, at position 0, which rows that do not decode overwrite; a state has it already.
         cache: what the rows keep, of S positions; its lengths are not read.
         config: the architecture.
 
     Returns:
-        float32 logits [B, V], the cache with the tokens, and the experts that the tokens were
-        routed to, int32 [L, B, T, k] or None.
+        float32 logits [N, V] after the last token of each row, the cache with the tokens, and the
+        experts that the tokens were routed to, int32 [L, N, T, k] or None.
     """
-    angles = rotary_angles(positions, config)
+    angles = rotary_angles(new.positions, config)
     x, layers, routes = embed(params["embed_tokens"], tokens, config), [], []
     parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
     for (kind, layer), adapters, kept in parts:
-        arrays = layer, adapters, kept, x, positions, last, angles
+        arrays = layer, adapters, kept, x, new, angles
         x, kept, chosen = _extend_layer(*arrays, kind=kind, config=config)
         layers.append(kept)
         routes.append(chosen)
-    x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    x = jnp.take_along_axis(x, new.last[:, None, None], axis=1)[:, 0]
     x = logits(params, rms_norm(x, params["norm"], config.norm_eps))
     cache = Cache(layers=layers, lengths=cache.lengths)
     return whole_vocabulary(x, config), cache, _stacked(routes)
@@ -443,10 +440,10 @@ def _decode_layer(layer, adapters, kept, x, lengths, angles, *, kind, config):
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "config"))
-def _extend_layer(layer, adapters, kept, x, positions, last, angles, *, kind, config):
+def _extend_layer(layer, adapters, kept, x, new, angles, *, kind, config):
     """One layer over several new tokens per row; see `part.Mixer.mix_extend`."""
     own = Own(layer, adapters, config)
-    mixed, kept = kind.mixer.mix_extend(own, x, kept, positions, last, angles)
+    mixed, kept = kind.mixer.mix_extend(own, x, kept, new, angles)
     x, routes = _add(kind, own, x, mixed)
     return x, kept, routes
 

@@ -95,6 +95,9 @@ class TurnConfig:
         reply_tokens: largest number of tokens of what an environment writes after a turn, those of
             the chat template included.
         context_tokens: largest number of tokens of a completion, those of the environment included.
+        host_cache_bytes: pinned memory of the host for the keys and values of rows that wait for an
+            environment while others have their slots. A row for which too little is left keeps its
+            slot; its tokens are the same.
 
     Raises:
         UserError: a value is out of its range.
@@ -104,6 +107,7 @@ class TurnConfig:
     turn_tokens: int
     reply_tokens: int
     context_tokens: int
+    host_cache_bytes: int = 2**33
 
     def __post_init__(self) -> None:
         check_fields(
@@ -112,6 +116,7 @@ class TurnConfig:
             turn_tokens=(self.turn_tokens >= 0, "at least 0"),
             reply_tokens=(self.reply_tokens >= 1, "at least 1"),
             context_tokens=(self.context_tokens >= 1, "at least 1"),
+            host_cache_bytes=(self.host_cache_bytes >= 0, "at least 0"),
         )
 
     def next_turn(self, length: int, sampled: int, max_new_tokens: int) -> int:
@@ -194,6 +199,8 @@ def turn_config(config: ConfigDict, *, max_new_tokens: int = 0) -> TurnConfig | 
         turn_tokens=options.turn_tokens,
         reply_tokens=options.reply_tokens,
         context_tokens=options.context_tokens or sampled + replies,
+        # Runs of earlier versions lack it.
+        host_cache_bytes=options.get("host_cache_bytes", TurnConfig.host_cache_bytes),
     )
 
 

@@ -18,7 +18,7 @@ from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers import kinds
-from qerl_jax.policy.layers.part import Kept
+from qerl_jax.policy.layers.part import Kept, NewTokens
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.sharding import head_sharding
 from qerl_jax.policy.transformer import Cache
@@ -205,7 +205,9 @@ def prefill(
         positions = jnp.where(positions < lengths[:, None], positions, width)
         fused = lora_lib.fuse(lora, model_config, params["embed_tokens"].dtype)
         logits, cache, _ = transformer.extend(
-            *(params, fused, tokens[:, shared:], positions, lengths - shared - 1, cache),
+            *(params, fused, tokens[:, shared:]),
+            NewTokens(positions, lengths - shared - 1),
+            cache,
             config=model_config,
         )
 
@@ -335,31 +337,21 @@ def extend_rows(
     params: dict,
     lora_layers: list[dict],
     layers: list[Kept],
-    cache_rows: jax.Array,
     tokens: jax.Array,
-    positions: jax.Array,
-    last: jax.Array,
+    new: NewTokens,
     *,
     model_config: ModelConfig,
 ) -> tuple[jax.Array, list[Kept]]:
     """Appends tokens [N, T] that were not sampled to N of R cache rows.
 
-    The rows are computed in a copy, as few of them go on at the same time. `layers` are what the R
-    rows keep; they are donated. int32 [N] are the `cache_rows`, R for a row that is not there, and
-    the index of the `last` token of each row; positions [N, T] are cache positions, S for padding.
-    Returns float32 logits [N, V] after the last token, and the layers.
+    `layers` are what the R rows keep; they are donated. `new` has the cache row and the positions
+    of the tokens. Returns float32 logits [N, V] after the last token, and the layers.
     """
-    cache = Cache(
-        layers=jax.tree.map(lambda x: x.at[cache_rows].get(mode="clip"), layers), lengths=last
-    )
+    cache = Cache(layers=layers, lengths=new.last)
     logits, cache, _ = transformer.extend(
-        params, lora_layers, tokens, positions, last, cache, config=model_config
+        params, lora_layers, tokens, new, cache, config=model_config
     )
-
-    def put(x, rows):
-        return x.at[cache_rows].set(rows, mode="drop")
-
-    return logits, jax.tree.map(put, layers, cache.layers)
+    return logits, cache.layers
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -397,15 +389,19 @@ def resume_rows(
     return state, jax.tree.map(lambda x: x[:, None], samples)
 
 
-@jax.jit
-def take_row(layers: list[Kept], cache_row: jax.Array) -> list[jax.Array]:
-    """Returns what a cache row keeps: the arrays of all layers, those of equal shapes stacked.
+@functools.partial(jax.jit, static_argnames=("model_config", "positions"))
+def take_row(
+    layers: list[Kept], cache_row: jax.Array, *, model_config: ModelConfig, positions: int
+) -> list[jax.Array]:
+    """Returns what a cache row keeps of its first positions, the arrays of equal shapes stacked.
 
-    Where all L layers have attention, it is one array [2 L, K, S, H].
+    Where all L layers have attention, it is one array [2 L, K, positions, H].
     """
     stacks: dict[tuple, list[jax.Array]] = {}
-    for x in jax.tree.leaves(layers):
-        stacks.setdefault(row_shape(x), []).append(x[cache_row])
+    rows = kinds.row_shapes(model_config, positions, jnp.dtype(jnp.float32))
+    for x, row in zip(jax.tree.leaves(layers), jax.tree.leaves(rows), strict=True):
+        taken = jax.lax.dynamic_slice(x, (cache_row, *[0] * row.ndim), (1, *row.shape))[0]
+        stacks.setdefault(row_shape(x), []).append(taken)
     return [jnp.stack(rows) for rows in stacks.values()]
 
 
@@ -414,7 +410,12 @@ def put_row(layers: list[Kept], taken: list[jax.Array], cache_row: jax.Array) ->
     """Writes what `take_row` returned to a cache row; donates the layers."""
     stacks = dict.fromkeys(map(row_shape, jax.tree.leaves(layers)))
     rows = dict(zip(stacks, map(iter, taken), strict=True))
-    return jax.tree.map(lambda x: x.at[cache_row].set(next(rows[row_shape(x)])), layers)
+
+    def put(x):
+        row = next(rows[row_shape(x)])[None]
+        return jax.lax.dynamic_update_slice(x, row, (cache_row, *[0] * (x.ndim - 1)))
+
+    return jax.tree.map(put, layers)
 
 
 def row_shape(x: jax.Array) -> RowShape:

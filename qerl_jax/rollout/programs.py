@@ -26,6 +26,7 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.dequantize import DEQUANTIZE, dequantization
 from qerl_jax.policy.layers import kinds
+from qerl_jax.policy.layers.part import NewTokens
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.sharding import abstract_on, mesh_of
 from qerl_jax.rollout import decode, tensor_parallel
@@ -189,48 +190,48 @@ def _add_extensions(
     taken out of the cache and put into it again.
     """
     rows, cache = shapes.batch_sizes[0], (shapes.cache_positions, shapes.dtype)
-    sizes = [(count,) for count in shapes.extend_sizes]
-    if not sizes:
+    if not shapes.extensions:
         return
-    widths = [(count, width) for (count,) in sizes for width in shapes.extend_widths]
-    layers = state(rows).layers
-    add(
-        "take",
-        [()],
-        decode.take_row,
-        {},
-        lambda: (layers, np.int32(0)),
-        others=(rows, *cache, config.model),
-        of_any_policy=True,
-    )
+    layers, width_of = state(rows).layers, dict(shapes.extensions)
+    for positions in shapes.kept_positions:
+        add(
+            "take",
+            [(positions,)],
+            decode.take_row,
+            {"model_config": config.model, "positions": positions},
+            lambda _: (layers, np.int32(0)),
+            others=(rows, *cache),
+            of_any_policy=True,
+        )
     add(
         "put",
-        [()],
+        [(positions,) for positions in shapes.kept_positions],
         decode.put_row,
         {},
-        lambda: (layers, on_devices(result("take")), np.int32(0)),
+        lambda positions: (layers, on_devices(result(("take", positions))), np.int32(0)),
         others=(rows, *cache, config.model),
         of_any_policy=True,
     )
     add(
         "extend",
-        widths,
+        shapes.extensions,
         decode.extend_rows,
         {"model_config": config.model},
         lambda count, width: (
-            *(dense(), on_devices(result("fuse_adapter")), layers, _int32(count)),
-            *(_int32(count, width), _int32(count, width), _int32(count)),
+            *(dense(), on_devices(result("fuse_adapter")), layers, _int32(count, width)),
+            # pyrefly: ignore[bad-argument-type]
+            NewTokens(_int32(count, width), _int32(count), _int32(count)),
         ),
         others=(rows, *cache, config.dequantize),
     )
     add(
         "resume",
-        sizes,
+        [(count,) for count in width_of],
         decode.resume_rows,
         {"config": config},
         lambda count: (
             *(key, dataclasses.replace(state(1), layers=[])),
-            on_devices(result(("extend", *widths[0])))[0],
+            on_devices(result(("extend", count, width_of[count])))[0],
             decode.NextTurns(*(_int32(count) for _ in range(5))),
             np.float32(1),
         ),

@@ -2,7 +2,8 @@
 
 import dataclasses
 import enum
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -70,11 +71,19 @@ class Next(NamedTuple):
     begun: int  # how many rows that have had no slot get one
 
 
-def next_rows(live: Collection[Row], *, waiting: int, slots: int, now: float) -> Next:
+def next_rows(
+    live: Collection[Row],
+    *,
+    waiting: int,
+    slots: int,
+    now: float,
+    fits: Callable[[Row], bool] = lambda _: True,
+) -> Next:
     """Decides which rows come next.
 
     Rows whose environment has replied come before rows that have had no slot. A row that is at its
-    environment for long, or while no row decodes, gives up its slot to one that needs it.
+    environment for long, or while no row decodes, gives up its slot to one that needs it, if what
+    it keeps `fits` on the host together with that of those before; else it keeps the slot.
     """
     ready = [row for row in live if row.state is State.READY]
     if not (ready or waiting):
@@ -91,7 +100,8 @@ def next_rows(live: Collection[Row], *, waiting: int, slots: int, now: float) ->
             for row in live
             if row.state is State.AT_ENVIRONMENT and row.kept is None and row.since <= before
         ]
-        evicted = sorted(patient, key=attrgetter("since", "number"))[:wanted]
+        patient.sort(key=attrgetter("since", "number"))
+        evicted = list(itertools.islice(filter(fits, patient), wanted))
     free += len(evicted)
     returning = returning[:free]
     return Next(evicted, resumed + returning, min(waiting, free - len(returning)))

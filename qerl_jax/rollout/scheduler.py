@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from qerl_jax.environments.roles import OPEN
+from qerl_jax.policy.layers.part import NewTokens
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.completions import Completions
@@ -25,6 +26,7 @@ from qerl_jax.rollout.decode import Samples
 from qerl_jax.rollout.programs import RolloutPrograms, compactions
 from qerl_jax.rollout.progress import RolloutProgress, Statistics
 from qerl_jax.rollout.row import NO_SLOT, Row, State, array_of, next_rows
+from qerl_jax.rollout.shapes import kept_bytes
 from qerl_jax.rollout.turns import TurnPolicy
 
 _TICK = 0.05  # seconds between two looks whether replies are there
@@ -79,6 +81,10 @@ class Scheduler:
         self._live: list[Row] = []  # the rows that have begun and have not ended
         self._prefilled: decode.Prefilled | None = None
         self._sources: dict[int, int] = {}  # group -> index of its prompt in `_prefilled`
+        self._kept_bytes = {  # of a row that waits on the host, by its positions
+            positions: kept_bytes(config.model, positions, self._shapes.dtype)
+            for positions in self._shapes.kept_positions
+        }
         self._prefilled_prompts = self._decoded = self._idle = 0
         self._waiting_seconds = 0.0
 
@@ -113,7 +119,11 @@ class Scheduler:
         """Gives slots to the rows that come next, and samples the first tokens of their turns."""
         self._take_replies()
         coming = next_rows(
-            self._live, waiting=len(self._waiting), slots=len(self._slots), now=time.monotonic()
+            self._live,
+            waiting=len(self._waiting),
+            slots=len(self._slots),
+            now=time.monotonic(),
+            fits=self._host_space(),
         )
         for row in coming.evicted:
             self._evict(row)
@@ -126,9 +136,12 @@ class Scheduler:
                 self._restore(row, free.pop(0))
             length = self._completions.extend(row)
             row.begin_turn(length, self._turns.turn_tokens(length, row.sampled))
-        if coming.resumed:
-            for rows in itertools.batched(coming.resumed, self._shapes.extend_sizes[0]):
-                self._extend(rows)
+        for count, width in self._shapes.extensions:
+            # The newest token of the last turn, and the first one of the row, precede a reply.
+            size = count, width
+            own = [r for r in coming.resumed if self._shapes.extension(len(r.reply) + 2) == size]
+            for rows in itertools.batched(own, count):
+                self._extend(rows, width)
         free = free[: coming.begun]
         while free:
             self._prefill()
@@ -278,28 +291,52 @@ class Scheduler:
             self._prefilled = None  # Frees its memory before others are prefilled.
         return count
 
+    def _filled(self, row: Row) -> int:
+        """Returns of how many positions a row is kept that waits without a slot."""
+        filled = len(row.prompt) + int(self._completions.rollout.lengths[row.number])
+        return self._shapes.kept(filled)
+
+    def _host_space(self) -> Callable[[Row], bool]:
+        """Returns a function that reserves memory of the host for rows, while there is some."""
+        left = self._turns.host_bytes
+        left -= sum(array.nbytes for row in self._live for array in row.kept or ())
+
+        def fits(row: Row) -> bool:
+            nonlocal left
+            size = self._kept_bytes[self._filled(row)]
+            if size > left:
+                return False
+            left -= size
+            return True
+
+        return fits
+
     def _evict(self, row: Row) -> None:
-        """Takes the slot of a row, and keeps what it has in the cache on the host."""
-        taken = self._programs["take"](self._state.layers, np.int32(row.cache_row))
+        """Takes the slot of a row, and keeps what it has filled of the cache on the host."""
+        take = self._programs["take", self._filled(row)]
+        taken = take(self._state.layers, np.int32(row.cache_row))
         row.kept = jax.device_put(taken, self._key.sharding.with_memory_kind("pinned_host"))
         row.cache_row = NO_SLOT
 
     def _restore(self, row: Row, cache_row: int) -> None:
         """Gives a row that lost its slot another one."""
         kept = jax.device_put(row.kept, self._key.sharding)
-        layers = self._programs["put"](self._state.layers, kept, np.int32(cache_row))
+        put = self._programs["put", self._filled(row)]
+        layers = put(self._state.layers, kept, np.int32(cache_row))
         self._state = dataclasses.replace(self._state, layers=layers)
         row.cache_row, row.kept = cache_row, None
 
-    def _extend(self, rows: Sequence[Row]) -> None:
+    def _extend(self, rows: Sequence[Row], width: int) -> None:
         """Prefills what environments wrote to rows, and samples the first tokens of their turns.
+
+        The tokens of a row fit into the width.
 
         A cache row that does not decode has its first position overwritten in every step. So the
         row's first token, which depends on no other one, is prefilled again. A turn that a stop
         string has ended may have further tokens in the cache; they are overwritten or not seen.
         """
         shapes, written = self._shapes, self._completions.rollout.tokens
-        (count,), (width,) = shapes.extend_sizes, shapes.extend_widths
+        count, _ = shapes.extension(width)
         tokens = np.full((count, width), self._completions.pad_id, np.int32)
         positions = np.full((count, width), shapes.cache_positions, np.int32)
         last, lengths, identities, counts, limits = np.zeros((5, count), np.int32)
@@ -318,10 +355,8 @@ class Scheduler:
             self._params,
             self._lora_layers,
             self._state.layers,
-            cache_rows,
             tokens,
-            positions,
-            last,
+            NewTokens(positions, last, cache_rows),  # pyrefly: ignore[bad-argument-type]
         )
         state, samples = self._programs["resume", count](
             self._key,

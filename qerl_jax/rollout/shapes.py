@@ -18,7 +18,8 @@ from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 _NARROWEST = 64  # tokens; a narrower row takes as much time
 # Cache positions of a row are a multiple of 8, as attention on a Hopper GPU requires.
 _POSITIONS_MULTIPLE = 8
-_PREFILL_TOKENS = 8192  # prompt tokens, padding included, in one prefill
+# Tokens, padding included, in one prefill of prompts, or in one extension of rows.
+_PREFILL_TOKENS = 8192
 _PREFILL_DIVISOR = 8  # prefilled prompts take at most this part of kv_cache_bytes
 # Below these rows a smaller batch saves nothing, as reading the weights takes the time. On a GPU
 # kernel launches add to that, and each batch size is one more program to compile.
@@ -26,8 +27,11 @@ _FEWEST_ROWS, _FEWEST_ROWS_ON_GPU = 4, 32
 # Rows of the smaller batch, where there is only one: long completions are few and end late.
 _ONCE_DIVISOR = 4
 _MANY_ROWS = 1 << 20  # more than a kernel for few rows takes
-# Part of the rows that are extended together by what environments wrote, out of a copy of them.
+# Part of the rows that are extended together by what environments wrote; and of the widths of such
+# extensions, that of each to the next wider one.
 _EXTEND_DIVISOR = 4
+# What rows keep on the host has this part of their positions at least, or a half of it, and so on.
+_KEPT_DIVISORS = (1, 2, 4, 8)
 _FINE_FROM = 64  # rows; from here on an inactive slot costs as much time as an active one
 _FREE_FRACTION = 0.9  # part of a device's memory; the rest is for temporaries of the programs
 _LOGITS = 4  # copies of the logits that sampling with top-k and top-p holds
@@ -50,11 +54,24 @@ class RolloutShapes:
     insert_sizes: tuple[int, ...]  # N, numbers of rows that are inserted together, ascending
     dtype: jnp.dtype  # dtype of the cache
     shared_tokens: int = 0  # number of tokens that all prompts begin with, less than every T
-    # N, the number of rows that are extended together by what environments wrote; () without
+    # (N, T) of the extensions of rows by what environments wrote: how many rows are extended
+    # together, and the number of tokens that they are padded to, ascending; () without
     # environments.
-    extend_sizes: tuple[int, ...] = ()
-    # T, the number of tokens that such extensions are padded to.
-    extend_widths: tuple[int, ...] = ()
+    extensions: tuple[tuple[int, int], ...] = ()
+    # Numbers of positions of which rows that wait keep what they have on the host, ascending; ()
+    # without environments.
+    kept_positions: tuple[int, ...] = ()
+
+    def extension(self, tokens: int) -> tuple[int, int]:
+        """Returns the (N, T) of an extension of a row by a number of tokens.
+
+        It depends on the row alone, so the row has the same numbers whatever the others do.
+        """
+        return next(size for size in self.extensions if size[1] >= tokens)
+
+    def kept(self, positions: int) -> int:
+        """Returns of how many positions a row is kept that has filled some."""
+        return next(size for size in self.kept_positions if size >= positions)
 
 
 def plan_shapes(
@@ -118,7 +135,7 @@ def plan_shapes(
         positions=positions,
         compute=compute,
         free=bytes_left(params, engine=engine) if measures else None,
-        extends=turns is not None,
+        reply_tokens=turns.reply_tokens if turns else 0,
     )
     if not max_rows:
         raise UserError(
@@ -143,9 +160,30 @@ def plan_shapes(
         # Where environments are waited for, all batches have one size, see `turns`.
         insert_sizes=inserts[-1:] if turns else inserts,
         dtype=cache_dtype(engine.kv_cache_dtype, compute),
-        extend_sizes=(-(-max_rows // _EXTEND_DIVISOR),) if turns else (),
-        # The first token of the row and the last of the turn are fed with the environment's.
-        extend_widths=(bucket(turns.reply_tokens + 2),) if turns else (),
+        extensions=extensions(max_rows, turns.reply_tokens) if turns else (),
+        kept_positions=kept_positions(positions) if turns else (),
+    )
+
+
+def extensions(rows: int, reply_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Returns the (N, T) of `RolloutShapes.extensions`.
+
+    Args:
+        rows: number of rows that decode together.
+        reply_tokens: largest number of tokens of what an environment writes after a turn.
+    """
+    # The first token of the row and the last of the turn are fed with the environment's.
+    widths = [bucket(reply_tokens + 2)]
+    while widths[0] >= _EXTEND_DIVISOR * _NARROWEST:
+        widths.insert(0, bucket(widths[0] // _EXTEND_DIVISOR))
+    most = -(-rows // _EXTEND_DIVISOR)
+    return tuple((max(1, min(most, _PREFILL_TOKENS // width)), width) for width in widths)
+
+
+def kept_positions(positions: int) -> tuple[int, ...]:
+    """Returns the `RolloutShapes.kept_positions` of rows of some positions."""
+    return tuple(
+        sorted({bucket(-(-positions // divisor), limit=positions) for divisor in _KEPT_DIVISORS})
     )
 
 
@@ -170,7 +208,7 @@ def fit_rows(
     positions: int,
     compute: jnp.dtype,
     free: int | None,
-    extends: bool = False,
+    reply_tokens: int = 0,
 ) -> tuple[int, int]:
     """Decides how many rows decode together, and how many prompts are in one prefill.
 
@@ -183,7 +221,7 @@ def fit_rows(
         positions: cache positions of a row.
         compute: dtype of the computation.
         free: bytes of the device that a rollout may take; None does not compare with the device.
-        extends: whether rows are extended by environments, which takes a copy of a part of them.
+        reply_tokens: largest number of tokens of what an environment writes to rows; 0 without one.
 
     Returns:
         The two numbers; the first is 0 where a prefill of one prompt leaves no memory for a row.
@@ -201,8 +239,7 @@ def fit_rows(
         prefill = min(prefill, max(1, budget // (_PREFILL_DIVISOR * of_prompt)))
         if of_row + prefill * of_prompt > budget:
             prefill = 1
-        row = of_row + (of_row // _EXTEND_DIVISOR if extends else 0)
-        fitting = (budget - prefill * of_prompt) // row
+        fitting = (budget - prefill * of_prompt) // of_row
         if fitting < 1:
             raise UserError(
                 f"kv_cache_bytes={budget}: one row of {positions} positions and its prompt take "
@@ -212,13 +249,29 @@ def fit_rows(
     if free is None:
         return max_rows, prefill
     row = row_bytes(model_config, positions=positions, dtype=dtype)
-    row += row // _EXTEND_DIVISOR if extends else 0
     for size in (prefill, 1):
         prompt_bytes = prefill_bytes(
-            model_config, num_prompts=size, width=width, dtype=dtype, compute=compute
+            model_config,
+            num_prompts=size,
+            width=width,
+            dtype=dtype,
+            compute=compute,
+            shared=engine.shared_tokens > 0,
         )
-        if (fitting := (free - prompt_bytes) // row) > 0:
-            return min(max_rows, round_down(fitting)), size
+        fitting = (free - prompt_bytes) // row
+        while fitting > 0:
+            fitting = min(max_rows, round_down(fitting))
+            moving = moved_bytes(
+                model_config,
+                rows=fitting,
+                reply_tokens=reply_tokens,
+                positions=positions,
+                dtype=dtype,
+                compute=compute,
+            )
+            if fitting * row + max(prompt_bytes, moving) <= free:
+                return fitting, size
+            fitting -= 1
     return 0, 1
 
 
@@ -241,15 +294,16 @@ def cache_dtype(name: str, compute: jnp.dtype) -> jnp.dtype:
 
 def position_bytes(model_config: ModelConfig, dtype: jnp.dtype) -> int:
     """Returns the bytes that a row keeps for each of its tokens."""
-    return _kept_bytes(model_config, 1, dtype) - state_bytes(model_config)
+    return kept_bytes(model_config, 1, dtype) - state_bytes(model_config)
 
 
 def state_bytes(model_config: ModelConfig) -> int:
     """Returns the bytes that a row keeps whatever its length."""
-    return _kept_bytes(model_config, 0, jnp.dtype(jnp.float32))
+    return kept_bytes(model_config, 0, jnp.dtype(jnp.float32))
 
 
-def _kept_bytes(model_config: ModelConfig, positions: int, dtype: jnp.dtype) -> int:
+def kept_bytes(model_config: ModelConfig, positions: int, dtype: jnp.dtype) -> int:
+    """Returns the bytes that a row keeps of some positions."""
     rows = jax.tree.leaves(kinds.row_shapes(model_config, positions, dtype))
     return sum(row.size * row.dtype.itemsize for row in rows)
 
@@ -266,7 +320,13 @@ def row_bytes(model_config: ModelConfig, *, positions: int, dtype: jnp.dtype) ->
 
 
 def prefill_bytes(
-    model_config: ModelConfig, *, num_prompts: int, width: int, dtype: jnp.dtype, compute: jnp.dtype
+    model_config: ModelConfig,
+    *,
+    num_prompts: int,
+    width: int,
+    dtype: jnp.dtype,
+    compute: jnp.dtype,
+    shared: bool = False,
 ) -> int:
     """Returns the bytes of one prefill, as they were measured to 1 % from 128 rows on.
 
@@ -276,13 +336,90 @@ def prefill_bytes(
         width: number of tokens that prompts are padded to.
         dtype: dtype of the cache.
         compute: dtype of the computation.
+        shared: whether prompts are extended from tokens that they share.
     """
     keys_and_values = position_bytes(model_config, dtype) + position_bytes(model_config, compute)
-    parts = kinds.parts_of(model_config)
-    layer = compute.itemsize * 4 * model_config.embed_dim
-    layer += sum(part.memory(model_config, compute.itemsize, 1, ()).prefill for part in parts)
-    logits = 4 * model_config.shards * model_config.vocab_size
-    return num_prompts * (width * (keys_and_values + layer) + state_bytes(model_config) + logits)
+    layer = _layer_bytes(model_config, num_prompts, width, width, compute=compute, extends=shared)
+    kept = num_prompts * (width * keys_and_values + state_bytes(model_config))
+    return kept + layer + num_prompts * _vocabulary_bytes(model_config)
+
+
+def moved_bytes(
+    model_config: ModelConfig,
+    *,
+    rows: int,
+    reply_tokens: int,
+    positions: int,
+    dtype: jnp.dtype,
+    compute: jnp.dtype,
+) -> int:
+    """Returns the bytes of the largest change of the cache between two chunks.
+
+    Without environments one array of the cache at a time is gathered for a smaller batch; with them
+    rows are extended, or one of them is copied to the host.
+
+    Args:
+        model_config: the architecture.
+        rows: number of rows that decode together.
+        reply_tokens: largest number of tokens of what an environment writes; 0 without one.
+        positions: cache positions of a row.
+        dtype: dtype of the cache.
+        compute: dtype of the computation.
+    """
+    if not reply_tokens:
+        arrays = jax.tree.leaves(kinds.row_shapes(model_config, positions, dtype))
+        return rows * max(array.size * array.dtype.itemsize for array in arrays)
+    extending = extend_bytes(
+        model_config, rows=rows, reply_tokens=reply_tokens, positions=positions, compute=compute
+    )
+    return max(extending, kept_bytes(model_config, positions, dtype))
+
+
+def extend_bytes(
+    model_config: ModelConfig, *, rows: int, reply_tokens: int, positions: int, compute: jnp.dtype
+) -> int:
+    """Returns the bytes of the largest extension of rows by what environments wrote.
+
+    Compiled for an H200 it takes up to a quarter less.
+
+    Args:
+        model_config: the architecture.
+        rows: number of rows that decode together.
+        reply_tokens: largest number of tokens of what an environment writes.
+        positions: cache positions of a row.
+        compute: dtype of the computation.
+    """
+    return max(
+        _layer_bytes(model_config, count, width, positions, compute=compute, extends=True)
+        + count * _vocabulary_bytes(model_config)
+        for count, width in extensions(rows, reply_tokens)
+    )
+
+
+def _layer_bytes(
+    model_config: ModelConfig,
+    rows: int,
+    tokens: int,
+    positions: int,
+    *,
+    compute: jnp.dtype,
+    extends: bool,
+) -> int:
+    """Bytes of the temporary arrays of a layer over T tokens of N rows that see S positions."""
+    size = compute.itemsize
+    of_tokens = sum(
+        part.memory(model_config, size, 1, ()).prefill for part in kinds.parts_of(model_config)
+    )
+    seen = max(
+        mixer.seen_bytes(model_config, size, (rows, tokens, positions), extends=extends)
+        for mixer in kinds.mixers_of(model_config)
+    )
+    states = rows * tokens * size * 4 * model_config.embed_dim
+    return states + max(rows * tokens * of_tokens, seen)
+
+
+def _vocabulary_bytes(model_config: ModelConfig) -> int:
+    return 4 * model_config.shards * model_config.vocab_size
 
 
 def rows_left(

@@ -35,6 +35,7 @@ class OneTurn:
     """Completions of one turn: a row ends with it."""
 
     keeps_cache = False  # whether a row keeps its slot when its turn has its last tokens
+    host_bytes = 0  # bytes of the host for what rows keep that wait without a slot
 
     def __init__(self, max_new_tokens: int) -> None:
         self._max_new_tokens = max_new_tokens
@@ -59,6 +60,7 @@ class Conversations:
 
     def __init__(self, dialog: Dialog, limits: TurnConfig, max_new_tokens: int) -> None:
         self._dialog, self._limits, self._max_new_tokens = dialog, limits, max_new_tokens
+        self.host_bytes = limits.host_cache_bytes
 
     def turn_tokens(self, length: int, sampled: int) -> int:
         """Returns the limit of the next turn."""

@@ -208,6 +208,7 @@ _FIELDS: dict[str, _Field] = {
     "config.data.system_prompt": _TEXT,
     "config.environment": _OBJECT,
     "config.environment.context_tokens": _COUNT,
+    "config.environment.host_cache_bytes": _COUNT,
     "config.environment.function": _TEXT,
     "config.environment.max_turns": _COUNT,
     "config.environment.processes": _COUNT,

@@ -1,13 +1,15 @@
 """Compiles the programs of a run before its first step: rollouts, evaluations and updates."""
 
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.compile.aot import compile_operations
+from qerl_jax.compile.aot import compile_operations, program_bytes
 from qerl_jax.compile.operation import Executables, Operation, Programs, commit
+from qerl_jax.memory.report import check_programs
 from qerl_jax.policy import aqn, sharding
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
@@ -43,9 +45,12 @@ def compile_programs(
     groups = sharding.groups_of(setup.params)  # those of this process
     arrays = setup.key, *policy, setup.rollout_head
     local = commit(sharding.take_group(arrays, groups[0]))
-    rollouts = _rollout_operations(setup, local, trains=trains, evaluates=evaluates)
+    parts = _rollout_operations(setup, local, trains=trains, evaluates=evaluates)
+    rollouts = [operation for part in parts.values() for operation in part]
+    parts = parts | {"update": list(updates.values())}
     if setup.mesh is None:
         executables = compile_operations(local, [*updates.values(), *rollouts], on_progress)
+        _compare_with_plan(setup, executables, parts)
         return _with_executables(setup, executables), Programs(updates, executables)
     # The updates run on the whole mesh, and each group has rollouts of its own.
     total = len(updates) + len({operation.key for operation in rollouts})
@@ -59,7 +64,19 @@ def compile_programs(
     )
     executables.compiled += on_mesh.compiled
     executables.update(on_mesh)
+    _compare_with_plan(setup, executables, parts)
     return _with_executables(setup, executables), Programs(updates, executables)
+
+
+def _compare_with_plan(
+    setup: Setup, executables: Executables, parts: Mapping[str, Sequence[Operation]]
+) -> None:
+    """Refuses programs that do not fit, and prints a line for each that may not; see the report."""
+    if setup.memory.device.pool is None:
+        return
+    sizes = {part: program_bytes(executables, operations) for part, operations in parts.items()}
+    for line in check_programs(setup.memory, sizes):
+        print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _with_executables(setup: Setup, executables: Executables) -> Setup:
@@ -73,20 +90,22 @@ def _with_executables(setup: Setup, executables: Executables) -> Setup:
 
 def _rollout_operations(
     setup: Setup, local: tuple[jax.Array, dict, Lora | None, dict], *, trains: bool, evaluates: bool
-) -> list[Operation]:
-    """The operations of rollouts on one group of devices.
+) -> dict[str, list[Operation]]:
+    """The operations of rollouts and of evaluations on one group of devices.
 
     `local` has the key, parameters, adapter and head for rollouts as the group holds them; the head
     is for the rollouts of steps (`trains`), not of evaluations (`evaluates`).
     """
     key, params, lora, head = local
-    parts = [(setup.collect.sampler, Policy(params | head, lora))] if trains else []
-    parts += [(setup.eval_sampler, Policy(params, lora))] if evaluates else []
-    return [
-        operation
-        for sampler, policy in parts
-        for operation in sampler.operations(key, policy, num_prompts=sampler.engine.num_prompts)
-    ]
+    parts = {}
+    if trains:
+        parts["rollout"] = setup.collect.sampler, Policy(params | head, lora)
+    if evaluates:
+        parts["evaluation"] = setup.eval_sampler, Policy(params, lora)
+    return {
+        part: sampler.operations(key, policy, num_prompts=sampler.engine.num_prompts)
+        for part, (sampler, policy) in parts.items()
+    }
 
 
 def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:

@@ -19,12 +19,22 @@ from flax import struct
 
 from pallas_kernels import decode
 from pallas_kernels.attention import Segments, attend_packed
+from pallas_kernels.attention.dense import MAX_SCORES
 from pallas_kernels.decode import to_cache
 from pallas_kernels.device import cuda_capability
 from qerl_jax.policy.collectives import divided
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers.linear import normed, project, rms_norm
-from qerl_jax.policy.layers.part import Angles, Array, Memory, Own, Stack, Weight
+from qerl_jax.policy.layers.part import (
+    Angles,
+    Array,
+    Memory,
+    NewTokens,
+    Own,
+    Stack,
+    Weight,
+    rows_of,
+)
 
 
 def _qkv_rows(config: ModelConfig) -> tuple[int, ...]:
@@ -46,6 +56,11 @@ ARRAYS: dict[str, Array] = {
 STACKS: tuple[Stack, ...] = ()
 REWINDS: bool = True
 SPREAD: float = 1.0
+
+# Bytes of the float32 scores that exist at the same time, where no kernel computes attention. Up to
+# here one block is one product.
+_SCORES = 2**29
+_CUDNN_DIM = 128  # largest head_dim whose attention cuDNN computes
 
 
 @struct.dataclass
@@ -93,11 +108,15 @@ def shard(config: ModelConfig, shards: int) -> dict[str, Any]:
 
 
 def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str, ...]) -> Memory:
-    """As in `part.Part`: nothing is temporary beside the MLP."""
+    """As in `part.Part`: with a kernel nothing is temporary beside the MLP.
+
+    Without it scores, weights and their gradients are, in float32 and as the values are.
+    """
     # With the log-sum-exp of a query in float32.
     attention = config.num_heads * config.head_dim + 4 * config.num_heads // itemsize
     kept = {"qkv_proj": sum(_qkv_rows(config)), "attention": attention}
-    return Memory(kept | {"o_proj": config.embed_dim})
+    scores = (3 * 4 + itemsize) * min(MAX_SCORES, config.num_heads * tokens**2)
+    return Memory(kept | {"o_proj": config.embed_dim}, scores=scores)
 
 
 def layout_of(segments: Segments, config: ModelConfig) -> Segments:
@@ -137,20 +156,43 @@ def mix_extend(
     own: Own,
     x: jax.Array,
     kept: KeysValues,
-    positions: jax.Array,
-    last: jax.Array,
+    new: NewTokens,
     angles: Angles,
 ) -> tuple[jax.Array, KeysValues]:
-    """As in `part.Mixer`."""
+    """As in `part.Mixer`.
+
+    The new tokens are written to the cache first, and then the rows are read: of one layer after
+    the other. XLA copies rows that are read first for all layers at once.
+    """
     keys, values = kept.keys, kept.values
     q, k, v, gate = _project_qkv(own, x, angles)
     with jax.named_scope("attention"):
-        rows, heads = jnp.ogrid[: keys.shape[0], : keys.shape[1]]
-        index = rows[..., None], heads[..., None], positions[:, None, :]
+        rows, heads = jnp.ogrid[: x.shape[0], : keys.shape[1]]
+        rows = rows if new.rows is None else new.rows[:, None]
+        index = rows[..., None], heads[..., None], new.positions[:, None, :]
         keys = keys.at[index].set(to_cache(k.swapaxes(1, 2), keys.dtype), mode="drop")
         values = values.at[index].set(to_cache(v.swapaxes(1, 2), values.dtype), mode="drop")
-        attended = attend_from(q, keys.astype(q.dtype), values.astype(q.dtype), positions)
-    return _project_out(own, attended, gate), KeysValues(keys, values)
+        kept = KeysValues(keys, values)
+        mine = rows_of(kept, new)
+        attended = attend_from(
+            q, mine.keys.astype(q.dtype), mine.values.astype(q.dtype), new.positions
+        )
+    return _project_out(own, attended, gate), kept
+
+
+def seen_bytes(
+    config: ModelConfig, itemsize: int, sizes: tuple[int, int, int], *, extends: bool
+) -> int:
+    """As in `part.Mixer`: scores, their weights, and the keys and values that they are made of."""
+    rows, tokens, positions = sizes
+    if not extends and itemsize == 2 and config.head_dim <= _CUDNN_DIM:
+        return 0
+    scores = min(_SCORES, 4 * rows * tokens * config.num_heads * positions)
+    own = rows * tokens * (sum(_qkv_rows(config)) + config.num_heads * config.head_dim)
+    # The keys and values of the rows; and again as they are stored, with half of the bits at most
+    # where that differs.
+    seen = 3 * rows * positions * config.num_kv_heads * config.head_dim if extends else 0
+    return scores * (4 + itemsize) // 4 + itemsize * (own + seen)
 
 
 def fuses(config: ModelConfig, dtype: jnp.dtype, kept: KeysValues) -> bool:
@@ -243,6 +285,7 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.
     cuDNN adds up the gradients of the queries in any order; training uses `attend_packed`. Results
     after a row's end are finite but undefined.
     """
+    batch, tokens, heads, _ = queries.shape
     if _use_cudnn(queries):
         return jax.nn.dot_product_attention(
             queries,
@@ -254,6 +297,9 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.
             implementation="cudnn",
         )
     # With right padding a causal mask already hides the padding from every valid query.
+    if 4 * batch * heads * tokens**2 > _SCORES:
+        positions = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
+        return attend_from(queries, keys.swapaxes(1, 2), values.swapaxes(1, 2), positions)
     return jax.nn.dot_product_attention(queries, keys, values, is_causal=True, implementation="xla")
 
 
@@ -278,8 +324,31 @@ def attend_from(
 ) -> jax.Array:
     """Attention of queries [B, T, N, H] to a cache that holds their keys at int32 positions [B, T].
 
-    A token sees the positions up to its own.
+    A token sees the positions up to its own. Where the scores of all tokens would be over
+    `_SCORES` bytes, blocks of tokens follow each other.
     """
+    batch, tokens, heads, _ = queries.shape
+    block = max(1, _SCORES // (4 * batch * heads * keys.shape[2]))
+    if tokens <= block:
+        return _attend_block(queries, keys, values, positions)
+    blocks = -(-tokens // block)
+    size = -(-tokens // blocks)
+    padding = ((0, 0), (0, blocks * size - tokens))
+    positions = jnp.pad(positions, padding)
+
+    def attend_next(number, x):
+        """Replaces the queries of a block by its results; arrays of zeros exist for all layers."""
+        part, seen = (
+            jax.lax.dynamic_slice_in_dim(y, number * size, size, axis=1) for y in (x, positions)
+        )
+        out = _attend_block(part, keys, values, seen)
+        return jax.lax.dynamic_update_slice_in_dim(x, out, number * size, axis=1)
+
+    queries = jnp.pad(queries, (*padding, (0, 0), (0, 0)))
+    return jax.lax.fori_loop(0, blocks, attend_next, queries)[:, :tokens]
+
+
+def _attend_block(queries, keys, values, positions):
     batch, tokens, _, head_dim = queries.shape
     grouped = queries.reshape(batch, tokens, keys.shape[1], -1, head_dim)
     scores = jnp.einsum("btkgh,bksh->bkgts", grouped, keys, preferred_element_type=jnp.float32)
@@ -294,6 +363,6 @@ def _use_cudnn(queries: jax.Array) -> bool:
     return (
         queries.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
-        and head_dim <= 128
+        and head_dim <= _CUDNN_DIM
         and cuda_capability() >= 8.0
     )

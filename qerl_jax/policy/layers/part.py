@@ -74,6 +74,19 @@ class Memory(NamedTuple):
     kept: dict[str, int]
     backward: int = 0  # bytes of temporary arrays in the backward pass of a buffer
     prefill: int = 0  # bytes of temporary arrays of a token in a prefill
+    # Bytes of the scores in the backward pass of a buffer, on a device without a kernel for them.
+    scores: int = 0
+
+
+class NewTokens(NamedTuple):
+    """Where T new tokens of N rows go in a cache, and which of them is the last of its row."""
+
+    # int32 [N, T], cache position of each token; S for padding, which is not written.
+    positions: jax.Array
+    last: jax.Array  # int32 [N], index of the last token of each row
+    # int32 [N], cache row of each row, and B for a row that is not there; None where the rows are
+    # all those of the cache, in order.
+    rows: jax.Array | None = None
 
 
 class Own(NamedTuple):
@@ -85,6 +98,20 @@ class Own(NamedTuple):
     # Where `linear.project` keeps what the weights read, by their names; None for a layer that is
     # not calibrated.
     inputs: dict[str, jax.Array] | None = None
+
+
+def rows_of(kept: Kept, new: NewTokens) -> Kept:
+    """Returns what the rows with new tokens keep, of what all rows do."""
+    if new.rows is None:
+        return kept
+    return jax.tree.map(lambda x: x.at[new.rows].get(mode="clip"), kept)
+
+
+def with_rows(kept: Kept, mine: Kept, new: NewTokens) -> Kept:
+    """Returns what all rows keep, with those that have new tokens replaced."""
+    if new.rows is None:
+        return mine
+    return jax.tree.map(lambda x, rows: x.at[new.rows].set(rows, mode="drop"), kept, mine)
 
 
 class Part(Protocol):
@@ -170,11 +197,20 @@ class Mixer(Part, Protocol):
         own: Own,
         x: jax.Array,
         kept: Kept,
-        positions: jax.Array,
-        last: jax.Array,
+        new: NewTokens,
         angles: Angles,
     ) -> tuple[jax.Array, Kept]:
         """Mixes several new tokens of each row, as `transformer.extend` describes them."""
+        ...
+
+    def seen_bytes(
+        self, config: ModelConfig, itemsize: int, sizes: tuple[int, int, int], *, extends: bool
+    ) -> int:
+        """Returns the bytes of temporary arrays that depend on what tokens see.
+
+        `sizes` are N rows, T tokens of each, and S positions that they see: in a prefill, or where
+        live rows are extended.
+        """
         ...
 
     def fuses(self, config: ModelConfig, dtype: jnp.dtype, kept: Kept) -> bool:

@@ -20,7 +20,17 @@ from qerl_jax.policy.collectives import divided
 from qerl_jax.policy.config import ModelConfig, RecurrentConfig
 from qerl_jax.policy.layers import delta
 from qerl_jax.policy.layers.linear import normed, project, rms_norm
-from qerl_jax.policy.layers.part import Angles, Array, Memory, Own, Stack, Weight
+from qerl_jax.policy.layers.part import (
+    Angles,
+    Array,
+    Memory,
+    NewTokens,
+    Own,
+    Stack,
+    Weight,
+    rows_of,
+    with_rows,
+)
 
 
 def _members(config: ModelConfig) -> tuple[int, ...]:
@@ -151,14 +161,22 @@ def mix_extend(
     own: Own,
     x: jax.Array,
     kept: RowState,
-    positions: jax.Array,
-    last: jax.Array,
+    new: NewTokens,
     angles: Angles,
 ) -> tuple[jax.Array, RowState]:
     """As in `part.Mixer`: the state has the first token of a row already."""
-    first, _ = _recur(own, x[:, :1], jnp.ones_like(last), None)
-    others, kept = _recur(own, x[:, 1:], last, kept)
+    first, _ = _recur(own, x[:, :1], jnp.ones_like(new.last), None)
+    others, mine = _recur(own, x[:, 1:], new.last, rows_of(kept, new))
+    others, kept = jax.lax.optimization_barrier((others, with_rows(kept, mine, new)))
     return project(own, _OUT, jnp.concatenate([first, others], axis=1)), kept
+
+
+def seen_bytes(
+    config: ModelConfig, itemsize: int, sizes: tuple[int, int, int], *, extends: bool
+) -> int:
+    """As in `part.Mixer`: the states of the rows."""
+    shapes = _shapes(config)
+    return 4 * sizes[0] * shapes.value_heads * shapes.key_dim * shapes.value_dim
 
 
 def fuses(config: ModelConfig, dtype: jnp.dtype, kept: RowState) -> bool:
@@ -217,6 +235,9 @@ def _recur(
         out = checkpoint_name(_rounded(out, x.dtype), "attention")
         lengths = jnp.full(1, x.shape[1]) if isinstance(visible, delta.Layout) else visible
         window = delta.last_window(mixed, lengths, shapes.window, window).astype(jnp.float32)
+        if layout is None:
+            # XLA computes the window at the end of the program, and keeps its inputs of all layers.
+            out, state, window = jax.lax.optimization_barrier((out, state, window))
     return _gated_norm(own, out, z), RowState(state, window)
 
 

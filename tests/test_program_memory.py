@@ -1,0 +1,93 @@
+"""The plan of a run against the memory that XLA says of its compiled programs."""
+
+import dataclasses
+
+import pytest
+import tiny_checkpoints
+import tiny_run
+from refusal import refused
+
+from qerl_jax.memory.report import check_programs
+from qerl_jax.memory.run_plan import Device
+from qerl_jax.policy.layers import attention
+from qerl_jax.rewards.from_config import rewards_of
+from qerl_jax.training import compile as training_compile
+from qerl_jax.training.begin import first_progress
+from qerl_jax.training.setup import prepare
+
+POOL = 10**9
+# Long replies and conversations, of which the scores would be by far the largest array.
+LONG = {
+    "environment.function": "environment_cases:Echo",
+    "environment.max_turns": 3,
+    "data.max_prompt_tokens": 12,
+    "rollout.max_rows": 5,
+    "rewards.correctness.function": "qerl_jax.rewards.functions:environment_reward",
+    "environment.reply_tokens": 500,
+    "rollout.max_new_tokens": 200,
+    "eval.max_new_tokens": 200,
+}
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }} "
+    "{% if message.role == 'assistant' %}<|im_end|> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}t1 t2{% endif %}"
+)
+FEW = 100_000  # bytes of what no plan names
+
+
+@pytest.fixture(scope="module")
+def compiled(compile_cache, tmp_path_factory):
+    """The plan of a run with an environment, and the bytes of its programs by part."""
+    found = []
+    folder = tmp_path_factory.mktemp("long")
+    tiny = tiny_run.write_tiny(folder, compile_cache, num_layers=2, max_position=4096)
+    tiny_checkpoints.write_tokenizer(tiny.model, chat_template=TEMPLATE)
+    config = tiny.config(LONG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_SCORES", 2**20)
+        patch.setattr(training_compile, "check_programs", lambda *args: found.append(args) or [])
+        setup = prepare(config, rewards_of(config, None), schedule_steps=1)
+        plan = dataclasses.replace(setup.memory, device=Device(POOL, "xla"))
+        setup = dataclasses.replace(setup, memory=plan)
+        state = first_progress(setup).state
+        training_compile.compile_programs(setup, state, trains=True, evaluates=True)
+    return found[0]
+
+
+def test_every_program_takes_what_the_plan_has_for_it(compiled):
+    plan, programs = compiled
+    rollout = {"dequantize", "prefill", "insert", "fuse_adapter", "decode", "take", "put"}
+    rollout |= {"extend", "resume"}
+    update = {"zero_totals", "add_gradient", "apply_gradient", "buffer_kl"}
+    assert {part: set(sizes) for part, sizes in programs.items()} == {
+        "rollout": rollout,
+        "evaluation": rollout,
+        "update": update,
+    }
+    for part, sizes in programs.items():
+        for name, size in sizes.items():
+            planned = plan.program_bytes(part, name)
+            assert size <= planned + FEW, (part, name)
+            if name in ("extend", "add_gradient"):
+                assert size >= 0.6 * planned, (part, name)
+    assert check_programs(plan, programs) == []
+
+
+@pytest.mark.parametrize("part", ["rollout", "evaluation", "update"])
+def test_a_program_that_does_not_fit_is_refused_by_name(compiled, part):
+    plan, programs = compiled
+    name = "add_gradient" if part == "update" else "extend"
+    field = "train.buffer_tokens" if part == "update" else "rollout.max_rows"
+    for taken, refuses in ((POOL, True), (0.97 * POOL, False)):
+        other = programs | {part: programs[part] | {name: int(taken - plan.weights)}}
+        if refuses:
+            said = refused(
+                f"the program '{name}' of the {part} takes 1.0 GB", check_programs, plan, other
+            )
+        else:
+            (said,) = check_programs(plan, other)
+        assert field in said
+        assert "of the 1.0 GB that JAX has" in said
+    # Without a known memory, as on a CPU, nothing is compared.
+    unknown = dataclasses.replace(plan, device=Device(None, "xla"))
+    assert check_programs(unknown, other) == []
