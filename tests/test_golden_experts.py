@@ -15,6 +15,7 @@ from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.attention import rotary_angles
+from qerl_jax.policy.layers.part import NewTokens
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout.scheduler import pad_prompts
 from qerl_jax.weights import names
@@ -113,7 +114,8 @@ def test_steps_and_extensions(family):
         ids = jnp.concatenate([tokens[:, :1], ids], axis=1)
     extend = jax.jit(functools.partial(transformer.extend, config=model.config))
     last = np.full(2, positions.shape[1] - 1)
-    extended, _, routes = extend(model.params, adapters, ids, positions, last, before)
+    new = NewTokens(positions, last)
+    extended, _, routes = extend(model.params, adapters, ids, new, before)
     np.testing.assert_allclose(extended, logits, atol=1e-4, rtol=0)
     for row in ROWS:
         for layer in LAYERS:
