@@ -38,7 +38,7 @@ from qerl_jax.system import live_line
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training import collect
 from qerl_jax.training.loop import train
-from qerl_jax.training.validate import check_extension, how_to_train_on
+from qerl_jax.training.validate import check_extension, how_to_train_on, validate
 
 ALWAYS = {
     "step", "reward", "reward_std", "accuracy", "format", "reward/correctness", "reward/format",
@@ -371,6 +371,42 @@ def test_dapo_with_several_updates(variant, tiny):
     assert rows[1]["logprob_diff_max"] > 1e-3
     assert abs(rows[1]["tis_weight"] - 1) > 1e-5
     assert all(row["kl"] > 0 < row["grad_norm"] for row in rows)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "bnpo"])
+def test_mini_batches_have_the_weight_of_a_rollout(loss, tiny, tmp_path):
+    """The mean of their losses at one policy is the loss of the rollout, which no rate changes."""
+    changes = {"steps": 1, "eval.every": 0, "rl.loss": loss, "optimizer.learning_rate": 0.0}
+    changes |= {"train.micro_batch_rows": 2} if loss == "bnpo" else {}
+    changes |= {"rl.entropy_coef": 0.1}
+
+    def step(count):
+        config = tiny.config(changes | {"rl.mini_batches": count})
+        return tiny_run.results(train(config, workdir=tmp_path / str(count)))[0]
+
+    whole, halves = step(1), step(2)
+    assert abs(whole["loss"]) > 1e-3
+    assert halves["loss"] == pytest.approx(whole["loss"], 1e-5)
+    assert halves["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert halves["forwarded_fraction"] == whole["forwarded_fraction"]
+    assert halves["reward"] == whole["reward"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rl.mini_batches": 3}, r"rl\.mini_batches=3 does not divide the 8 rows of a step \("),
+        ({"rl.mini_batches": 16}, r"rl\.mini_batches=16 does not divide the 8 rows"),
+        (
+            {"rl.mini_batches": 4, "rl.loss": "bnpo", "train.micro_batch_rows": 4},
+            r"the 8 rows of a step of train\.micro_batch_rows=4 \(.*: pass a divisor",
+        ),
+        ({"rl.mini_batches": 0}, r"rl\.mini_batches=0: it must be at least 1"),
+        ({"rl.mini_batches": 2, "rl.loss": "gspo"}, r"rl\.clip_low=3e-4, rl\.clip_high=4e-4"),
+    ],
+)
+def test_mini_batches_are_equal_parts(changes, words, tiny):
+    refused(words, validate, tiny.config(changes))
 
 
 @pytest.mark.slow

@@ -118,8 +118,8 @@ _KL_TARGET = Condition(
     lambda c: c.aqn.schedule == "kl" and c.aqn.stages > 1,
 )
 _SEVERAL_UPDATES = Condition(
-    "rl.updates_per_rollout of at least 2 (the ratio of the first update is 1)",
-    lambda c: c.rl.updates_per_rollout > 1,
+    "rl.updates_per_rollout or rl.mini_batches of at least 2 (the ratio of the first update is 1)",
+    lambda c: c.rl.updates_per_rollout > 1 or c.rl.mini_batches > 1,
 )
 _CLIPS = Condition(
     f"a loss that clips, rl.loss other than 'sapo' and a function; and {_SEVERAL_UPDATES.text}",
@@ -766,7 +766,15 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "rl.updates_per_rollout",
         4,
-        "optimizer updates on each rollout, each on all of its rows",
+        "optimizer updates on each rollout, each on all of its rows; with rl.mini_batches as many "
+        "on each of them",
+        limits=(1,),
+    ),
+    Field(
+        "rl.mini_batches",
+        1,
+        "Parts of equal size, of rows drawn at random, that a rollout is divided into; each has "
+        "optimizer updates of its own (steps_per_generation / gradient_accumulation_steps of TRL).",
         limits=(1,),
     ),
     Field(
