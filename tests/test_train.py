@@ -58,11 +58,46 @@ UNMEASURED = {
 }  # fmt: skip
 
 
+async def async_callback(row):
+    """A callback whose result would have to be awaited."""
+
+
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
     """A finished run; do not write to it."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     return train(tiny.config({"log.tensorboard": True, "aqn.stages": 4}), workdir=folder)
+
+
+def test_a_callback_gets_the_row_of_each_step_and_changes_nothing(finished, tiny, tmp_path, capsys):
+    def fails_after_the_second(row):
+        seen.append(dict(row))
+        row.clear()
+        assert len(seen) != 2, "the\x1b second\nstep"
+
+    seen, options = [], {"log.tensorboard": True, "aqn.stages": 4, "log.print_completions": 3}
+    call = functools.partial(train, tiny.config(options), workdir=tmp_path / "run")
+    words = r"on_step after step 2 failed: AssertionError: the\\x1b second; it is a function, not"
+    refused(words, call, on_step=fails_after_the_second)
+    printed = capsys.readouterr().out
+    assert "saved after step 2; the same command continues" in printed
+    # After the line of a step a question and its completion, three times.
+    after = printed.partition("step 1/4 ")[2].splitlines()[1:7]
+    kept = read_jsonl(finished / "completions.jsonl")[:2]
+    for row, question, answer in zip(kept, after[:4:2], after[1:4:2], strict=True):
+        assert row["prompt"].startswith(f"{question} ")
+        assert answer.startswith(f"  reward {row['reward']:.3f}: {row['completion']}")
+    run = call(on_step=fails_after_the_second)
+    assert tiny_run.results(run) == tiny_run.results(finished)
+    assert seen == read_steps(run / "metrics.jsonl")
+    assert (run / "completions.jsonl").read_bytes() == (finished / "completions.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("bad", ["print", 3, async_callback])
+def test_a_callback_is_a_function(bad, tiny, tmp_path):
+    words = r"on_step=.*: it is a function, not an async one, that is called with a dict"
+    refused(words, train, tiny.config(), workdir=tmp_path / "run", on_step=bad)
+    assert not (tmp_path / "run").exists()
 
 
 def assert_finite(rows, allowed=()):

@@ -387,6 +387,13 @@ FIELDS: tuple[Section | Field, ...] = (
         limits=(1e-6, 1),
     ),
     Field(
+        "rollout.min_p",
+        0.0,
+        "Tokens with less than this part of the likeliest token's probability are not sampled, as "
+        "in vLLM before top_k and top_p. 0.0: off. Log-probabilities are those of all tokens.",
+        limits=(0, 1),
+    ),
+    Field(
         "rollout.stop",
         (),
         "Strings that end a completion, such as ('</answer>',), beside the end-of-sequence tokens.",
@@ -965,6 +972,14 @@ FIELDS: tuple[Section | Field, ...] = (
         "log.completions",
         4,
         "rows of a step written to completions.jsonl",
+        limits=(0,),
+        resume="free",
+    ),
+    Field(
+        "log.print_completions",
+        0,
+        "Rows of a step that are printed, each as two lines: the question, and the reward with the "
+        "end of the completion.",
         limits=(0,),
         resume="free",
     ),

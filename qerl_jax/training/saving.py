@@ -22,7 +22,7 @@ from qerl_jax.policy.trainable import Trainable, checksum, current_policy
 from qerl_jax.rewards.from_config import PYTHON_REWARDS
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, RunFolder, read_run
-from qerl_jax.run.lines import format_answers, line_columns
+from qerl_jax.run.lines import format_answers, format_completion, line_columns
 from qerl_jax.run.metrics import MetricsLog, read_answers
 from qerl_jax.run.plots import plot_run
 from qerl_jax.system.atomic import write_atomic, write_json
@@ -159,20 +159,8 @@ def _draw(run: Run) -> Path | None:
 def sample_rows(
     result: StepResult, group_size: int, count: int, order: Order | None = None
 ) -> list[dict[str, Any]]:
-    """The `count` completions of a step to show.
-
-    They are the first of each group, then the second, and so on. In a mixture the sources take
-    turns, in an order that changes with the step, so that fewer completions than sources show all.
-    """
+    """The `count` completions of a step to show, as completions.jsonl has them."""
     experience, prompts = result.experience, result.experience.row_prompts
-    rows = np.arange(len(experience.texts)).reshape(-1, group_size).T.reshape(-1)
-    if order is not None and len(order.sources) > 1:
-        numbers = order.sources_of(experience.places)[rows // group_size]
-        ranks = np.zeros(len(rows), int)  # of the rows within their sources
-        for number in np.unique(numbers):
-            ranks[numbers == number] = np.arange(np.sum(numbers == number))
-        turns = np.random.default_rng(result.progress.step).permutation(len(order.sources))
-        rows = rows[np.lexsort((turns[numbers], ranks))]
     return [
         {
             "prompt": prompts[row].text,
@@ -185,8 +173,46 @@ def sample_rows(
             "finished": bool(experience.rollout.finished[row]),
             **(_conversation(experience.episodes[row]) if experience.episodes else {}),
         }
-        for row in rows[:count].tolist()
+        for row in _rows_to_show(result, group_size, count, order)
     ]
+
+
+def sample_lines(
+    result: StepResult, group_size: int, count: int, order: Order, columns: int | None
+) -> list[str]:
+    """The lines of the `count` completions of a step to show."""
+    experience, prompts = result.experience, result.experience.row_prompts
+    return [
+        line
+        for row in _rows_to_show(result, group_size, count, order)
+        for line in format_completion(
+            prompts[row].problem.question,
+            experience.texts[row],
+            experience.scores.total[row],
+            finished=bool(experience.rollout.finished[row]),
+            columns=columns,
+        )
+    ]
+
+
+def _rows_to_show(
+    result: StepResult, group_size: int, count: int, order: Order | None
+) -> list[int]:
+    """The indices of the `count` completions of a step to show.
+
+    They are the first of each group, then the second, and so on. In a mixture the sources take
+    turns, in an order that changes with the step, so that fewer completions than sources show all.
+    """
+    experience = result.experience
+    rows = np.arange(len(experience.texts)).reshape(-1, group_size).T.reshape(-1)
+    if order is not None and len(order.sources) > 1:
+        numbers = order.sources_of(experience.places)[rows // group_size]
+        ranks = np.zeros(len(rows), int)  # of the rows within their sources
+        for number in np.unique(numbers):
+            ranks[numbers == number] = np.arange(np.sum(numbers == number))
+        turns = np.random.default_rng(result.progress.step).permutation(len(order.sources))
+        rows = rows[np.lexsort((turns[numbers], ranks))]
+    return rows[:count].tolist()
 
 
 def _conversation(episode: Episode) -> dict[str, Any]:
