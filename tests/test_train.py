@@ -196,6 +196,13 @@ def test_a_finished_run_is_left_alone(finished, tiny, capsys):
         assert f"{before['question']}\n  before: {before['completion']} (" in out
         assert f"\n  after:  {after['completion']} (" in out
     assert f"--workdir={finished} --config.steps=8" in out
+    *_, shows, asks, exports, ends = out.splitlines()
+    assert shows == f"python -m experiments.show {finished}  # shows its curves and completions"
+    assert asks.startswith(f"python -m experiments.sample {finished} QUESTION  # ")
+    assert exports.startswith(
+        f"python -m experiments.export_hf {finished} --format=peft --with-base  # "
+    )
+    assert ends.startswith("finished after step 4: ")
     fewer = {"log.tensorboard": True, "aqn.stages": 4, "steps": 3}
     train(tiny.config(fewer), workdir=finished)
     assert "steps=3: the run has taken 4, nothing is trained\n" in capsys.readouterr().out

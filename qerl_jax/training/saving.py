@@ -6,6 +6,7 @@ So a run can be sampled, evaluated and exported while it trains, and after a sig
 
 import dataclasses
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from qerl_jax.run.lines import format_answers, format_completion, line_columns
 from qerl_jax.run.metrics import MetricsLog, read_answers
 from qerl_jax.run.plots import plot_run
 from qerl_jax.system.atomic import write_atomic, write_json
+from qerl_jax.system.command import command_name
 from qerl_jax.system.jsonl import read_number
 from qerl_jax.system.live_line import LiveLine
 from qerl_jax.training.setup import Setup
@@ -134,7 +136,7 @@ def best_so_far(run: Run) -> float:
 
 
 def announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
-    """Prints answers before and after a run, where its results are, and how to train on."""
+    """Prints answers before and after a run, what to do with it, and how to train on."""
     answers = read_answers(folder.metrics) if folder.metrics.exists() else {}
     for line in format_answers(answers.get(0, []), answers.get(steps, []), line_columns()):
         print(line, flush=True)
@@ -148,6 +150,14 @@ def announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
         target=target,
         python_rewards=bool(saved.get(PYTHON_REWARDS)),
     )
+    run = shlex.quote(str(folder.path))
+    form = "merged" if config.train.parameters == "full" else "peft --with-base"
+    for command, does in (
+        (f"{command_name('show')} {run}", "shows its curves and completions"),
+        (f"{command_name('sample')} {run} QUESTION", "asks the policy before and after"),
+        (f"{command_name('export')} {run} --format={form}", "writes it for vLLM and transformers"),
+    ):
+        print(f"{command}  # {does}", flush=True)
     print(f"finished after step {steps}: {target}, {folder.curves}; {advice}", flush=True)
 
 
