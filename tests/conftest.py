@@ -193,7 +193,7 @@ def nothing_is_compiled_after_the_first_step(monkeypatch):
                 late.append(row)
             if "remaining_seconds" in row:  # The row of a step that this process took.
                 began.add(self)
-            super().write(row)
+            return super().write(row)
 
     monkeypatch.setattr(loop, "MetricsLog", Watched)
     yield

@@ -69,6 +69,7 @@ RUN = {
     "aqn.correction": "noisy_forward",
     "aqn.kl_every": 1,
     "rl.kl_coef": 0.1,
+    "rl.mini_batches": 2,
     "eval.every": 2,
     "eval.problems": 3,  # One of 4 groups has none.
 }

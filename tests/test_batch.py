@@ -9,6 +9,7 @@ from row_batch import row_batch
 from row_loss import loss_config, row_loss
 
 from qerl_jax.rl import losses
+from qerl_jax.rl.batch import draw_mini_batches
 from qerl_jax.rollout.shapes import bucket
 
 EOS = PAD = 2
@@ -51,6 +52,24 @@ def test_tokens_are_contiguous_and_padded():
     # The padding is an EOS, prompts contain it, and a completion continues after it.
     np.testing.assert_array_equal(batch.loss_mask, lengths_mask(LENGTHS))
     np.testing.assert_array_equal(batch.rollout_logprobs, -lengths_mask(LENGTHS))
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "unit"), [(8, 1, 1), (8, 1, 3), (8, 2, 1), (8, 8, 1), (12, 2, 3), (4, 2, 2)]
+)
+def test_mini_batches_are_drawn_from_all_rows(rows, count, unit):
+    drawn = [
+        draw_mini_batches(rows, count, unit=unit, rng=np.random.default_rng(seed))
+        for seed in range(20)
+    ]
+    for parts in drawn:
+        np.testing.assert_array_equal(np.sum(parts, axis=0), np.ones(rows))
+        assert {part.sum() for part in parts} == {rows // count}
+        for part in parts:
+            starts = part[::unit]
+            np.testing.assert_array_equal(part, np.repeat(starts, unit)[:rows])
+    # Another key deals them out in another way, where there are several.
+    assert (len({np.array(parts).tobytes() for parts in drawn}) > 1) == (count > 1)
 
 
 def test_buckets_are_few_and_close():

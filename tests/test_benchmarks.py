@@ -288,6 +288,7 @@ def readme_modules(tmp_path, monkeypatch):
         "data.md",
         "python.md",
         "rewards.md",
+        "sweeps.md",
     }  # Nothing else needs a test.
     fenced, (methods,) = found["python.md"]  # tests/test_readme.py runs what is fenced.
     assert fenced == ["python"] * 5

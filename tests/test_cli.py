@@ -130,6 +130,12 @@ def test_flags_reach_the_experiment_before_jax_is_imported(command):
         ("--lr", ["'lr'; a field", "--config.optimizer.learning_rate=VALUE\n"]),
         ("--config=qwen2.5-7b,trl", ["is a preset", "write --config=grpo_gsm8k:qwen2.5-7b,trl\n"]),
         ("--explain=rl.clip", ["no such field", "rl.clip_low", "--explain=all"]),
+        (
+            "--config.rl.repetition_penalty=1.1",
+            ["no such field: 'repetition_penalty': it changes a token", "rollout.min_p"],
+        ),
+        ("--repetition_penalty=1.1", ["it changes a token's probability"]),
+        ("--explain=rollout.repetition_penalty", ["no such field: it changes a token"]),
         ("--workdri=x", ["'workdri'", "workdir"]),
         ("--config=config.py:huge", ["'huge'", "small, large"]),
         ("--config=absent.py", ["absent.py"]),

@@ -100,7 +100,7 @@ RESUMED = {
     "free": {
         *("steps", "checkpoint.every", "checkpoint.keep", "profile.start", "profile.stop"),
         *("log.completions", "log.tensorboard", "log.wandb", "log.trackio", "log.project"),
-        "log.group",
+        *("log.group", "log.print_completions"),
     },
 }
 

@@ -25,6 +25,7 @@ from qerl_jax.rl.packing import pack
 from qerl_jax.rl.programs import functions
 from qerl_jax.rl.train_step import OptimizerConfig, UpdateConfig, init_state, make_optimizer
 from qerl_jax.rollout.scheduler import pad_prompts
+from qerl_jax.training.step import update
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module, peft_tensor
 from qerl_jax.weights.peft import load_peft_adapter
@@ -106,6 +107,7 @@ def step_batch(aggregation, tensors):
         pytest.param("dapo", 512, marks=pytest.mark.slow),  # two updates begin with one
         ("dapo_kl", 64),
         pytest.param("dapo_two_updates", 512, marks=[pytest.mark.e2e, pytest.mark.slow]),
+        ("dapo_mini_batches", 512),
         pytest.param("lora+norms", 64, marks=pytest.mark.slow),  # norms are in all parameters
         ("full", 64),
     ],
@@ -139,60 +141,69 @@ def test_optimizer_step(variant, buffer_tokens):
         weight_decay=settings["weight_decay"],
         max_grad_norm=settings["max_grad_norm"],
     )
-    batch = step_batch(loss.aggregation, tensors)
+    batch, count = step_batch(loss.aggregation, tensors), settings.get("steps_per_generation", 1)
+    batch = batch.replace(weights=count * batch.weights)
     mask = batch.loss_mask > 0
     optimizer = optax.chain(KEEP_GRADIENT, make_optimizer(optimizer_config))
     config = UpdateConfig(model.config, loss)
     temperature = np.float32(settings["temperature"])
     programs = Programs(functions(config, optimizer))
     # TRL also forwards rows that teach nothing, and its metrics count them.
-    rows = mask.any(axis=1)
-    buffers = pack(batch, rows, buffer_tokens=buffer_tokens)
-    # What the goldens record by row, in the order of the buffers.
-    recorded = {
-        name: [
-            values.rollout_logprobs
-            for values in pack(
-                batch.replace(rollout_logprobs=tensor), rows, buffer_tokens=buffer_tokens
-            )
-        ]
-        for name, tensor in tensors.items()
-        if tensor.shape == mask.shape
-    }
+    in_loss, every = mask.any(axis=1), range(len(mask))
+    parts = [np.isin(every, one.get("rows", every)) for one in record["updates"][:count]]
 
-    def assert_logprobs(trainable, name):
+    def packed(part, **changes):
+        return pack(batch.replace(**changes), in_loss & parts[part], buffer_tokens=buffer_tokens)
+
+    def assert_logprobs(trainable, name, part=0):
+        """Compares with what the goldens record by row, in the order of the buffers."""
         policy = current_policy(model.params, trainable)
-        for i, buffer in enumerate(buffers):
+        for buffer in packed(part, rollout_logprobs=tensors[name]):
             found = programs["buffer_logprobs"](policy, trainable.lora, buffer, temperature)
             inside = buffer.mask > 0
-            assert_close(np.asarray(found)[inside], recorded[name][i][inside])
+            assert_close(np.asarray(found)[inside], buffer.rollout_logprobs[inside])
 
+    mini_batches = [packed(part) for part in range(count)]
     if settings["beta"]:
         assert_logprobs(Trainable(None, {}), "ref_logprobs")
-        scored = (
-            programs["buffer_logprobs"](model.params, None, buffer, temperature)
-            for buffer in buffers
-        )
-        buffers = [
-            buffer.replace(ref_logprobs=found)
-            for buffer, found in zip(buffers, scored, strict=True)
-        ]
-    state = init_state(trainable, optimizer)
-    for update, expected in enumerate(record["updates"]):
-        assert_logprobs(state.trainable, f"logprobs.{update}")
-        totals = programs["zero_totals"](state.trainable)
-        for i, buffer in enumerate(buffers):
-            totals, old = programs["add_gradient"](
-                *(totals, state.trainable, model.params, None, buffer),
-                *(np.bool_(update == 0), temperature),
-            )
-            buffers[i] = buffer.replace(old_logprobs=old)
+        for buffers in mini_batches:
+            for i, buffer in enumerate(buffers):
+                found = programs["buffer_logprobs"](model.params, None, buffer, temperature)
+                buffers[i] = buffer.replace(ref_logprobs=found)
+    begun, numbers = [], iter(range(len(record["updates"])))
+
+    def zero_totals(trainable):
+        number = len(begun)
+        assert_logprobs(trainable, f"logprobs.{number}", number % count)
+        begun.append(number)
+        return programs["zero_totals"](trainable)
+
+    def apply_gradient(state, totals):
         state, metrics = programs["apply_gradient"](state, totals)
+        number = next(numbers)
+        expected = record["updates"][number]
         if parameters != "full":
-            assert_tensors(adapter_tensors(state.opt_state[0].lora), tensors, f"grad.{update}.")
-        assert_tensors(trained_tensors(state.trainable, model), tensors, f"after.{update}.")
+            assert_tensors(adapter_tensors(state.opt_state[0].lora), tensors, f"grad.{number}.")
+        assert_tensors(trained_tensors(state.trainable, model), tensors, f"after.{number}.")
         assert_close(metrics["loss"], expected["loss"], "loss")
         assert_close(metrics["grad_norm"], expected["grad_norm"], "grad_norm")
         assert_close(metrics["train_entropy"], expected["entropy"], "entropy")
         np.testing.assert_allclose(metrics["clip_fraction"], expected["clip_fraction"], atol=1e-6)
         assert not metrics["update_skipped"]
+        return state, metrics
+
+    watched = {name: programs[name] for name in ("add_gradient", "old_logprobs")}
+    watched |= {"zero_totals": zero_totals, "apply_gradient": apply_gradient}
+    _, metrics, updates = update(
+        init_state(trainable, optimizer),
+        model.params,
+        mini_batches,
+        None,
+        temperature,
+        programs=watched,
+        number=settings["num_iterations"],
+    )
+    assert updates == len(record["updates"]) == len(begun)
+    assert metrics["loss"] == pytest.approx(
+        np.mean([one["loss"] for one in record["updates"]]), 1e-5
+    )

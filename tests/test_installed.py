@@ -1,5 +1,6 @@
 """The commands that an installation has, and configs that are found by name from any directory."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -36,6 +37,20 @@ def installed(tmp_path):
         )
 
     return run
+
+
+def test_a_release_tries_every_command_of_what_it_publishes():
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    (names,) = re.findall(r"^ *for name in (.*); do$", workflow, re.MULTILINE)
+    assert [f"qerl-{name}" for name in names.split()] == list(SCRIPTS)
+    assert re.findall(r"^  (\w+):\n(?:    needs: (\w+)\n)?    runs-on", workflow, re.MULTILINE) == [
+        ("build", ""),
+        ("try", "build"),
+        ("publish", "try"),
+    ]
+    assert "[whl, tar.gz]" in workflow  # the wheel and the sdist
+    assert "id-token: write" in workflow.partition("  publish:")[2]
+    assert "secrets." not in workflow
 
 
 @pytest.mark.e2e

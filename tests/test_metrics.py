@@ -361,6 +361,16 @@ def test_answers_before_and_after():
     assert run_lines.format_answers([], after) == []
 
 
+def test_a_sampled_completion_is_two_lines_that_fit_and_that_a_terminal_does_not_obey():
+    lines = run_lines.format_completion("What is\n1 + 2?", "It is\x1b[2J\n3", 1.2, finished=True)
+    assert lines == ["What is 1 + 2?", r"  reward 1.200: It is\x1b[2J 3"]
+    lines = run_lines.format_completion(
+        90 * "q", 90 * "a" + "end", math.nan, finished=False, columns=40
+    )
+    assert [len(line) for line in lines] == [40, 40]
+    assert lines[1] == f"  reward -: ...{12 * 'a'}end (cut off)"
+
+
 def test_answers_are_read_by_step(tmp_path):
     with open_log(tmp_path) as log:
         for row in ({"step": 0, "eval_answers": [{"question": "q"}]}, {"step": 1, "reward": 0.5}):

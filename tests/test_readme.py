@@ -109,6 +109,17 @@ def test_the_readme_has_the_command_of_the_tests():
     assert {"pip install --quiet uv", "uv run pytest", "uv run pytest -m e2e"} <= {*lines}
 
 
+def test_the_first_command_is_on_the_first_screen():
+    """Nothing that a newcomer cannot know is before it: no interval, no name of a method."""
+    before, _, _ = README.partition(
+        "    pip install uv && uv run python -m experiments.grpo_gsm8k "
+    )
+    assert before != README
+    assert before.count("\n") < 30
+    assert len(before.split()) < 200
+    assert not re.search(r"interval|AQN|arXiv|noise", before)
+
+
 def test_the_plan_of_the_page_agrees_with_its_table():
     """The command for a 4090 counts the rows that the table has for it."""
     (line,) = [line for line in LINES if "--card=rtx-4090" in line]

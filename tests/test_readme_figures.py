@@ -1,4 +1,4 @@
-"""The figures of the README's first parts are those of the files under benchmarks/results/."""
+"""The figures of the README and of docs/evidence.md are those of benchmarks/results/."""
 
 import json
 import pathlib
@@ -10,13 +10,16 @@ from scipy import stats
 from qerl_jax.run.statistics import paired_difference
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-_NAMES = r"`[^`]*`|GSM8K|bf16|Qwen2.5-Coder-1.5B|NVFP4|Q4_K_M|16-bit|95 %|H\d00|AVX\d+"
+_NAMES = (
+    r"`[^`]*`|arXiv\s+2510.11696|arxiv.org/\S*|GSM8K|bf16|Qwen2.5-Coder-1.5B|NVFP4|Q4_K_M|16-bit"
+    r"|95 %|H\d00|AVX\d+"
+)
 
 
-def figures(begin, end):
-    """The figures in the prose of a part of the README, which begins and ends with these words."""
+def figures(begin, end, page="README.md"):
+    """The figures in the prose of a part of a page, which begins and ends with these words."""
     (part,) = re.findall(
-        f"{re.escape(begin)}(.*?){re.escape(end)}", (ROOT / "README.md").read_text(), re.DOTALL
+        f"{re.escape(begin)}(.*?){re.escape(end)}", (ROOT / page).read_text(), re.DOTALL
     )
     return re.findall(r"[+-]?\d+(?:[.,]\d+)*", re.sub(_NAMES, "", part)), part
 
@@ -44,7 +47,7 @@ def differences(arm, reference):
 
 
 def test_what_is_said_of_speed():
-    found, _ = figures("other libraries](docs/peers.svg)", "memory.")
+    found, _ = figures("A GRPO step on one H200, ", "memory.")
     rows = [row for row in read("peers.json")["rows"] if row["step_s"] is not None]
     (lengths,) = {(row["new_tokens"], row["prompt"], row["lora_rank"]) for row in rows}
     assert found == [f"{n:,}" for n in (max(row["batch"] for row in rows), *lengths)]
@@ -62,7 +65,14 @@ def test_what_four_bits_cost():
     for _, problems, seeds in costs:
         cost, *ends = (-value for value in (problems[0], *problems[:0:-1], *seeds[:0:-1]))
         expected += [f"{value:.1f}" for value in (cost, *ends)]
-    assert figures("**What four bits cost.**", "**What")[0] == expected
+    page = "docs/evidence.md"
+    assert figures("## What four bits cost", "| arm", page)[0] == expected
+    # One sentence of the README: steps, cost, both arms after training, problems, seeds' interval.
+    start = "**What four bits cost.** After "
+    steps, cost, *others = (expected[i] for i in (4, 8, 6, 5, 0, 11, 12))
+    found, text = figures(start, "docs/evidence.md")
+    assert found == [steps, "1.5", cost, *others]
+    assert "calibrated" in text
 
 
 def test_what_noise_gains():
@@ -76,15 +86,19 @@ def test_what_noise_gains():
             expected += [f"{value:+.1f}" for value in gain] + [str(len(rows))] * few
             expected += [noise[2:]] * noise.startswith("kl")
             unclear += [gain[1] <= 0 <= gain[2]] * (reference == calibrated)
-    found, text = figures("**What noise gains.**", "## Start")
+    found, text = figures("## What noise gains", "## Claims", "docs/evidence.md")
     assert "no gain differs clearly from 0" in " ".join(text.split())
     assert all(unclear)
     found.remove("0")
     assert found == expected
+    # The README has no figure of it, and says what these intervals say.
+    found, text = figures("**What noise gains.**", "**What was found")
+    assert not found
+    assert "no clear gain in calibrated NVFP4" in " ".join(text.split())
 
 
 def test_what_the_first_run_learns():
-    found, _ = figures("before and after training.\n\n", "\n\n")
+    found, _ = figures("Right on", "\n\n")
     learning = read("learning_sums.json")["learning"]
     accuracy, truncated = learning["eval_accuracy"], learning["eval_truncated"]
     after = accuracy["by_seed"]["after"]

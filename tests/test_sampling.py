@@ -51,6 +51,15 @@ def distribution(temperature=1.0, kept=range(5)):
         # Of the three largest, renormalized: 0.41, 0.35, 0.24.
         ({"top_k": 3, "top_p": 0.7}, [1, 3]),
         ({"top_k": 3, "top_p": 0.8}, [1, 2, 3]),
+        ({"min_p": 0.5}, [1, 2, 3]),
+        ({"min_p": 0.6}, [1, 3]),
+        ({"min_p": 1.0}, [1]),
+        ({"min_p": 0.1}, [0, 1, 2, 3, 4]),
+        # Tempered: 0.2 / 0.35 becomes 0.33.
+        ({"min_p": 0.5, "temperature": 0.5}, [1, 3]),
+        # Of the three that min_p leaves, renormalized: 0.41, 0.35, 0.24.
+        ({"min_p": 0.5, "top_p": 0.76}, [1, 3]),
+        ({"min_p": 0.6, "top_k": 3}, [1, 3]),
     ],
     ids=str,
 )
@@ -124,7 +133,7 @@ def test_logprobs_and_entropies_over_many_blocks(vocabulary, change, temperature
     rng = np.random.default_rng(3)
     logits = change(rng.standard_normal((64, vocabulary)).astype(np.float32))
     options = {"temperature": temperature, "greedy": greedy}
-    options |= {"top_k": 3, "top_p": 0.5} if greedy else {}  # which change nothing
+    options |= {"top_k": 3, "top_p": 0.5, "min_p": 0.5} if greedy else {}  # which change nothing
     tokens, logprobs, entropies = sampled(logits, **options)
     scaled = logits.astype(np.float64) / temperature
     scaled -= scaled.max(axis=1, keepdims=True)
@@ -139,7 +148,7 @@ def test_logprobs_and_entropies_over_many_blocks(vocabulary, change, temperature
     np.testing.assert_array_equal(some, tokens[np.array([7, 3])])
 
 
-@pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}], ids=str)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_logprobs_and_entropies_are_those_before_the_truncation(temperature, truncation):
     logits = random_logits()
@@ -153,16 +162,26 @@ def test_logprobs_and_entropies_are_those_before_the_truncation(temperature, tru
 
 
 @pytest.mark.parametrize("spread", [0.5, 4.0, 20.0])
-@pytest.mark.parametrize("options", [{"top_k": 7}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.7}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 7},
+        {"top_p": 0.9},
+        {"top_k": 40, "top_p": 0.7},
+        {"min_p": 0.2},
+        {"min_p": 0.01, "top_p": 0.8},
+    ],
+)
 def test_truncation_keeps_what_a_sort_would_keep(options, spread):
     """Among many tokens, next to each other in probability or far apart."""
     logits = spread * np.random.default_rng(1).standard_normal((8, 3000)).astype(np.float32)
     kept = np.isfinite(
-        _truncate(jax.nn.log_softmax(logits), **{"top_k": 0, "top_p": 1.0} | options)
+        _truncate(jax.nn.log_softmax(logits), **{"top_k": 0, "top_p": 1.0, "min_p": 0.0} | options)
     )
     order = np.argsort(-logits, axis=1)
     probs = np.exp(np.take_along_axis(logits, order, axis=1).astype(np.float64))
     probs[:, options.get("top_k", 3000) :] = 0
+    probs[probs < options.get("min_p", 0.0) * probs[:, :1]] = 0
     before = probs.cumsum(axis=1) - probs
     expected = (probs > 0) & (before < options.get("top_p", 1.0) * probs.sum(axis=1, keepdims=True))
     np.testing.assert_array_equal(np.take_along_axis(kept, order, axis=1), expected)
@@ -200,6 +219,9 @@ SAMPLING = functools.partial(SamplingConfig, max_new_tokens=4)
         (SAMPLING, "top_p", 0.0),
         (SAMPLING, "top_p", 1.5),
         (SAMPLING, "top_p", float("nan")),
+        (SAMPLING, "min_p", -0.1),
+        (SAMPLING, "min_p", 1.5),
+        (SAMPLING, "min_p", float("nan")),
         (SAMPLING, "stop", ("###", "")),
         (EngineConfig, "chunk_steps", 0),
         (EngineConfig, "max_rows", -1),

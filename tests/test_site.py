@@ -70,6 +70,13 @@ def test_every_config_field_has_a_heading():
     assert "rollout.max_new_tokens" in fields
 
 
+def test_the_config_page_opens_with_ten_fields():
+    first, _, _ = (ROOT / "docs" / "config.md").read_text().partition("\n## ")
+    rows = re.findall(r"^\| `([\w.]+)` \| .+ \|$", first, re.MULTILINE)
+    assert len(rows) == len(set(rows)) == 10
+    assert set(rows) <= {row.name for row in FIELDS}
+
+
 def test_the_navigation_has_every_page(hooks):
     nav = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     docs = [p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")]

@@ -4,10 +4,12 @@ import json
 import math
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import numpy as np
@@ -46,6 +48,18 @@ def test_chain_and_zipped():
     assert parts == [{"a": 1}, {"a": 2, "b": 3}, {"a": 2, "b": 4}, {"c": 5}]
     assert zipped({"a": [1, 2], "b": [3, 4]}) == [{"a": 1, "b": 3}, {"a": 2, "b": 4}]
     assert product(parts[:1], {"seed": range(2)}) == [{"a": 1, "seed": 0}, {"a": 1, "seed": 1}]
+
+
+def test_the_sweep_of_the_guide_has_its_runs(tmp_path, monkeypatch):
+    """docs/sweeps.md: each run has fields that a run of its config reads."""
+    page = (pathlib.Path(__file__).resolve().parents[1] / "docs" / "sweeps.md").read_text()
+    (code,) = re.findall(r"^    # my_sweep.py\n((?:    .*\n)+)", page, re.MULTILINE)
+    (tmp_path / "my_sweep.py").write_text(textwrap.dedent(code))
+    monkeypatch.chdir(tmp_path)
+    for preset in ("", ":qwen2.5-1.5b"):
+        runs = sweep.plan(f"my_sweep.py{preset}", {}, tmp_path / "sweep")
+        assert len(runs) == len({run.folder for run in runs}) == 4 * 2 * 3
+        assert len(sweep._part(runs, "2/4")) == 6
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from qerl_jax.system import live_line
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training import collect
 from qerl_jax.training.loop import train
-from qerl_jax.training.validate import check_extension, how_to_train_on
+from qerl_jax.training.validate import check_extension, how_to_train_on, validate
 
 ALWAYS = {
     "step", "reward", "reward_std", "accuracy", "format", "reward/correctness", "reward/format",
@@ -58,11 +58,46 @@ UNMEASURED = {
 }  # fmt: skip
 
 
+async def async_callback(row):
+    """A callback whose result would have to be awaited."""
+
+
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
     """A finished run; do not write to it."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     return train(tiny.config({"log.tensorboard": True, "aqn.stages": 4}), workdir=folder)
+
+
+def test_a_callback_gets_the_row_of_each_step_and_changes_nothing(finished, tiny, tmp_path, capsys):
+    def fails_after_the_second(row):
+        seen.append(dict(row))
+        row.clear()
+        assert len(seen) != 2, "the\x1b second\nstep"
+
+    seen, options = [], {"log.tensorboard": True, "aqn.stages": 4, "log.print_completions": 3}
+    call = functools.partial(train, tiny.config(options), workdir=tmp_path / "run")
+    words = r"on_step after step 2 failed: AssertionError: the\\x1b second; it is a function, not"
+    refused(words, call, on_step=fails_after_the_second)
+    printed = capsys.readouterr().out
+    assert "saved after step 2; the same command continues" in printed
+    # After the line of a step a question and its completion, three times.
+    after = printed.partition("step 1/4 ")[2].splitlines()[1:7]
+    kept = read_jsonl(finished / "completions.jsonl")[:2]
+    for row, question, answer in zip(kept, after[:4:2], after[1:4:2], strict=True):
+        assert row["prompt"].startswith(f"{question} ")
+        assert answer.startswith(f"  reward {row['reward']:.3f}: {row['completion']}")
+    run = call(on_step=fails_after_the_second)
+    assert tiny_run.results(run) == tiny_run.results(finished)
+    assert seen == read_steps(run / "metrics.jsonl")
+    assert (run / "completions.jsonl").read_bytes() == (finished / "completions.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("bad", ["print", 3, async_callback])
+def test_a_callback_is_a_function(bad, tiny, tmp_path):
+    words = r"on_step=.*: it is a function, not an async one, that is called with a dict"
+    refused(words, train, tiny.config(), workdir=tmp_path / "run", on_step=bad)
+    assert not (tmp_path / "run").exists()
 
 
 def assert_finite(rows, allowed=()):
@@ -161,6 +196,13 @@ def test_a_finished_run_is_left_alone(finished, tiny, capsys):
         assert f"{before['question']}\n  before: {before['completion']} (" in out
         assert f"\n  after:  {after['completion']} (" in out
     assert f"--workdir={finished} --config.steps=8" in out
+    *_, shows, asks, exports, ends = out.splitlines()
+    assert shows == f"python -m experiments.show {finished}  # shows its curves and completions"
+    assert asks.startswith(f"python -m experiments.sample {finished} QUESTION  # ")
+    assert exports.startswith(
+        f"python -m experiments.export_hf {finished} --format=peft --with-base  # "
+    )
+    assert ends.startswith("finished after step 4: ")
     fewer = {"log.tensorboard": True, "aqn.stages": 4, "steps": 3}
     train(tiny.config(fewer), workdir=finished)
     assert "steps=3: the run has taken 4, nothing is trained\n" in capsys.readouterr().out
@@ -371,6 +413,42 @@ def test_dapo_with_several_updates(variant, tiny):
     assert rows[1]["logprob_diff_max"] > 1e-3
     assert abs(rows[1]["tis_weight"] - 1) > 1e-5
     assert all(row["kl"] > 0 < row["grad_norm"] for row in rows)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "bnpo"])
+def test_mini_batches_have_the_weight_of_a_rollout(loss, tiny, tmp_path):
+    """The mean of their losses at one policy is the loss of the rollout, which no rate changes."""
+    changes = {"steps": 1, "eval.every": 0, "rl.loss": loss, "optimizer.learning_rate": 0.0}
+    changes |= {"train.micro_batch_rows": 2} if loss == "bnpo" else {}
+    changes |= {"rl.entropy_coef": 0.1}
+
+    def step(count):
+        config = tiny.config(changes | {"rl.mini_batches": count})
+        return tiny_run.results(train(config, workdir=tmp_path / str(count)))[0]
+
+    whole, halves = step(1), step(2)
+    assert abs(whole["loss"]) > 1e-3
+    assert halves["loss"] == pytest.approx(whole["loss"], 1e-5)
+    assert halves["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert halves["forwarded_fraction"] == whole["forwarded_fraction"]
+    assert halves["reward"] == whole["reward"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rl.mini_batches": 3}, r"rl\.mini_batches=3 does not divide the 8 rows of a step \("),
+        ({"rl.mini_batches": 16}, r"rl\.mini_batches=16 does not divide the 8 rows"),
+        (
+            {"rl.mini_batches": 4, "rl.loss": "bnpo", "train.micro_batch_rows": 4},
+            r"the 8 rows of a step of train\.micro_batch_rows=4 \(.*: pass a divisor",
+        ),
+        ({"rl.mini_batches": 0}, r"rl\.mini_batches=0: it must be at least 1"),
+        ({"rl.mini_batches": 2, "rl.loss": "gspo"}, r"rl\.clip_low=3e-4, rl\.clip_high=4e-4"),
+    ],
+)
+def test_mini_batches_are_equal_parts(changes, words, tiny):
+    refused(words, validate, tiny.config(changes))
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from qerl_jax.training.setup import prepare
 from qerl_jax.weights.load import load
 
 CHANGES = {"steps": 4, "checkpoint.every": 2, "rl.updates_per_rollout": 2}
+CHANGES |= {"rl.mini_batches": 2}
 FULL = {"train.parameters": "full", "model.format": "bf16"}
 NORMS = {"train.parameters": "lora+norms"}
 
@@ -198,7 +199,7 @@ def test_a_run_can_start_from_an_adapter_with_norms(whole, tiny, tmp_path):
 def test_the_kl_is_measured_to_the_start(whole, tiny, tmp_path):
     """To the norms of a given adapter too, and to the model where every parameter is trained."""
     changes, run = whole
-    start = {"rl.kl_coef": 0.1, "rl.updates_per_rollout": 1, "eval.every": 0}
+    start = {"rl.kl_coef": 0.1, "rl.updates_per_rollout": 1, "eval.every": 0, "rl.mini_batches": 1}
     if changes is NORMS:
         start["lora.init"] = str(run / "adapter")
     for steps in (1, 2):  # The second start resumes the run.

@@ -40,7 +40,13 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from qerl_jax.config import models
-from qerl_jax.config.describe import SECTIONS, describe_config, explain, similar_fields
+from qerl_jax.config.describe import (
+    SECTIONS,
+    describe_config,
+    explain,
+    similar_fields,
+    why_left_out,
+)
 from qerl_jax.config.experiments import NAMES, config_file, is_installed
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.config.recipes import RECIPES
@@ -203,6 +209,8 @@ def _field_hint(key: str, argv: Sequence[str]) -> str:
         return ""
     matches = (re.match(r"--?config\.([^=]+)", argument) for argument in argv)
     absent = next((m[1] for m in matches if m and name in m[1].split(".")), name)
+    if reason := why_left_out(absent):
+        return f": {reason}"
     names = similar_fields(absent)
     hint = f"; did you mean --config.{' or --config.'.join(names)}?" if names else ";"
     section = absent.rpartition(".")[0]
@@ -212,6 +220,8 @@ def _field_hint(key: str, argv: Sequence[str]) -> str:
 
 def _flag_hint(error: flags.UnrecognizedFlagError) -> str:
     """Returns the end of a sentence that names the flag of a field, such as --config.steps."""
+    if reason := why_left_out(error.flagname):
+        return f": {reason}"
     names = similar_fields(error.flagname)
     if not names or "Did you mean" in str(error):
         return ""

@@ -42,6 +42,12 @@ _OTHER_NAMES = {
     "save_total_limit": "checkpoint.keep",
     "scale_rewards": "rl.advantage_scale",
 }
+# Fields of TRL that no field here stands for, and why.
+_LEFT_OUT = {
+    "repetition_penalty": "it changes a token's probability by what was sampled before, which an "
+    "update does not repeat, so that it would train another policy than the one that sampled; "
+    "rollout.min_p, rollout.top_p and rollout.top_k leave unlikely tokens out",
+}
 
 
 def describe_config(config: ConfigDict) -> str:
@@ -104,12 +110,19 @@ def explain(name: str, config: ConfigDict) -> str:
     if not rows and (row := row_of(name)):  # the key of an entry, such as 'rewards.short.weight'
         rows = [row]
     if not rows:
+        if reason := why_left_out(name):
+            raise UserError(f"--explain={name}: there is no such field: {reason}")
         matches = similar_fields(name)
         hint = f"did you mean {', '.join(matches)}? " if matches else ""
         raise UserError(
             f"--explain={name}: there is no such field; {hint}--explain=all lists all fields"
         )
     return name_commands("\n".join(_explain_row(row, config) for row in rows))
+
+
+def why_left_out(name: str) -> str:
+    """Returns why there is no such field, for one that users of TRL look for; else ''."""
+    return _LEFT_OUT.get(name.rpartition(".")[2], "")
 
 
 def similar_fields(name: str) -> list[str]:

@@ -119,8 +119,8 @@ _KL_TARGET = Condition(
     lambda c: c.aqn.schedule == "kl" and c.aqn.stages > 1,
 )
 _SEVERAL_UPDATES = Condition(
-    "rl.updates_per_rollout of at least 2 (the ratio of the first update is 1)",
-    lambda c: c.rl.updates_per_rollout > 1,
+    "rl.updates_per_rollout or rl.mini_batches of at least 2 (the ratio of the first update is 1)",
+    lambda c: c.rl.updates_per_rollout > 1 or c.rl.mini_batches > 1,
 )
 _CLIPS = Condition(
     f"a loss that clips, rl.loss other than 'sapo' and a function; and {_SEVERAL_UPDATES.text}",
@@ -389,6 +389,13 @@ FIELDS: tuple[Section | Field, ...] = (
         1.0,
         "Probability of the likeliest tokens that are sampled from. 1.0: off",
         limits=(1e-6, 1),
+    ),
+    Field(
+        "rollout.min_p",
+        0.0,
+        "Tokens with less than this part of the likeliest token's probability are not sampled, as "
+        "in vLLM before top_k and top_p. 0.0: off. Log-probabilities are those of all tokens.",
+        limits=(0, 1),
     ),
     Field(
         "rollout.stop",
@@ -779,7 +786,15 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "rl.updates_per_rollout",
         4,
-        "optimizer updates on each rollout, each on all of its rows",
+        "optimizer updates on each rollout, each on all of its rows; with rl.mini_batches as many "
+        "on each of them",
+        limits=(1,),
+    ),
+    Field(
+        "rl.mini_batches",
+        1,
+        "Parts of equal size, of rows drawn at random, that a rollout is divided into; each has "
+        "optimizer updates of its own (steps_per_generation / gradient_accumulation_steps of TRL).",
         limits=(1,),
     ),
     Field(
@@ -970,6 +985,14 @@ FIELDS: tuple[Section | Field, ...] = (
         "log.completions",
         4,
         "rows of a step written to completions.jsonl",
+        limits=(0,),
+        resume="free",
+    ),
+    Field(
+        "log.print_completions",
+        0,
+        "Rows of a step that are printed, each as two lines: the question, and the reward with the "
+        "end of the completion.",
         limits=(0,),
         resume="free",
     ),

@@ -89,7 +89,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "optimizer.max_grad_norm": 1.0,
     },
     # verl 0.9.1: the defaults of its actor with what its documentation sets for GRPO (use_kl_loss).
-    # It splits a rollout into mini-batches and takes an update on each; here all are one update.
+    # It splits a rollout into mini-batches and takes an update on each; here all are one update,
+    # unless rl.mini_batches is set.
     "verl": {
         "aqn.schedule": "off",
         "aqn.correction": "none",

@@ -61,6 +61,26 @@ class SampledRows(Protocol):
     roles: Array | None
 
 
+def draw_mini_batches(
+    rows: int, count: int, *, unit: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Deals the rows of a step out to mini-batches at random.
+
+    Args:
+        rows: B, number of rows.
+        count: number of mini-batches; 1 has all rows.
+        unit: number of neighboring rows that stay together; with several mini-batches, `unit *
+            count` divides B.
+        rng: what draws.
+
+    Returns:
+        bool [B] flags of the rows of each mini-batch.
+    """
+    units = np.arange(rows) // unit
+    parts = np.split(rng.permutation(units[-1] + 1), count)
+    return [np.isin(units, part) for part in parts]
+
+
 def make_batch(
     prompts: Sequence[Sequence[int]],
     rollout: SampledRows,

@@ -60,6 +60,7 @@ def functions(
             results=lambda totals: (totals, P(DATA)),
             update_config=update_config,
         ),
+        "old_logprobs": _on_each(train_step.old_logprobs, mesh, update_config=update_config),
         "apply_gradient": _apply_gradient(optimizer, mesh),
         "buffer_logprobs": _on_each(train_step.buffer_logprobs, mesh, **policy),
         "buffer_kl": _on_each(train_step.buffer_kl, mesh, gathers=True, **policy),

@@ -41,8 +41,8 @@ def functions(
         mesh: mesh of the run, or None for one device.
 
     Returns:
-        zero_totals, add_gradient, apply_gradient, buffer_logprobs (whose policy is the reference
-        policy) and buffer_kl, as in `train_step`.
+        zero_totals, add_gradient, old_logprobs, apply_gradient, buffer_logprobs (whose policy is
+        the reference policy) and buffer_kl, as in `train_step`.
     """
     if mesh is not None:
         on_mesh = data_parallel.functions(update_config, optimizer, mesh)
@@ -51,6 +51,7 @@ def functions(
     return {
         "zero_totals": Operation(train_step.zero_totals, update),
         "add_gradient": Operation(train_step.add_gradient, update),
+        "old_logprobs": Operation(train_step.old_logprobs, update),
         "apply_gradient": Operation(train_step.apply_gradient, {"optimizer": optimizer}),
         "buffer_logprobs": Operation(train_step.buffer_logprobs, policy),
         "buffer_kl": Operation(train_step.buffer_kl, policy),
@@ -64,6 +65,7 @@ def operations(
     reference: Policy | None,
     noise: aqn.Noise | None,
     measures_kl: bool,
+    mini_batches: int = 1,
     buffer_tokens: int,
     update_config: UpdateConfig,
     optimizer: OptimizerConfig,
@@ -80,6 +82,7 @@ def operations(
         reference: the reference policy, or None if the loss has no KL.
         noise: noise under which the update runs, or None.
         measures_kl: whether steps measure the KL of the policy with noise.
+        mini_batches: number of parts of a rollout with updates of their own.
         buffer_tokens: positions of a buffer.
         update_config: static options.
         optimizer: options of the optimizer.
@@ -116,6 +119,8 @@ def operations(
         ),
         "apply_gradient": lambda: (state, totals()),
     }
+    if mini_batches > 1:
+        arguments["old_logprobs"] = lambda: (state.trainable, params, noise, buffer, temperature)
     if reference is not None:
         arguments["buffer_logprobs"] = lambda: (*reference, bare, temperature)
     if measures_kl:

@@ -4,6 +4,7 @@ These functions are compiled, each once for a run, because all buffers have one 
 
     zero_totals      gradient, loss and metrics of no buffer
     add_gradient     those of one more buffer; also returns its log-probabilities
+    old_logprobs     the log-probabilities of a buffer before the first update of its rollout
     apply_gradient   the step of the optimizer
     buffer_logprobs, buffer_kl    a forward pass under a frozen policy
 """
@@ -260,6 +261,26 @@ def add_gradient(
         metrics=add_metrics(totals.metrics, metrics),
     )
     return totals, jnp.where(first, logprobs, buffer.old_logprobs)
+
+
+@functools.partial(jax.jit, static_argnames="update_config")
+def old_logprobs(
+    trainable: Trainable,
+    params: dict,
+    noise: aqn.Noise | None,
+    buffer: PackedBuffer,
+    temperature: jax.Array,
+    *,
+    update_config: UpdateConfig,
+) -> jax.Array:
+    """Returns float32 [N] log-probabilities under the policy that `add_gradient` would train."""
+    return packed_logprobs(
+        current_policy(params, trainable, noise),
+        trainable.lora,
+        buffer,
+        model_config=update_config.model,
+        temperature=temperature,
+    )[0]
 
 
 def _loss(logprobs, entropies, buffer, first, *, loss_config):

@@ -50,6 +50,8 @@ class SamplingConfig:
         top_k: number of likeliest tokens that are sampled from; 0 is all tokens.
         top_p: probability of the smallest set of likeliest tokens that is sampled from; 1 is all
             tokens.
+        min_p: tokens with less than this part of the likeliest token's probability are left out,
+            before top_k and top_p; 0 leaves out none.
         stop: strings that end a completion, which is cut after the token that completes one. One
             that holds a special token is looked for in the text with special tokens, any other in
             the text without them.
@@ -62,6 +64,7 @@ class SamplingConfig:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
 
     @property
@@ -81,6 +84,7 @@ class SamplingConfig:
             temperature=(0 <= self.temperature < math.inf, "a number of at least 0"),
             top_k=(self.top_k >= 0, "at least 0"),
             top_p=(0 < self.top_p <= 1, "over 0 and at most 1"),
+            min_p=(0 <= self.min_p <= 1, "from 0 to 1"),
             stop=("" not in self.stop, "strings that are not empty"),
         )
 

@@ -438,6 +438,7 @@ def _sample(key, logits, rows, positions, temperature, config) -> Samples:
         greedy=config.sampling.greedy,
         top_k=config.sampling.top_k,
         top_p=config.sampling.top_p,
+        min_p=config.sampling.min_p,
     )
     return Samples(tokens=tokens, logprobs=logprobs, entropies=entropies)
 

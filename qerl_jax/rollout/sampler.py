@@ -73,7 +73,9 @@ class Sampler:
 
     def greedy(self) -> "Sampler":
         """Returns the sampler with greedy decoding and the same limits."""
-        sampling = dataclasses.replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0)
+        sampling = dataclasses.replace(
+            self.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0
+        )
         return dataclasses.replace(self, sampling=sampling)
 
     def rollout(

@@ -1,4 +1,4 @@
-"""Sampling the next token: temperature, top-k, top-p, log-probability and entropy."""
+"""Sampling the next token: temperature, min-p, top-k, top-p, log-probability and entropy."""
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ def sample(
     greedy: bool = False,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Samples one token per row, with the keys [B] of `row_keys` and logits float32 [B, V].
 
@@ -29,8 +30,8 @@ def sample(
 
     Returns:
         int32 [B] tokens, their float32 [B] log-probabilities, and float32 [B] entropies in nats.
-        Log-probabilities and entropies belong to softmax(logits / temperature) before top-k and
-        top-p: the distribution that the trainer computes with.
+        Log-probabilities and entropies belong to softmax(logits / temperature) before min-p,
+        top-k and top-p: the distribution that the trainer computes with.
     """
     # XLA may store the results of a division, which it counts as expensive; a product it repeats.
     scaled = logits * (1.0 / temperature)
@@ -39,9 +40,9 @@ def sample(
     if greedy:
         tokens = jnp.argmax(logits, axis=-1)
     else:
-        if 0 < top_k < logits.shape[-1] or top_p < 1.0:
+        if 0 < top_k < logits.shape[-1] or top_p < 1.0 or min_p > 0.0:
             logprobs = (scaled - top) - log_total
-            blocks = _in_blocks(_truncate(logprobs, top_k=top_k, top_p=top_p))
+            blocks = _in_blocks(_truncate(logprobs, top_k=top_k, top_p=top_p, min_p=min_p))
             log_masses, *_ = _summary(blocks)
         tokens = _sample_blocks(keys, blocks, log_masses)
     token_logprobs = (jnp.take_along_axis(scaled, tokens[:, None], axis=-1) - top) - log_total
@@ -96,7 +97,11 @@ def _sample_blocks(keys: jax.Array, blocks: jax.Array, log_masses: jax.Array) ->
     return block * _BLOCK + jnp.argmax(logits + noise[:, count:], axis=-1)
 
 
-def _truncate(logprobs: jax.Array, *, top_k: int, top_p: float) -> jax.Array:
+def _truncate(logprobs: jax.Array, *, top_k: int, top_p: float, min_p: float) -> jax.Array:
+    if min_p > 0.0:
+        probs = jnp.exp(logprobs)
+        threshold = min_p * jnp.max(probs, axis=-1, keepdims=True)
+        logprobs = jnp.where(probs >= threshold, logprobs, -jnp.inf)
     if 0 < top_k < logprobs.shape[-1]:
         probs = jnp.exp(logprobs)
         threshold = _largest_threshold(probs, jnp.ones_like(probs), top_k)

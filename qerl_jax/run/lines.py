@@ -112,6 +112,18 @@ def format_answers(
     return lines
 
 
+def format_completion(
+    question: str, completion: str, reward: float, *, finished: bool, columns: int | None = None
+) -> list[str]:
+    """Two lines of a sampled completion; the end of a long text is kept, as in `format_answers`."""
+    width = 2 * _LONGEST if columns is None else columns
+    label, end = f"  reward {_number(reward, '.3f')}: ", "" if finished else " (cut off)"
+    return [
+        _line(question, width),
+        f"{label}{_line(completion, width - len(label) - len(end))}{end}",
+    ]
+
+
 def _answer(label: str, answer: Mapping[str, Any], width: int) -> str:
     correct = answer.get("correct")
     verdict = "no score" if not isinstance(correct, bool) else "right" if correct else "wrong"

@@ -130,22 +130,23 @@ class MetricsLog:
                 with open_to_write(path, "ab") as file:
                     os.fsync(file.fileno())
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one row; it must have `step`.
+    def write(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Appends one row, which must have `step`, and returns it in Python's own types.
 
         Values are numbers, booleans, strings or None, as Python, NumPy or JAX scalars. NaN and
         infinities are written as null.
         """
-        row = _json_value(row, "row")
-        _append(self._folder.metrics, [row])
-        step = row["step"]
-        scalars = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+        written = _json_value(row, "row")
+        _append(self._folder.metrics, [written])
+        step = written["step"]
+        scalars = {k: v for k, v in written.items() if isinstance(v, int | float) and k != "step"}
         if self._tensorboard:
             if self._events is None:
                 self._events = EventFile(self._folder.tensorboard, purge_step=self._purge_step)
             self._events.write({_tag(k): float(v) for k, v in scalars.items()}, step)
         for tracker in self._trackers:
             tracker.log({_tag(key): value for key, value in scalars.items()}, step=step)
+        return written
 
     def write_completions(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Appends sample completions of a step: prompt, completion, answer, reward, ..."""

@@ -125,6 +125,7 @@ def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
         reference=setup.reference if setup.update.loss.kl_coef else None,
         noise=noise,
         measures_kl=bool(config.aqn.kl_every) and config.aqn.schedule != "off",
+        mini_batches=config.rl.mini_batches,
         buffer_tokens=setup.buffer_tokens,
         update_config=setup.update,
         optimizer=setup.method.optimizer_config,

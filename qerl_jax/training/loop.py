@@ -8,6 +8,7 @@ evaluation that a signal interrupts is missing in metrics.jsonl, and the resumed
 """
 
 import contextlib
+import inspect
 import json
 import statistics
 import sys
@@ -42,7 +43,7 @@ from qerl_jax.run.metrics import MetricsLog, check_trackers
 from qerl_jax.run.ownership import adopt, trusts
 from qerl_jax.run.saved_fields import check_run
 from qerl_jax.run.trackers import tracker_name
-from qerl_jax.system.import_path import names_function
+from qerl_jax.system.import_path import names_function, user_errors
 from qerl_jax.system.live_line import waiting
 from qerl_jax.system.safe_files import read_bytes
 from qerl_jax.system.signals import StoppedError, stop_signals
@@ -55,6 +56,7 @@ from qerl_jax.training.saving import (
     best_so_far,
     finish,
     policy_folder,
+    sample_lines,
     sample_rows,
     save,
     save_best,
@@ -64,7 +66,10 @@ from qerl_jax.training.step import StepResult, check_noise, take_step
 from qerl_jax.training.validate import check_extension, command_to_go_on, validate
 from qerl_jax.weights.chat_template import template_date
 
+OnStep = Callable[[dict[str, Any]], object]
+
 _SKIPS_THAT_STOP = 3
+_ON_STEP = "it is a function, not an async one, that is called with a dict of a step's metrics"
 
 
 class _StepError(UserError):
@@ -81,6 +86,7 @@ def train(
     workdir: str | Path | None = None,
     problems: Iterable[Mapping[str, Any]] | None = None,
     rewards: Rewards | None = None,
+    on_step: OnStep | None = None,
     trust: bool = False,
 ) -> Path:
     """Trains or resumes a run, or says that the run is finished.
@@ -93,6 +99,9 @@ def train(
         rewards: functions, or functions and weights by name, as `rewards.table.table_of` takes
             them, instead of the rewards that the config names. The run folder keeps their names,
             weights and import paths.
+        on_step: called after each step with its row of metrics.jsonl, a dict, in the process that
+            writes the run folder. What it returns or changes is not read; an exception of it ends
+            the run after that step.
         trust: whether the compiled programs of a run of another person, which this command resumes,
             are executed; the folder becomes the user's own. The rewards are those of the config in
             any case.
@@ -105,13 +114,15 @@ def train(
 
     Raises:
         UserError: the config asks for something that cannot be done; a program is missing after the
-            first step, no completion of a step has a reward, or a user function fails in a step.
-            The last whole step is saved.
+            first step, no completion of a step has a reward, or a user function fails in or after
+            a step. The last whole step is saved.
         StoppedError: one of `STOP_SIGNALS` arrived; the last whole step is saved.
     """
     config = with_problems(config, problems)
     validate(config)
     check_trackers(config)
+    if on_step is not None and (not callable(on_step) or inspect.iscoroutinefunction(on_step)):
+        raise UserError(f"on_step={on_step!r:.60}: {_ON_STEP}")
     table = None if rewards is None else table_of(rewards)
     python_rewards, rewards = reward_entries(table), rewards_of(config, table)
     with (
@@ -124,7 +135,8 @@ def train(
         with open_run_together(workdir, config, processes) as folder:
             if trusts(trust) and processes.writes:
                 adopt(folder.path)
-            _train_in(folder, config, rewards, processes, python_rewards, trust=trusts(trust))
+            parts = folder, config, rewards, processes, python_rewards
+            _train_in(*parts, on_step=on_step, trust=trusts(trust))
         return folder.path
 
 
@@ -135,6 +147,7 @@ def _train_in(
     processes: Processes,
     python_rewards: dict[str, dict[str, Any]],
     *,
+    on_step: OnStep | None,
     trust: bool,
 ) -> None:
     keep, exchange = config.checkpoint.keep, processes.exchange_json
@@ -172,7 +185,7 @@ def _train_in(
             if processes.writes and python_rewards != saved.get(PYTHON_REWARDS, {}):
                 record_fact(folder, PYTHON_REWARDS, python_rewards)
             try:
-                _train_steps(run)
+                _train_steps(run, on_step)
             except _ENDS_THAT_SAVE as error:
                 if isinstance(error, UserError) and not run.progress.step:
                     raise  # There is nothing to save, and the run may begin with other rewards.
@@ -210,7 +223,7 @@ def _metrics_log(
     )
 
 
-def _train_steps(run: Run) -> None:
+def _train_steps(run: Run, on_step: OnStep | None) -> None:
     config = run.setup.config
     check_noise(run.setup, run.progress)
     programs = _compile(run)
@@ -244,7 +257,7 @@ def _train_steps(run: Run) -> None:
                 trace.close()
             durations.append(time.perf_counter() - began)
             run.progress = result.progress
-            _log_step(run, result, durations)
+            _log_step(run, result, durations, on_step)
             _evaluate(run)
             _save_or_stop(run)
 
@@ -260,23 +273,30 @@ def _step_errors() -> Generator[None]:
         raise _StepError(*error.args) from error
 
 
-def _log_step(run: Run, result: StepResult, durations: list[float]) -> None:
-    """Logs and prints the row of a step, and logs some of its completions."""
+def _log_step(run: Run, result: StepResult, durations: list[float], on_step: OnStep | None) -> None:
+    """Logs and prints the row of a step and some of its completions, and hands on the row."""
     config, number = run.setup.config, run.progress.step
     row = {"step": number} | result.metrics
     row |= run.compilations.take()
     row["step_seconds"] = durations[-1]
     row["remaining_seconds"] = statistics.median(durations[-10:]) * (config.steps - number)
+    group_size, order = config.rollout.group_size, run.setup.collect.order
     if run.log is not None:  # First, as a print fails once its reader has ended.
-        run.log.write(row)
-        samples = sample_rows(
-            result, config.rollout.group_size, config.log.completions, run.setup.collect.order
-        )
+        row = run.log.write(row)
+        samples = sample_rows(result, group_size, config.log.completions, order)
         run.log.write_completions(number, samples)
     run.live.clear()
     for error in result.experience.scores.errors:
         print(f"warning: {error}", file=sys.stderr, flush=True)
     print(format_row(row, config.steps, line_columns()), flush=True)
+    if run.log is None:
+        return
+    count = config.log.print_completions
+    for line in sample_lines(result, group_size, count, order, line_columns()):
+        print(line, flush=True)
+    if on_step is not None:
+        with _step_errors(), user_errors(f"on_step after step {number}", _ON_STEP):
+            on_step(row)
 
 
 def _evaluation_is_due(run: Run) -> bool:

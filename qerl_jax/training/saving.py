@@ -6,6 +6,7 @@ So a run can be sampled, evaluated and exported while it trains, and after a sig
 
 import dataclasses
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from qerl_jax.policy.trainable import Trainable, checksum, current_policy
 from qerl_jax.rewards.from_config import PYTHON_REWARDS
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, RunFolder, read_run
-from qerl_jax.run.lines import format_answers, line_columns
+from qerl_jax.run.lines import format_answers, format_completion, line_columns
 from qerl_jax.run.metrics import MetricsLog, read_answers
 from qerl_jax.run.plots import plot_run
 from qerl_jax.system.atomic import write_atomic, write_json
+from qerl_jax.system.command import command_name
 from qerl_jax.system.jsonl import read_number
 from qerl_jax.system.live_line import LiveLine
 from qerl_jax.training.setup import Setup
@@ -134,7 +136,7 @@ def best_so_far(run: Run) -> float:
 
 
 def announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
-    """Prints answers before and after a run, where its results are, and how to train on."""
+    """Prints answers before and after a run, what to do with it, and how to train on."""
     answers = read_answers(folder.metrics) if folder.metrics.exists() else {}
     for line in format_answers(answers.get(0, []), answers.get(steps, []), line_columns()):
         print(line, flush=True)
@@ -148,6 +150,14 @@ def announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
         target=target,
         python_rewards=bool(saved.get(PYTHON_REWARDS)),
     )
+    run = shlex.quote(str(folder.path))
+    form = "merged" if config.train.parameters == "full" else "peft --with-base"
+    for command, does in (
+        (f"{command_name('show')} {run}", "shows its curves and completions"),
+        (f"{command_name('sample')} {run} QUESTION", "asks the policy before and after"),
+        (f"{command_name('export')} {run} --format={form}", "writes it for vLLM and transformers"),
+    ):
+        print(f"{command}  # {does}", flush=True)
     print(f"finished after step {steps}: {target}, {folder.curves}; {advice}", flush=True)
 
 
@@ -159,20 +169,8 @@ def _draw(run: Run) -> Path | None:
 def sample_rows(
     result: StepResult, group_size: int, count: int, order: Order | None = None
 ) -> list[dict[str, Any]]:
-    """The `count` completions of a step to show.
-
-    They are the first of each group, then the second, and so on. In a mixture the sources take
-    turns, in an order that changes with the step, so that fewer completions than sources show all.
-    """
+    """The `count` completions of a step to show, as completions.jsonl has them."""
     experience, prompts = result.experience, result.experience.row_prompts
-    rows = np.arange(len(experience.texts)).reshape(-1, group_size).T.reshape(-1)
-    if order is not None and len(order.sources) > 1:
-        numbers = order.sources_of(experience.places)[rows // group_size]
-        ranks = np.zeros(len(rows), int)  # of the rows within their sources
-        for number in np.unique(numbers):
-            ranks[numbers == number] = np.arange(np.sum(numbers == number))
-        turns = np.random.default_rng(result.progress.step).permutation(len(order.sources))
-        rows = rows[np.lexsort((turns[numbers], ranks))]
     return [
         {
             "prompt": prompts[row].text,
@@ -185,8 +183,46 @@ def sample_rows(
             "finished": bool(experience.rollout.finished[row]),
             **(_conversation(experience.episodes[row]) if experience.episodes else {}),
         }
-        for row in rows[:count].tolist()
+        for row in _rows_to_show(result, group_size, count, order)
     ]
+
+
+def sample_lines(
+    result: StepResult, group_size: int, count: int, order: Order, columns: int | None
+) -> list[str]:
+    """The lines of the `count` completions of a step to show."""
+    experience, prompts = result.experience, result.experience.row_prompts
+    return [
+        line
+        for row in _rows_to_show(result, group_size, count, order)
+        for line in format_completion(
+            prompts[row].problem.question,
+            experience.texts[row],
+            experience.scores.total[row],
+            finished=bool(experience.rollout.finished[row]),
+            columns=columns,
+        )
+    ]
+
+
+def _rows_to_show(
+    result: StepResult, group_size: int, count: int, order: Order | None
+) -> list[int]:
+    """The indices of the `count` completions of a step to show.
+
+    They are the first of each group, then the second, and so on. In a mixture the sources take
+    turns, in an order that changes with the step, so that fewer completions than sources show all.
+    """
+    experience = result.experience
+    rows = np.arange(len(experience.texts)).reshape(-1, group_size).T.reshape(-1)
+    if order is not None and len(order.sources) > 1:
+        numbers = order.sources_of(experience.places)[rows // group_size]
+        ranks = np.zeros(len(rows), int)  # of the rows within their sources
+        for number in np.unique(numbers):
+            ranks[numbers == number] = np.arange(np.sum(numbers == number))
+        turns = np.random.default_rng(result.progress.step).permutation(len(order.sources))
+        rows = rows[np.lexsort((turns[numbers], ranks))]
+    return rows[:count].tolist()
 
 
 def _conversation(episode: Episode) -> dict[str, Any]:

@@ -319,7 +319,7 @@ def make_method(config: ConfigDict, schedule_steps: int) -> Method:
     Raises:
         UserError: an option is out of range.
     """
-    updates = config.rl.updates_per_rollout
+    updates = config.rl.updates_per_rollout * config.rl.mini_batches
     optimizer_config = _from_section(
         OptimizerConfig,
         config.optimizer,

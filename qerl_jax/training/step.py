@@ -6,7 +6,8 @@
     4. advantages                           A = (r - mean(r)) / std(r) within a group
     5. batch                                masks, loss weights, packed buffers
     6. reference log-probabilities          where the loss needs them
-    7. optimizer steps                      gradients of the loss in the trained parameters
+    7. optimizer steps                      gradients of the loss in the trained parameters, on the
+                                            rollout or on one mini-batch after the other
 
 Everything random follows from the seed and the step: the key of step n is fold_in(run's key, n),
 and each use folds in an integer with a name.
@@ -15,7 +16,7 @@ and each use folds in an integer with a name.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.rewards.scored import Scores
 from qerl_jax.rl.advantages import custom_advantages, gdpo_advantages, group_advantages
-from qerl_jax.rl.batch import TrainBatch, make_batch
+from qerl_jax.rl.batch import TrainBatch, draw_mini_batches, make_batch
 from qerl_jax.rl.data_parallel import deal_buffers
 from qerl_jax.rl.losses import LossConfig
 from qerl_jax.rl.packing import PackedBuffer, pack, packing_metrics, rows_that_teach
@@ -46,7 +47,7 @@ from qerl_jax.system.import_path import names_function
 from qerl_jax.training.collect import CollectConfig, collect
 from qerl_jax.training.experience import Experience, Peers
 
-KEY_NOISE, KEY_ROLLOUT = 0, 1  # folded into the key of a step
+KEY_NOISE, KEY_ROLLOUT, KEY_MINI_BATCHES = 0, 1, 2  # folded into the key of a step
 
 
 class Method(NamedTuple):
@@ -161,9 +162,8 @@ def take_step(
 
     # --- 5. Batch -------------------------------------------------------------------------------
     batch = _batch(setup, experience, advantages)
-    rows = rows_that_teach(batch, setup.update.loss)
-    packed = pack(batch, rows, buffer_tokens=setup.buffer_tokens)
-    buffers = deal_buffers(packed, setup.mesh)
+    packed = _pack_mini_batches(setup, batch, jax.random.fold_in(key, KEY_MINI_BATCHES))
+    mini_batches = [deal_buffers(buffers, setup.mesh) for buffers in packed]
     divisor = np.float32(temperature)  # of the logits, an argument of every program
     params = dequantized(setup.params, programs)
     kl = functools.partial(_noise_kl, setup, trainable, programs, params, batch, divisor, noise)
@@ -172,21 +172,24 @@ def take_step(
     # --- 6. Reference log-probabilities ---------------------------------------------------------
     if setup.update.loss.kl_coef:
         logprobs = functools.partial(programs["buffer_logprobs"], *setup.reference)
-        buffers = [dataclasses.replace(x, ref_logprobs=logprobs(x, divisor)) for x in buffers]
+        mini_batches = [
+            [dataclasses.replace(x, ref_logprobs=logprobs(x, divisor)) for x in buffers]
+            for buffers in mini_batches
+        ]
 
     # --- 7. Optimizer steps ---------------------------------------------------------------------
-    state, updates, count = _update(
+    state, updates, count = update(
         progress.state,
         params,
-        buffers,
+        mini_batches,
         noise if config.aqn.correction == "noisy_forward" else None,
         divisor,
         programs=programs,
         number=config.rl.updates_per_rollout,
     )
     seconds = time.perf_counter() - began
-    packing = packing_metrics(batch, packed)
-    tokens = packing["packed_tokens"] * count
+    packing = packing_metrics(batch, [buffer for buffers in packed for buffer in buffers])
+    tokens = packing["packed_tokens"] * count / len(packed)
     metrics |= sampling_metrics | updates | packing
     metrics |= {
         "perturbed_norms": perturbed_norms,
@@ -262,20 +265,50 @@ def _batch(setup: StepSetup, experience: Experience, advantages: np.ndarray) -> 
     )
 
 
-def _update(
+def _pack_mini_batches(
+    setup: StepSetup, batch: TrainBatch, key: jax.Array
+) -> list[list[PackedBuffer]]:
+    """The buffers of each mini-batch of a step.
+
+    The weights of a mini-batch of n are n times those of all rows, as in TRL, so that the mean of
+    the gradients at one policy is the gradient of the rollout.
+    """
+    config, loss = setup.config, setup.update.loss
+    count = config.rl.mini_batches
+    batch = dataclasses.replace(batch, weights=batch.weights * np.float32(count))
+    parts = draw_mini_batches(
+        len(batch.lengths),
+        count,
+        # The rows of a denominator stay together.
+        unit=config.train.micro_batch_rows if loss.aggregation == "micro_batch" else 1,
+        rng=np.random.default_rng(np.asarray(jax.random.key_data(key))),
+    )
+    rows = rows_that_teach(batch, loss)
+    return [pack(batch, rows & part, buffer_tokens=setup.buffer_tokens) for part in parts]
+
+
+def update(
     state: TrainState,
     params: dict,
-    buffers: list[PackedBuffer],
+    mini_batches: Sequence[list[PackedBuffer]],
     noise: aqn.Noise | None,
     temperature: np.float32,
     *,
     programs: Programs,
     number: int,
 ) -> tuple[TrainState, dict[str, float], int]:
-    """The optimizer steps on one rollout: the state, metrics, and how many there were."""
+    """Takes the optimizer steps on one rollout: `number` times one on each mini-batch.
+
+    Returns:
+        The state, metrics, and how many steps there were: an update that is skipped is the last.
+    """
+    for buffers in mini_batches[1:]:
+        for i, buffer in enumerate(buffers):
+            logprobs = programs["old_logprobs"](state.trainable, params, noise, buffer, temperature)
+            buffers[i] = dataclasses.replace(buffer, old_logprobs=logprobs)
     history = []
-    for update in range(number):
-        totals, first = programs["zero_totals"](state.trainable), np.bool_(update == 0)
+    for index, buffers in enumerate(number * list(mini_batches)):
+        totals, first = programs["zero_totals"](state.trainable), np.bool_(index == 0)
         for i, buffer in enumerate(buffers):
             totals, old_logprobs = programs["add_gradient"](
                 totals, state.trainable, params, noise, buffer, first, temperature
@@ -284,7 +317,7 @@ def _update(
         state, metrics = programs["apply_gradient"](state, totals)
         history.append(jax.device_get(metrics))
         if history[-1]["update_skipped"]:
-            break  # The same rollout would give the same gradient.
+            break  # The same rows would give the same gradient.
     combine = {"update_skipped": np.sum, "ratio_max": np.max, "logprob_diff_max": np.max}
     means = {
         name: combine.get(name, np.mean)([metrics[name] for metrics in history]).item()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import ROWS, Field, keys_of
+from qerl_jax.config.fields import ROWS, SPLIT_LOSS, Field, keys_of
 from qerl_jax.data.environment_config import environment_functions
 from qerl_jax.data.from_config import mixture_of
 from qerl_jax.errors import UserError, check_limits, check_unicode
@@ -64,7 +64,8 @@ def validate(config: ConfigDict) -> None:
             "pass rl.loss=grpo with rl.aggregation=constant for the denominator of Dr. GRPO"
         )
     clip = max(config.rl.clip_low, config.rl.clip_high)
-    clips = config.rl.updates_per_rollout > 1  # The ratio of the first update is 1.
+    # The ratio of the first update is 1.
+    clips = config.rl.updates_per_rollout > 1 or config.rl.mini_batches > 1
     if clips and config.rl.loss in ("gspo", "gspo_token") and clip > _WIDEST_SEQUENCE_CLIP:
         raise UserError(
             f"rl.loss={config.rl.loss!r} with rl.clip_low={config.rl.clip_low}, "
@@ -77,6 +78,7 @@ def validate(config: ConfigDict) -> None:
             f"init_from={config.init_from} with lora.init={config.lora.init}: both are where the "
             "adapter comes from, leave out one"
         )
+    _check_mini_batches(config)
     _check_environment(config)
     recomputation(config.train.recompute)
     check_mesh(config.mesh.data, prompts=config.rollout.prompts_per_step)
@@ -129,6 +131,19 @@ def _check_measurements(config: ConfigDict) -> None:
         raise UserError(
             f"aqn.schedule='kl' with aqn.kl_every={config.aqn.kl_every} and steps={config.steps}: "
             "only the first step, which has no noise, is measured; pass aqn.kl_every=1"
+        )
+
+
+def _check_mini_batches(config: ConfigDict) -> None:
+    """Refuses mini-batches of different sizes, whose losses would have different weights."""
+    parts = config.rl.mini_batches
+    unit = config.train.micro_batch_rows if SPLIT_LOSS.holds(config) else 1
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    if parts > 1 and rows % (parts * unit):
+        micro = f" of train.micro_batch_rows={unit}" if unit > 1 else ""
+        raise UserError(
+            f"rl.mini_batches={parts} does not divide the {rows} rows of a step{micro} "
+            "(rollout.prompts_per_step * rollout.group_size): pass a divisor"
         )
 
 

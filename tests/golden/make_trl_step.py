@@ -5,15 +5,18 @@ on its seven projections (adapter/, saved by PEFT, B not zero). The rollout is f
 prompts, completions, rewards; nothing is sampled). The third prompt has equal rewards, and two
 completions are truncated. The KL term compares with the model without the adapter. Two variants
 train more than the adapter: the norms of the layers, too (PEFT's modules_to_save), or the whole
-model without an adapter. Each variant adds two files:
+model without an adapter. One takes two updates on each half of the rollout, whose rows TRL draws
+(steps_per_generation). Each variant adds two files:
 
     NAME.json          the settings and, for every update, the loss, the gradient norm before
-                       clipping, entropy, KL and clip fraction as TRL logs them
+                       clipping, entropy, KL and clip fraction as TRL logs them, and
+                       the rows of a mini-batch
     NAME.safetensors   advantages [B]; mask [B, C]; for every update u: logprobs.u [B, C], the
                        gradient grad.u.KEY before clipping and the parameters after.u.KEY, under
                        the keys of the adapter or, where the whole model is trained, of the model;
                        ref_logprobs [B, C] where the loss has a KL term. Rows are in the order of
-                       rollout.json, and values outside the mask are undefined.
+                       rollout.json; values outside the mask and of rows that an update does not
+                       have are undefined.
 
 Needs Python 3.11, torch==2.13.0 (CPU), transformers==5.23.0, trl==1.16.0, peft==0.21.2,
 accelerate, datasets==5.2.0, safetensors==0.8.0:
@@ -82,6 +85,13 @@ VARIANTS = {
         "loss_type": "dapo",
         "beta": 0.0,
         "num_iterations": 2,
+        "learning_rate": 3e-3,
+    },
+    "dapo_mini_batches": {
+        "loss_type": "dapo",
+        "beta": 0.0,
+        "num_iterations": 2,
+        "steps_per_generation": 2,
         "learning_rate": 3e-3,
     },
     "lora+norms": {"loss_type": "dapo", "beta": 0.0, "num_iterations": 3, "learning_rate": 1e-3},
@@ -158,9 +168,13 @@ class RecordingTrainer(GRPOTrainer):
             while len(ids) > 1 and ids[-1] == PAD:
                 ids = ids[:-1]
             order[tuple(ids)] = row
-        rows = [order[tuple(ids)] for group in COMPLETIONS for ids in group]
-        values = values.detach()[rows]
-        self.tensors[name] = values.to(torch.float32 if values.is_floating_point() else torch.int32)
+        all_rows = [tuple(ids) for group in COMPLETIONS for ids in group]
+        rows = [row for row, ids in enumerate(all_rows) if ids in order]
+        values = values.detach()
+        found = values.new_zeros((len(all_rows), *values.shape[1:]))
+        found[rows] = values[[order[all_rows[row]] for row in rows]]
+        self.tensors[name] = found.to(torch.float32 if found.is_floating_point() else torch.int32)
+        return rows
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -181,8 +195,11 @@ class RecordingTrainer(GRPOTrainer):
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
         update = len(self.updates)
-        self.record(f"logprobs.{update}", self.last_logprobs, inputs["completion_ids"])
+        ids = inputs["completion_ids"]
+        rows = self.record(f"logprobs.{update}", self.last_logprobs, ids)
         self.updates.append({"loss": loss.item()})
+        if len(rows) < len(PROMPTS) * GROUP:
+            self.updates[-1]["rows"] = rows
         return loss
 
     def log(self, logs, *args, **kwargs):
@@ -205,6 +222,7 @@ class RecordingTrainer(GRPOTrainer):
 
 def run(settings, parameters):
     """Runs one rollout and its updates; returns tensors and a list of numbers per update."""
+    mini_batches = settings.get("steps_per_generation", 1)
     text = [" ".join(f"t{i}" for i in ids) for ids in PROMPTS]
     seen = dict.fromkeys(text, 0)
 
@@ -236,11 +254,11 @@ def run(settings, parameters):
             reward_funcs=reward,
             args=GRPOConfig(
                 output_dir=scratch,
-                per_device_train_batch_size=len(PROMPTS) * GROUP,
+                per_device_train_batch_size=len(PROMPTS) * GROUP // mini_batches,
                 gradient_accumulation_steps=1,
                 num_generations=GROUP,
                 max_completion_length=MAX_TOKENS,
-                max_steps=settings["num_iterations"],
+                max_steps=settings["num_iterations"] * mini_batches,
                 optim="adamw_torch",
                 bf16=False,
                 fp16=False,
