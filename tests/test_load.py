@@ -15,6 +15,7 @@ from tiny_checkpoints import (
     VOCAB,
     model_config,
     random_tensors,
+    stacked,
     write_folder,
     write_gguf,
     write_packed,
@@ -79,13 +80,18 @@ def test_dense_parameters_of_a_folder(tmp_path, model_type, dtype):
             assert layer[name].dtype == (np.float32 if "norm" in name else load.DTYPES[dtype])
 
 
-@pytest.mark.parametrize("model_type", [*GGUF_TYPES, "qwen3_5"])
+@pytest.mark.parametrize("model_type", [*GGUF_TYPES, "qwen3_5", "qwen3_moe", "qwen3_5_moe"])
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
 def test_gguf_and_folder_give_the_same_parameters(tmp_path, model_type, format):
     config = model_config(model_type)
     tensors = random_tensors(config, dtype=np.float32)
     folder = write_folder(tmp_path / "hf", config, tensors)
-    file = write_gguf(tmp_path / "x.gguf", config, tensors)
+    file = write_gguf(
+        tmp_path / "x.gguf",
+        config,
+        tensors,
+        gate_up=format == "bf16" and model_type == "qwen3_5_moe",
+    )
     from_folder = load.load(str(folder), format=format)
     from_file = load.load(str(file), format=format)
     assert from_folder.config == from_file.config
@@ -95,6 +101,18 @@ def test_gguf_and_folder_give_the_same_parameters(tmp_path, model_type, format):
         a_logs = [layer.pop("a_log", 0.0) for layer in layers]
         np.testing.assert_allclose(*a_logs, atol=1e-6)
     trees.assert_equal(from_folder.params, from_file.params)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_5_moe"])
+def test_all_layouts_of_experts_give_the_same_parameters(tmp_path, model_type):
+    """A tensor for each projection of an expert, or one for all; packed: test_golden_nvfp4."""
+    config = model_config(model_type)
+    tensors = random_tensors(config)
+    dense = load.load(str(write_folder(tmp_path / "experts", config, tensors)), format="bf16")
+    write_folder(tmp_path / "stacked", config, stacked(config, tensors))
+    again = load.load(str(tmp_path / "stacked"), format="bf16")
+    trees.assert_equal(again.params, dense.params)
+    assert again.fingerprint == dense.fingerprint
 
 
 def test_layers_that_move_to_memory_of_their_own_size_are_the_same(tmp_path, monkeypatch):
