@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import json
 import pathlib
 import time
 
@@ -21,6 +22,7 @@ from tiny_checkpoints import (
     write_packed,
 )
 
+from qerl_jax.export.write import _base_files
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.system.live_line import waiting
 from qerl_jax.weights import layer_memory, load, names
@@ -219,6 +221,36 @@ def test_scales_of_activations_and_of_the_kv_cache_are_ignored(tmp_path):
 def test_partly_packed_groups_are_refused_by_name(tmp_path, options, named):
     source(tmp_path, write_packed, **options)
     refused(named, load.load, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("dense", "named"),
+    [
+        (("linear_attn", "1.mlp.experts.3.up_proj"), r"in NVFP4 but '.*1.mlp.experts.3.up_proj'"),
+        (("linear_attn", "shared_expert"), None),
+        (("linear_attn", ".experts."), None),
+        # A file of ModelOpt may have it so.
+        (
+            (),
+            r"0.linear_attn.out_proj', .*out_proj' is in NVFP4, which is supported only",
+        ),
+    ],
+)
+def test_a_mixture_may_be_packed_in_part(tmp_path, dense, named):
+    config = model_config("qwen3_5_moe")
+    write_packed(tmp_path, config, random_tensors(config), dense=dense)
+    if named:
+        refused(named, load.load, str(tmp_path))
+        return
+    loaded = load.load(str(tmp_path))
+    packed = {
+        n for n, weight in loaded.params["layers"][0].items() if isinstance(weight, QuantTensor)
+    }
+    experts, shared = {"experts_gate_up", "experts_down"}, {"shared_gate_up", "shared_down"}
+    assert packed == (experts if "shared_expert" in dense else shared)
+    # As the base of an adapter it is written with the same bytes, and says what is not packed.
+    ignored = json.loads(_base_files(loaded)["config.json"])["quantization_config"]["ignore"]
+    assert any(dense[1] in module for module in ignored)
 
 
 @pytest.mark.parametrize(
