@@ -51,7 +51,7 @@ def export_model(model, folder, *, dtype="bfloat16", **options):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "qwen3_5", "qwen3_moe", "qwen3_5_moe"])
 def test_a_checkpoint_of_llm_compressor_is_exported_unchanged(name, dtype, tmp_path):
     source = GOLDEN / f"nvfp4_{name}"
     folder = export_model(load(str(source), format="nvfp4", dtype=dtype), tmp_path / "out")
@@ -85,11 +85,15 @@ def test_fused_projections_keep_their_own_global_scales(tmp_path):
             ["qwen2", "qwen3", "llama", "mistral", "qwen3_5"], [True, False], ["bfloat16"]
         ),
         ("llama", False, "float32"),
+        ("qwen3_moe", False, "bfloat16"),
+        ("qwen3_5_moe", False, "bfloat16"),
     ],
 )
 def test_a_dense_checkpoint_is_exported_unchanged(model_type, tied, dtype, tmp_path):
     config = model_config(model_type, tie_embeddings=tied)
     tensors = random_tensors(config, dtype=DTYPES[dtype])
+    if model_type == "qwen3_5_moe":  # as it is published, and as transformers writes it
+        tensors = tiny_checkpoints.stacked(config, tensors)
     source = write_folder(tmp_path / "in", config, tensors, torch_dtype=dtype)
     model = load(str(source), format="bf16", dtype=dtype)
     folder = export_model(model, tmp_path / "out", dtype=dtype)

@@ -65,6 +65,75 @@ def run(tiny, tmp_path_factory):
     return finished_run.write_run(tmp_path_factory.mktemp("run") / "mine", tiny, own=True)
 
 
+# --- Mixtures of experts --------------------------------------------------------------------------
+
+
+def mixture_export(family, form, folder, **options):
+    """An export of PEFT's adapter with the default targets of a tiny mixture."""
+    adapter = GOLDEN / "peft_experts" / family / "default"
+    out = run_export(adapter, form, base=str(GOLDEN / family), out=str(folder), **options)
+    policy = open_policy(str(adapter), base=str(GOLDEN / family), format="bf16", dtype="float32")
+    return out, policy
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_a_mixture_is_merged(family, tmp_path):
+    out, policy = mixture_export(family, "merged", tmp_path / "out")
+    tensors = safetensors.read_folder(out)
+    stacked = "model.layers.0.mlp.experts.gate_up_proj" in tensors
+    assert stacked == (family == "qwen3_5_moe")  # as each family is published
+    assert ("model.layers.0.mlp.experts.3.up_proj.weight" in tensors) != stacked
+    config = transformers.AutoConfig.from_pretrained(out)
+    assert config.architectures == [
+        {"qwen3_moe": "Qwen3MoeForCausalLM"}.get(family, "Qwen3_5MoeForCausalLM")
+    ]
+    merged = load(str(out), format="stored", dtype="float32")
+    for ours, theirs in zip(merged.params["layers"], policy.model.params["layers"], strict=True):
+        for name in ("experts_gate_up", "experts_down", "router"):
+            want = theirs[name].astype(ml_dtypes.bfloat16).astype(np.float32)
+            np.testing.assert_array_equal(ours[name], want)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_a_mixture_in_nvfp4(family, tmp_path):
+    """Experts keep the bytes of the quantized base, and what no format packs is on vLLM's list."""
+    out, _ = mixture_export(family, "nvfp4", tmp_path / "out")
+    model, base = load(str(out), format="stored"), load(str(GOLDEN / family), format="nvfp4")
+    assert model.format == "nvfp4"
+    for ours, theirs in zip(model.params["layers"], base.params["layers"], strict=True):
+        for name in ("experts_gate_up", "experts_down"):
+            trees.assert_equal(ours[name], theirs[name])
+    # Written again, they keep their bytes.
+    write_checkpoint(
+        tmp_path / "again",
+        checkpoint_tensors(model.params, model.config),
+        files=companion_files(model, packed=True),
+    )
+    files = [folder / "model.safetensors" for folder in (out, tmp_path / "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    tensors = safetensors.read_folder(out)
+    linear = {
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if name.endswith(".weight") and tensor.ndim == 2 and "embed_tokens" not in name
+    }
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert linear == set(ignored)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_an_adapter_of_a_mixture_with_its_base(family, tmp_path):
+    out, _ = mixture_export(family, "peft", tmp_path / "out")
+    stored = GOLDEN / "peft_experts" / family / "default" / "adapter_model.safetensors"
+    names = safetensors.read_file(out / "adapter_model.safetensors").keys()
+    theirs = safetensors.read_file(stored).keys()
+    if family == "qwen3_5_moe":  # the base has a vision tower
+        assert names == {n.replace(".layers.", ".language_model.layers.") for n in theirs}
+    else:
+        assert names == theirs
+    assert open_policy(str(out), base=str(GOLDEN / family)).lora is not None
+
+
 # --- The three formats ----------------------------------------------------------------------------
 
 

@@ -113,6 +113,19 @@ def test_settings_that_are_not_supported(tmp_path, metadata, named):
     assert str(path) in said
 
 
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"expert_count": 5}, r"exps.weight' has the shape .* each of the 5 experts"),
+        ({"expert_used_count": 7}, "7 experts of a token are more than all 6"),
+        ({"expert_feed_forward_length": None}, "expert_feed_forward_length' is None"),
+    ],
+)
+def test_experts_that_do_not_fit(tmp_path, metadata, named):
+    path, _ = write(tmp_path, model_config("qwen3_moe"), metadata=metadata)
+    refused(named, gguf.open_gguf, path)
+
+
 def test_an_unknown_architecture(tmp_path):
     writer = gguf_package.GGUFWriter(tmp_path / "x.gguf", "gemma3")
     writer.write_header_to_file()

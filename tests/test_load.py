@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import json
 import pathlib
 import time
 
@@ -15,11 +16,13 @@ from tiny_checkpoints import (
     VOCAB,
     model_config,
     random_tensors,
+    stacked,
     write_folder,
     write_gguf,
     write_packed,
 )
 
+from qerl_jax.export.write import _base_files
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.system.live_line import waiting
 from qerl_jax.weights import layer_memory, load, names
@@ -79,13 +82,18 @@ def test_dense_parameters_of_a_folder(tmp_path, model_type, dtype):
             assert layer[name].dtype == (np.float32 if "norm" in name else load.DTYPES[dtype])
 
 
-@pytest.mark.parametrize("model_type", [*GGUF_TYPES, "qwen3_5"])
+@pytest.mark.parametrize("model_type", [*GGUF_TYPES, "qwen3_5", "qwen3_moe", "qwen3_5_moe"])
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
 def test_gguf_and_folder_give_the_same_parameters(tmp_path, model_type, format):
     config = model_config(model_type)
     tensors = random_tensors(config, dtype=np.float32)
     folder = write_folder(tmp_path / "hf", config, tensors)
-    file = write_gguf(tmp_path / "x.gguf", config, tensors)
+    file = write_gguf(
+        tmp_path / "x.gguf",
+        config,
+        tensors,
+        gate_up=format == "bf16" and model_type == "qwen3_5_moe",
+    )
     from_folder = load.load(str(folder), format=format)
     from_file = load.load(str(file), format=format)
     assert from_folder.config == from_file.config
@@ -95,6 +103,18 @@ def test_gguf_and_folder_give_the_same_parameters(tmp_path, model_type, format):
         a_logs = [layer.pop("a_log", 0.0) for layer in layers]
         np.testing.assert_allclose(*a_logs, atol=1e-6)
     trees.assert_equal(from_folder.params, from_file.params)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_5_moe"])
+def test_all_layouts_of_experts_give_the_same_parameters(tmp_path, model_type):
+    """A tensor for each projection of an expert, or one for all; packed: test_golden_nvfp4."""
+    config = model_config(model_type)
+    tensors = random_tensors(config)
+    dense = load.load(str(write_folder(tmp_path / "experts", config, tensors)), format="bf16")
+    write_folder(tmp_path / "stacked", config, stacked(config, tensors))
+    again = load.load(str(tmp_path / "stacked"), format="bf16")
+    trees.assert_equal(again.params, dense.params)
+    assert again.fingerprint == dense.fingerprint
 
 
 def test_layers_that_move_to_memory_of_their_own_size_are_the_same(tmp_path, monkeypatch):
@@ -201,6 +221,36 @@ def test_scales_of_activations_and_of_the_kv_cache_are_ignored(tmp_path):
 def test_partly_packed_groups_are_refused_by_name(tmp_path, options, named):
     source(tmp_path, write_packed, **options)
     refused(named, load.load, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("dense", "named"),
+    [
+        (("linear_attn", "1.mlp.experts.3.up_proj"), r"in NVFP4 but '.*1.mlp.experts.3.up_proj'"),
+        (("linear_attn", "shared_expert"), None),
+        (("linear_attn", ".experts."), None),
+        # A file of ModelOpt may have it so.
+        (
+            (),
+            r"0.linear_attn.out_proj', .*out_proj' is in NVFP4, which is supported only",
+        ),
+    ],
+)
+def test_a_mixture_may_be_packed_in_part(tmp_path, dense, named):
+    config = model_config("qwen3_5_moe")
+    write_packed(tmp_path, config, random_tensors(config), dense=dense)
+    if named:
+        refused(named, load.load, str(tmp_path))
+        return
+    loaded = load.load(str(tmp_path))
+    packed = {
+        n for n, weight in loaded.params["layers"][0].items() if isinstance(weight, QuantTensor)
+    }
+    experts, shared = {"experts_gate_up", "experts_down"}, {"shared_gate_up", "shared_down"}
+    assert packed == (experts if "shared_expert" in dense else shared)
+    # As the base of an adapter it is written with the same bytes, and says what is not packed.
+    ignored = json.loads(_base_files(loaded)["config.json"])["quantization_config"]["ignore"]
+    assert any(dense[1] in module for module in ignored)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from qerl_jax.policy import config as config_lib
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.quant import quantize_nvfp4
 from qerl_jax.weights import names
 
@@ -71,6 +72,27 @@ def random_tensors(config, *, dtype=ml_dtypes.bfloat16, seed=0):
     }
 
 
+def stacked(config, tensors, stacks=("experts_gate_up", "experts_down")):
+    """Returns the tensors with those of all experts of a layer in one each, also packed ones.
+
+    The stack 'gate_proj' or 'up_proj' is that of one projection, as llama.cpp has it.
+    """
+    found = dict(tensors)
+    for layer in range(config.num_layers):
+        for stack, modules in names.expert_modules(config, layer).items():
+            path, _, whole = names.stacked_tensor(layer, stack).rpartition(".")
+            members = kinds.STACKS[stack].members
+            whole = {whole: members} if stack in stacks else {m: (m,) for m in members}
+            for name, own in whole.items():
+                parts = [m for m in modules if m.rpartition(".")[2] in own]
+                for suffix in ("", "_packed", "_scale", "_global_scale"):
+                    if f"{parts[0]}.weight{suffix}" in found:
+                        rows = np.stack([found.pop(f"{part}.weight{suffix}") for part in parts])
+                        shape = config.experts.count, -1, *rows.shape[2:]
+                        found[f"{path}.{name}{suffix}"] = rows.reshape(shape)
+    return found
+
+
 def write_folder(folder, config, tensors, **config_extra):
     """Writes config.json, model.safetensors, tokenizer.json and generation_config.json."""
     folder = pathlib.Path(folder)
@@ -115,7 +137,7 @@ def write_packed(folder, config, tensors, *, dense=(), also=(), change=None, **q
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     for name, entry in header.items():
-        if name.endswith("weight_scale"):
+        if name.endswith(("weight_scale", "proj_scale")):
             entry["dtype"] = "F8_E4M3"
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
@@ -192,10 +214,16 @@ def _as_qwen35(name, tensor, config):
     return tensor + 1 if part.endswith("norm.weight") and part == name else tensor
 
 
-def write_gguf(path, config, tensors, *, metadata=None, rope_freqs=None, quantization=None):
+ARCHITECTURES = {"qwen3_5": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_5_moe": "qwen35moe"}
+
+
+def write_gguf(
+    path, config, tensors, *, metadata=None, rope_freqs=None, quantization=None, gate_up=False
+):
     """Writes a GGUF file as llama.cpp's converter does.
 
-    Llama's q and k rows are interleaved, and tensors of Qwen3.5 change as in `_as_qwen35`.
+    Llama's q and k rows are interleaved, and tensors of Qwen3.5 change as in `_as_qwen35`. Experts
+    are stacked.
 
     Args:
         path: the path of the file.
@@ -204,10 +232,11 @@ def write_gguf(path, config, tensors, *, metadata=None, rope_freqs=None, quantiz
         metadata: values by architecture key, to add or, with None, to leave out.
         rope_freqs: contents of rope_freqs.weight, or None.
         quantization: gguf type of the projections, or None for float32.
+        gate_up: whether gate and up of experts are one tensor.
     """
-    arch = {"qwen3_5": "qwen35"}.get(config.model_type, config.model_type)
+    arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
-    if arch == "qwen35":
+    if config.recurrent:
         shapes = config.recurrent
         writer.add_ssm_conv_kernel(shapes.window)
         writer.add_ssm_state_size(shapes.key_dim)
@@ -227,7 +256,18 @@ def write_gguf(path, config, tensors, *, metadata=None, rope_freqs=None, quantiz
         "attention.key_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.norm_eps,
         "rope.freq_base": config.rope_theta,
-    } | (metadata or {})
+    }
+    if experts := config.experts:
+        tensors = stacked(config, tensors, ["experts_down", "experts_gate_up"][: 1 + gate_up])
+        tensors = {n: t[0] if "shared_expert_gate" in n else t for n, t in tensors.items()}
+        values |= {
+            "feed_forward_length": None,
+            "expert_count": experts.count,
+            "expert_used_count": experts.top_k,
+            "expert_feed_forward_length": experts.width,
+            "expert_shared_feed_forward_length": experts.shared_width or None,
+        }
+    values |= metadata or {}
     for key, value in values.items():
         if isinstance(value, str):
             writer.add_string(f"{arch}.{key}", value)
@@ -237,7 +277,7 @@ def write_gguf(path, config, tensors, *, metadata=None, rope_freqs=None, quantiz
             writer.add_uint32(f"{arch}.{key}", value)
     words = [f"t{i}" for i in range(config.vocab_size - 2)]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen35" if arch == "qwen35" else "qwen2")
+    writer.add_tokenizer_pre("qwen35" if config.recurrent else "qwen2")
     writer.add_token_list([*words, "<|endoftext|>", "<|im_end|>"])
     writer.add_token_types([1] * len(words) + [3, 3])
     writer.add_token_merges([])
@@ -248,6 +288,8 @@ def write_gguf(path, config, tensors, *, metadata=None, rope_freqs=None, quantiz
             if arch == "llama" and name.endswith(suffix):
                 halves = tensor.reshape(count, 2, -1, tensor.shape[1])
                 tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        if ".experts." in name:
+            name = f"{name.removesuffix('.weight')}.weight"
         if quantization is not None and "_proj.weight" in name:
             data = gguf.quantize(np.ascontiguousarray(tensor), quantization)
             writer.add_tensor(gguf_name(name, arch), data, raw_dtype=quantization)

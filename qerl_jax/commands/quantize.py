@@ -128,11 +128,12 @@ def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
 
 def _table(errors: list[dict[str, float]], rounded_errors: list[dict[str, float]]) -> str:
     """The errors of each layer, their means, and the means of rounding."""
+    names = max(errors, key=len)  # A recurrent layer has fewer projections.
+    widths = [max(9, len(name)) for name in names]
 
     def line(start: Any, values: Iterable[Any]) -> str:
-        return f"{start:>12}  " + "  ".join(f"{value:>9}" for value in values)
-
-    names = max(errors, key=len)  # A recurrent layer has fewer projections.
+        cells = zip(values, widths, strict=True)
+        return f"{start:>12}  " + "  ".join(f"{value:>{width}}" for value, width in cells)
 
     def mean(rows: list[dict[str, float]]) -> list[str]:
         columns = ([row[name] for row in rows if name in row] for name in names)

@@ -17,9 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.policy.aqn import LAYER_NORMS
-from qerl_jax.policy.layers.kinds import ALL_FUSED, FUSED, member_bounds
+from qerl_jax.policy.layers.kinds import ALL_FUSED, FUSED, STACKS, member_bounds, stack_shapes
 from qerl_jax.policy.lora import Lora, merge_layer
-from qerl_jax.policy.quant import QuantTensor, dequantize, quantize
+from qerl_jax.policy.quant import QuantTensor, checkpoint_order, dequantize, quantize
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -58,8 +58,9 @@ def merged_layers(
     """Yields the layers of a model with the adapter merged into them, as NumPy arrays.
 
     With `packed` the weights are rounded to NVFP4, as llm-compressor would round the merged
-    bfloat16 weights, instead of to bfloat16; only those of `kinds.FUSED` are. The measures of
-    the kept update go into `retention` by projection, where there is an update.
+    bfloat16 weights, instead of to bfloat16; only those of `kinds.PACKED` are. The measures of
+    the kept update go into `retention` by projection, where there is an update. Experts are rounded
+    one after the other.
 
     Raises:
         UserError: a merged weight cannot be packed.
@@ -67,6 +68,11 @@ def merged_layers(
     scale = 0.0 if lora is None else lora.scale
     merge = jax.jit(functools.partial(merge_layer, config=model.config, scale=scale))
     for number, layer in enumerate(model.params["layers"]):
+        experts = {
+            name: _round_experts(layer[name], shape, name, packed=packed)
+            for name, shape in stack_shapes(model.config, number).items()
+        }
+        layer = {name: array for name, array in layer.items() if name not in experts}
         merged, updates = merge(layer, {} if lora is None else lora.layers[number])
         for fused, members in ALL_FUSED.items():
             if fused not in layer:
@@ -80,7 +86,7 @@ def merged_layers(
                 if rows[1].any():
                     retention.setdefault(member, UpdateRetention()).add(rows.sum(axis=1).tolist())
             merged[fused] = jax.device_get(after)
-        yield merged
+        yield merged | experts
 
 
 def norm_retention(before: dict, after: dict) -> dict[str, UpdateRetention]:
@@ -111,6 +117,26 @@ def _round(
         weight = _dense(weight)
     dense = np.asarray(weight).astype(ml_dtypes.bfloat16)
     return quantize(np.split(dense, bounds), format="nvfp4") if packed else dense
+
+
+def _round_experts(
+    weight: jax.Array | QuantTensor, shape: tuple[int, int, int], name: str, *, packed: bool
+) -> np.ndarray | QuantTensor:
+    """Rounds a stack of experts of a shape (E, N, K), as `_round` does with a fused weight."""
+    if isinstance(weight, QuantTensor):
+        weight = jax.device_get(checkpoint_order(weight))
+        if packed and weight.format == "nvfp4":
+            return weight
+    members = len(STACKS[name].members)
+    bounds = [shape[1] // members * member for member in range(1, members)]
+
+    def rounded(expert: int) -> np.ndarray | QuantTensor:
+        rows = slice(expert * shape[1], (expert + 1) * shape[1])
+        own = jax.tree.map(lambda array: array[rows], weight)
+        return _round(own, bounds, packed=packed)
+
+    parts = map(rounded, range(shape[0]))
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
 @jax.jit

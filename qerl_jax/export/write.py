@@ -41,7 +41,7 @@ from qerl_jax.export.model_card import (
     serve_lines,
 )
 from qerl_jax.export.push import check_name, check_names_no_folder, check_push, push
-from qerl_jax.policy.layers.kinds import ALL_FUSED
+from qerl_jax.policy.layers.kinds import PACKED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.system import json_file
@@ -450,10 +450,10 @@ def _base_files(base: LoadedModel) -> dict[str, bytes]:
     """Returns the companion files of a base for the format that it has."""
     packed = base.format == "nvfp4"
     dense = [
-        names.layer_module(number, member)
+        tensor.removesuffix(".weight")
         for number, layer in enumerate(base.params["layers"])
-        for fused, members in ALL_FUSED.items()
-        for member in members
-        if fused in layer and not isinstance(layer[fused], QuantTensor)
+        for array, tensors in names.stored_tensors(base.config, number).items()
+        if array in PACKED and not isinstance(layer[array], QuantTensor)
+        for tensor in tensors
     ]
     return companion_files(base, packed=packed, ignore=dense if packed else (), trained=True)

@@ -271,7 +271,7 @@ def _values(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=256)  # experts have many scales, and the same ones again
 def _nvfp4_tables(global_scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
     """Returns the scale byte [2^15] of each largest magnitude, and thresholds [256, 8] by byte."""
     amax = _values(np.arange(_INFINITE_BITS))

@@ -1,6 +1,7 @@
 """Rounds a 16-bit checkpoint to NVFP4, and writes NVFP4 checkpoints, one layer at a time."""
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Iterable, Iterator
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.layers.kinds import FUSED, member_bounds
+from qerl_jax.policy.layers.kinds import FUSED, STACKS, member_bounds, stack_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
@@ -45,8 +46,12 @@ def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:
     """
 
     def read(layer: int) -> PackedLayer:
-        dense = read_layer(checkpoint, layer, dtype=_BFLOAT16)
-        return pack_layer(checkpoint, layer, dense)
+        dense = read_layer(checkpoint, layer, dtype=_BFLOAT16, without=STACKS)
+        packed = pack_layer(checkpoint, layer, dense)
+        for stack in stack_shapes(checkpoint.config, layer):
+            packed.arrays[stack], errors = round_experts(checkpoint, layer, stack)
+            packed.errors.update(errors)
+        return packed
 
     return each_layer(read, checkpoint.config.num_layers, label="quantizing")
 
@@ -70,6 +75,31 @@ def pack_layer(checkpoint: Checkpoint, layer: int, dense: dict) -> PackedLayer:
         for member, error_squares, weight_squares in zip(FUSED[fused], *sums, strict=True):
             errors[member] = float(np.sqrt(error_squares.sum() / max(weight_squares.sum(), 1e-30)))
     return PackedLayer(arrays, errors)
+
+
+def round_experts(
+    checkpoint: Checkpoint, layer: int, stack: str
+) -> tuple[QuantTensor, dict[str, float]]:
+    """Reads and quantizes the experts of a layer one after the other: a stack of `kinds.STACKS`.
+
+    Returns:
+        The stack, and the errors of the projections over all experts, measured on the weights.
+
+    Raises:
+        UserError: as in `pack_layer`.
+    """
+    members, parts, squares = STACKS[stack].members, [], []
+    tensors = names.stored_tensors(checkpoint.config, layer)[stack]
+    for group in itertools.batched(tensors, len(members)):
+        weights = [checkpoint.read(tensor, _BFLOAT16) for tensor in group]
+        with name_in_errors(checkpoint, layer, stack):
+            parts.append(quantize_nvfp4(weights))
+        sums = np.array(_squares(np.concatenate(weights), parts[-1]))  # of errors, and of weights
+        squares.append(sums.reshape(2, len(members), -1).sum(axis=2))
+    error_squares, weight_squares = np.sum(squares, axis=0)
+    errors = np.sqrt(error_squares / np.maximum(weight_squares, 1e-30))
+    weight = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+    return weight, {f"experts.{m}": float(e) for m, e in zip(members, errors, strict=True)}
 
 
 @jax.jit

@@ -207,7 +207,7 @@ def _check_packed(checkpoint: Checkpoint) -> None:
     if modules:
         raise UserError(
             f"{checkpoint.path}: {_format_names(modules)} is in NVFP4, which is supported only for "
-            "the projections of attention and MLP: quantize the model again without it"
+            "the projections of attention, MLP and experts: quantize the model again without it"
         )
 
 

@@ -8,6 +8,7 @@ Hugging Face row order.
 
 import dataclasses
 import functools
+import math
 import pathlib
 import re
 from collections.abc import Mapping
@@ -17,13 +18,20 @@ import gguf
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.config import ModelConfig, RecurrentConfig, RopeScaling
+from qerl_jax.policy.config import ExpertsConfig, ModelConfig, RecurrentConfig, RopeScaling
 from qerl_jax.policy.layers.attention import rotary_frequencies
 from qerl_jax.weights import names
 from qerl_jax.weights.gguf_header import GgufTensor, read_header
 
 # Model types by the names of their architectures.
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen35": "qwen3_5"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "qwen35": "qwen3_5",
+    "qwen35moe": "qwen3_5_moe",
+}
 _ROPE_FREQS = "rope_freqs.weight"
 # Weights dequantized at once. It bounds the float32 copies of a large embedding, and it is large
 # enough that many threads work in NumPy's loops and do not wait for Python's lock.
@@ -45,6 +53,21 @@ _LAYER_NAMES = {
     "ffn_gate": "gate_proj",
     "ffn_up": "up_proj",
     "ffn_down": "down_proj",
+}
+# Of a mixture of experts. Tensors of routed experts stack those of all of them, [E, N, K]; by their
+# names those of the projections of an expert.
+_EXPERT_LAYER_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_STACKED_NAMES = {
+    "ffn_gate_exps.weight": ("gate_proj",),
+    "ffn_up_exps.weight": ("up_proj",),
+    "ffn_gate_up_exps.weight": ("gate_proj", "up_proj"),
+    "ffn_down_exps.weight": ("down_proj",),
 }
 # Qwen3.5 (llama.cpp, conversion/qwen.py), by the whole name in a layer.
 _QWEN3_5_NAMES = {
@@ -74,6 +97,8 @@ class GgufFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor in Hugging Face's order, outputs first."""
         shape = self.tensors[name].shape
+        if name.endswith("mlp.shared_expert_gate.weight") and len(shape) == 1:
+            return (1, *shape)
         return (shape[0], 1, *shape[1:]) if name.endswith("conv1d.weight") else shape
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
@@ -148,7 +173,7 @@ def _open_cached(path: pathlib.Path, modified: int, size: int) -> GgufFile:
         path=path,
         metadata=metadata,
         config=config,
-        tensors={_hf_name(path, name, config): tensor for name, tensor in text.items()},
+        tensors=_hf_tensors(path, text, config),
         ignored=("the MTP head",) if len(text) < len(tensors) else (),
     )
 
@@ -175,15 +200,17 @@ def _config(
     num_heads = get("attention.head_count")
     embed_dim = get("embedding_length")
     head_dim = get("attention.key_length", default=embed_dim // max(num_heads, 1))
-    hybrid = _hybrid(path, get, tensors) if architecture == "qwen35" else {}
-    _reject_unsupported(path, get, head_dim, hybrid.get("rotary_dim", head_dim))
+    hybrid = _hybrid(path, get, tensors) if architecture in ("qwen35", "qwen35moe") else {}
+    experts = _experts(path, get, architecture) if architecture.endswith("moe") else None
+    count = experts.count if experts else 0
+    _reject_unsupported(path, get, head_dim, hybrid.get("rotary_dim", head_dim), count)
     if "token_embd.weight" not in tensors:
         raise UserError(f"{path}: the tensor 'token_embd.weight' is missing")
     fields: dict[str, Any] = {
         "model_type": ARCHITECTURES[architecture],
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "embed_dim": embed_dim,
-        "mlp_dim": get("feed_forward_length"),
+        "mlp_dim": experts.active_width if experts else get("feed_forward_length"),
         "num_layers": get("block_count") - get("nextn_predict_layers", default=0),
         "num_heads": num_heads,
         "num_kv_heads": get("attention.head_count_kv", default=num_heads),
@@ -193,11 +220,27 @@ def _config(
         "norm_eps": _decimal(get("attention.layer_norm_rms_epsilon", kind=float)),
         "tie_embeddings": "output.weight" not in tensors,
         "attention_bias": architecture == "qwen2",
-        "qk_norm": architecture in ("qwen3", "qwen35"),
+        "qk_norm": architecture.startswith("qwen3"),
         "max_position": get("context_length"),
+        "experts": experts,
     }
     try:
         return ModelConfig(**(fields | hybrid))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _experts(path: pathlib.Path, get: functools.partial, architecture: str) -> ExpertsConfig:
+    """Returns the shapes of the experts; llama.cpp makes their weights add up to 1."""
+    has_shared = architecture == "qwen35moe"
+    try:
+        return ExpertsConfig(
+            count=get("expert_count"),
+            top_k=get("expert_used_count"),
+            width=get("expert_feed_forward_length"),
+            shared_width=get("expert_shared_feed_forward_length") if has_shared else 0,
+            normalized=get("expert_weights_norm", kind=bool, default=True),
+        )
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -228,10 +271,10 @@ def _hybrid(
 
 
 def _reject_unsupported(
-    path: pathlib.Path, get: functools.partial, head_dim: int, rotary_dim: int
+    path: pathlib.Path, get: functools.partial, head_dim: int, rotary_dim: int, experts: int
 ) -> None:
     plain = {
-        "expert_count": 0,
+        "expert_count": experts,
         "attention.value_length": head_dim,
         "rope.dimension_count": rotary_dim,
         "rope.scaling.type": "none",
@@ -299,6 +342,37 @@ def _layer_of(name: str) -> int:
     return int(match[1]) if match else -1
 
 
+def _hf_tensors(
+    path: pathlib.Path, tensors: Mapping[str, GgufTensor], config: ModelConfig
+) -> dict[str, GgufTensor]:
+    """Returns the tensors by Hugging Face name, those of experts cut into views of each of them."""
+    found: dict[str, GgufTensor] = {}
+    for name, tensor in tensors.items():
+        layer, members = _layer_of(name), _STACKED_NAMES.get(name.split(".", 2)[-1], ())
+        modules = [
+            module
+            for modules in names.expert_modules(config, max(layer, 0)).values()
+            for module in modules
+            if layer >= 0 and module.rpartition(".")[2] in members
+        ]
+        if not modules:
+            found[_hf_name(path, name, config)] = tensor
+            continue
+        rows = len(modules) * tensor.shape[-2] // len(members) if len(tensor.shape) == 3 else 0
+        if rows != math.prod(tensor.shape[:-1]) or tensor.shape[-2] % len(members):
+            raise UserError(
+                f"{path}: {name!r:.200} has the shape {tensor.shape}, must be one weight of each "
+                f"of the {len(modules) // len(members)} experts"
+            )
+        parts = tensor.data.reshape(len(modules), -1, tensor.data.shape[-1])
+        shape = parts.shape[1], tensor.shape[-1]
+        found |= {
+            f"{module}.weight": dataclasses.replace(tensor, shape=shape, data=data)
+            for module, data in zip(modules, parts, strict=True)
+        }
+    return found
+
+
 def _hf_name(path: pathlib.Path, name: str, config: ModelConfig) -> str:
     if name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[name]
@@ -306,6 +380,8 @@ def _hf_name(path: pathlib.Path, name: str, config: ModelConfig) -> str:
     if layer >= 0 and config.recurrent is not None and rest in _QWEN3_5_NAMES:
         return f"model.layers.{layer}.{_QWEN3_5_NAMES[rest]}"
     module, _, parameter = rest.partition(".")
+    if layer >= 0 and config.experts is not None and module in _EXPERT_LAYER_NAMES:
+        return f"model.layers.{layer}.{_EXPERT_LAYER_NAMES[module]}.{parameter}"
     if layer < 0 or module not in _LAYER_NAMES or parameter not in ("weight", "bias"):
         raise UserError(f"{path}: the tensor {name!r:.200} is not part of a supported architecture")
     return f"{names.layer_module(layer, _LAYER_NAMES[module])}.{parameter}"

@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -264,10 +264,12 @@ def _read_part(
     if modules[0] in checkpoint.packed:
         weight = _read_packed(checkpoint, modules, stream)
     elif name in PACKED and format != "bf16" and not checkpoint.packed:
-        bits = [send(tensor, DTYPES["bfloat16"], np.uint16) for tensor in tensors]
-        with stream.meter.busy("quantize"), name_in_errors(checkpoint, part.layer, name):
-            groups = itertools.batched(bits, len(PACKED[name]))
-            weights = [quantize_bits(group, format=format) for group in groups]
+        weights = []
+        for group in itertools.batched(tensors, len(PACKED[name])):
+            bits = [send(tensor, DTYPES["bfloat16"], np.uint16) for tensor in group]
+            with stream.meter.busy("quantize"), name_in_errors(checkpoint, part.layer, name):
+                weights.append(jax.block_until_ready(quantize_bits(bits, format=format)))
+        with stream.meter.busy("quantize"):
             weight = jax.block_until_ready(jax.tree.map(lambda *parts: _joined(parts), *weights))
     else:
         return _read_dense(checkpoint.config, part, dtype, send, stream.meter)
@@ -376,10 +378,12 @@ def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -
                 yield pending.popleft().result()
 
 
-def read_layer(checkpoint: Checkpoint, layer: int, *, dtype: np.dtype) -> dict:
+def read_layer(
+    checkpoint: Checkpoint, layer: int, *, dtype: np.dtype, without: Collection[str] = ()
+) -> dict:
     """Reads a layer of a source that is not packed, as dense NumPy arrays of the parameter tree.
 
-    All but norms get the dtype.
+    All but norms get the dtype. The arrays of the names `without` are left out.
 
     Raises:
         UserError: a stored tensor has an unusable dtype.
@@ -387,6 +391,7 @@ def read_layer(checkpoint: Checkpoint, layer: int, *, dtype: np.dtype) -> dict:
     arrays = {
         name: np.concatenate([checkpoint.read(t, _dtype_of(name, dtype)) for t in tensors])
         for name, tensors in names.stored_tensors(checkpoint.config, layer).items()
+        if name not in without
     }
     for name, array in arrays.items():
         if center := names.centered_at(checkpoint.config, name):

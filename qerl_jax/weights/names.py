@@ -65,50 +65,87 @@ def text_tensors(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def expert_tensors(config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of a checkpoint with one for each projection of each expert.
+    """Returns the tensors of a checkpoint with those of each projection of each expert.
 
-    Those that stack all experts of a layer, [E, N, K], are cut into views.
+    Tensors that stack all experts of a layer are cut into views: [E, N, K] of the weights, and in
+    the NVFP4 of compressed-tensors the stacked weight_packed, weight_scale and weight_global_scale.
     """
     found = dict(tensors)
-    stacks = {f"{_MODULES[s.name]}.{s.tensor}": s for s in kinds.STACKS.values()}
+    stacks = {
+        f"{_MODULES[stack.name]}.{stack.tensor}{suffix}": (stack, suffix)
+        for stack in kinds.STACKS.values()
+        for suffix in ("", "_packed", "_scale", "_global_scale")
+    }
     for path, tensor in tensors.items():
         match = _OF_LAYER.fullmatch(path)
-        stack = stacks.get(match[2]) if match else None
-        if match is None or stack is None or (layer := int(match[1])) >= config.num_layers:
+        if match is None or match[2] not in stacks or int(match[1]) >= config.num_layers:
             continue
-        shape = kinds.stack_shapes(config, layer).get(stack.name)
-        if shape is None or tensor.shape != shape:
+        stack, suffix = stacks[match[2]]
+        layer, members = int(match[1]), len(stack.members)
+        experts, rows, columns = kinds.stack_shapes(config, layer).get(stack.name, (0, 0, 0))
+        columns //= {"_packed": 2, "_scale": 16}.get(suffix, 1)
+        shape, of_part = (experts, rows, columns), (rows // members, columns)
+        if suffix == "_global_scale":
+            shape, of_part = (experts, members), (1,)
+        if not experts or tensor.shape != shape:
             continue  # The checks of the checkpoint name what is missing then.
-        parts = found.pop(path).reshape(-1, shape[1] // len(stack.members), shape[2])
-        modules = _experts(config, layer)[stack.name]
-        found |= {f"{name}.weight": part for name, part in zip(modules, parts, strict=True)}
+        parts = found.pop(path).reshape(experts * members, *of_part)
+        modules = expert_modules(config, layer)[stack.name]
+        found |= {f"{m}.weight{suffix}": part for m, part in zip(modules, parts, strict=True)}
     return found
 
 
-def _experts(config: ModelConfig, layer: int) -> dict[str, list[str]]:
+def stacked_tensor(layer: int, stack: str) -> str:
+    """Returns the name of the tensor with the weights of all experts, of a stack of a layer."""
+    return f"model.layers.{layer}.{_MODULES[stack]}.{kinds.STACKS[stack].tensor}"
+
+
+def expert_modules(config: ModelConfig, layer: int) -> dict[str, list[str]]:
     """Returns by name of a stack the modules of its experts' projections, in the order of rows."""
     found = {}
     for name, (count, _, _) in kinds.stack_shapes(config, layer).items():
-        stack = kinds.STACKS[name]
-        path = f"model.layers.{layer}.{_MODULES[name]}.{stack.tensor.rpartition('.')[0]}"
-        found[name] = [f"{path}.{e}.{member}" for e in range(count) for member in stack.members]
+        path = stacked_tensor(layer, name).rpartition(".")[0]
+        members = kinds.STACKS[name].members
+        found[name] = [f"{path}.{e}.{member}" for e in range(count) for member in members]
     return found
 
 
+def stacks_experts(config: ModelConfig) -> bool:
+    """Whether checkpoints of the family have the dense weights of all experts of a layer in one.
+
+    Qwen3-MoE is published with a tensor for each projection of each expert, which transformers 5
+    writes, too. vLLM reads both.
+    """
+    return config.model_type == "qwen3_5_moe"
+
+
 def dense_modules(config: ModelConfig) -> list[str]:
-    """Returns the projections of a model that no format packs, by the paths of their modules."""
-    return [
-        layer_module(layer, member)
-        for layer in range(config.num_layers)
-        for fused, members in kinds.fused_of(config, layer).items()
-        if not kinds.WEIGHTS[fused].packed
-        for member in members
-    ]
+    """Returns the linear modules of a model that no format packs: projections, and routers."""
+    found = []
+    for layer in range(config.num_layers):
+        for fused, members in kinds.fused_of(config, layer).items():
+            if not kinds.WEIGHTS[fused].packed:
+                found += [layer_module(layer, member) for member in members]
+        for tensors in other_tensors(config, layer).values():
+            matrices = [name for name, shape in tensors.items() if len(shape) == 2]
+            found += [name.removesuffix(".weight") for name in matrices]
+    return found
 
 
 def peft_tensor(layer: int, projection: str, matrix: str) -> str:
     """Returns PEFT's name of an adapter matrix; `matrix` is 'a' ([R, K]) or 'b' ([N, R])."""
     return f"base_model.model.{layer_module(layer, projection)}.lora_{matrix.upper()}.weight"
+
+
+def peft_experts(layer: int, stack: str, matrix: str) -> str:
+    """Returns PEFT's name of the matrices of all experts of a stack, see `peft.expert_tensors`.
+
+    PEFT wraps the module of the experts once for each stack, the first one innermost.
+    """
+    stacks = list(kinds.STACKS)
+    wrappers = "base_layer." * (len(stacks) - 1 - stacks.index(stack))
+    path = stacked_tensor(layer, stack).rpartition(".")[0]
+    return f"base_model.model.{path}.{wrappers}lora_{matrix.upper()}.weight"
 
 
 def nested_peft(name: str) -> str:
@@ -137,7 +174,7 @@ def stored_tensors(config: ModelConfig, layer: int) -> dict[str, list[str]]:
     arrays = {norm: [f"{layer_module(layer, norm)}.weight"] for norm in LAYER_NORMS}
     for fused, members in kinds.fused_of(config, layer).items():
         arrays[fused] = [f"{layer_module(layer, member)}.weight" for member in members]
-    for stack, modules in _experts(config, layer).items():
+    for stack, modules in expert_modules(config, layer).items():
         arrays[stack] = [f"{module}.weight" for module in modules]
     return arrays | {
         array: list(tensors) for array, tensors in other_tensors(config, layer).items()
@@ -183,7 +220,7 @@ def expected_shapes(
         }
         for stack, (_, rows, columns) in kinds.stack_shapes(config, layer).items():
             shape = rows // len(kinds.STACKS[stack].members), columns
-            modules |= dict.fromkeys(_experts(config, layer)[stack], shape)
+            modules |= dict.fromkeys(expert_modules(config, layer)[stack], shape)
         for module, (outputs, inputs) in modules.items():
             if module in packed:
                 shapes[f"{module}.weight_packed"] = (outputs, inputs // 2)

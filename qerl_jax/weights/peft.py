@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from safetensors.numpy import save_file
 from qerl_jax.errors import UserError
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.layers.kinds import ALL_PROJECTIONS, projection_shapes
+from qerl_jax.policy.layers.kinds import ALL_PROJECTIONS, STACKS, projection_shapes, stack_shapes
 from qerl_jax.policy.lora import Lora, LoraConfig, targets_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.system import json_file
@@ -107,6 +108,90 @@ def fill_peft_adapter(
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     make_readable(folder / WEIGHTS_FILE)
+
+
+def expert_tensors(
+    adapters: Mapping[str, Mapping[str, np.ndarray]],
+    model_config: ModelConfig,
+    layer: int,
+    *,
+    stacked: bool,
+) -> dict[str, np.ndarray]:
+    """Returns PEFT's tensors of the adapters on the routed experts of a layer.
+
+    PEFT 0.21 drops those of a family in the other layout than its own, and says nothing: of
+    Qwen3.5-MoE it reads the stacked one alone, of Qwen3-MoE both. vLLM 0.33 reads the stacked one
+    for a Qwen3.5-MoE with a vision tower, and a pair for each projection of each expert for a text
+    model.
+
+    Args:
+        adapters: by name of a stack its matrices: 'a' [E, R, K], 'b' [E, N, R]. Projections that
+            are stacked in N share A.
+        model_config: the architecture.
+        layer: number of the layer.
+        stacked: whether all experts are in one pair, A [E R, K] and B [N, R E] in which the expert
+            is the fastest axis. These are target_parameters in the options of PEFT.
+    """
+    found = {}
+    for stack, modules in names.expert_modules(model_config, layer).items():
+        a, b = (np.asarray(adapters[stack][matrix]) for matrix in "ab")
+        if stacked:
+            found[names.peft_experts(layer, stack, "a")] = a.reshape(-1, a.shape[2])
+            found[names.peft_experts(layer, stack, "b")] = np.moveaxis(b, 0, 2).reshape(
+                b.shape[1], -1
+            )
+            continue
+        members = len(STACKS[stack].members)
+        own_a, own_b = np.repeat(a, members, axis=0), b.reshape(len(modules), -1, b.shape[2])
+        for number, module in enumerate(modules):
+            found[f"base_model.model.{module}.lora_A.weight"] = own_a[number]
+            found[f"base_model.model.{module}.lora_B.weight"] = own_b[number]
+    return found
+
+
+def take_experts(
+    folder: pathlib.Path,
+    tensors: dict[str, np.ndarray],
+    model_config: ModelConfig,
+    layer: int,
+    *,
+    rank: int,
+) -> dict[str, dict[str, jax.Array]]:
+    """Removes the adapters on the experts of a layer from the tensors of a file, of either layout.
+
+    Returns:
+        What `expert_tensors` takes, in float32.
+
+    Raises:
+        UserError: a tensor is missing or unusable, or projections that share A have others.
+    """
+    found = {}
+    shapes = stack_shapes(model_config, layer)
+    for stack, modules in names.expert_modules(model_config, layer).items():
+        experts, outputs, inputs = shapes[stack]
+        name_a, name_b = (names.peft_experts(layer, stack, matrix) for matrix in "ab")
+        if name_a in tensors:
+            a = _take(folder, tensors, name_a, (experts * rank, inputs))
+            b = _take(folder, tensors, name_b, (outputs, rank * experts))
+            b = jnp.moveaxis(b.reshape(outputs, rank, experts), 2, 0)
+            found[stack] = {"a": a.reshape(experts, rank, inputs), "b": b}
+            continue
+        rows = outputs * experts // len(modules)
+        pairs = {"A": [], "B": []}
+        for module in modules:
+            for matrix, shape in (("A", (rank, inputs)), ("B", (rows, rank))):
+                name = f"base_model.model.{module}.lora_{matrix}.weight"
+                pairs[matrix].append(_take(folder, tensors, name, shape))
+        a = jnp.stack(pairs["A"]).reshape(experts, -1, rank, inputs)
+        if not (a == a[:, :1]).all():
+            members = " and ".join(STACKS[stack].members)
+            raise UserError(
+                f"{folder}: layer {layer}: {members} of an expert have different lora_A; they must "
+                "be equal, as where PEFT trains target_parameters"
+            )
+        b = jnp.stack(pairs["B"]).reshape(experts, outputs, rank)
+        found[stack] = {"a": a[:, 0], "b": b}
+    return found
 
 
 def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig, text_config_json, to_hf_config
-from qerl_jax.policy.layers.kinds import fused_of, projection_shapes
+from qerl_jax.policy.layers.kinds import fused_of, projection_shapes, stack_shapes
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, dequantize
 from qerl_jax.system import json_file
 from qerl_jax.system.safe_files import read_bytes
@@ -151,7 +151,9 @@ def checkpoint_tensors(
 
     NVFP4 projections keep their bytes and get the names of compressed-tensors: weight_packed
     [N, K/2], weight_scale [N, K/16] and weight_global_scale [1]. Projections packed in another
-    format are dequantized. A tied head is left out.
+    format are dequantized. Packed experts have these tensors for each of their projections; dense
+    ones are stored as the family publishes them, see `names.stacks_experts`. A tied head is left
+    out.
 
     Args:
         params: the parameter tree, on the device or in NumPy; `layers` may be an iterator, which
@@ -190,8 +192,8 @@ def companion_files(
     Args:
         model: the model that is exported.
         packed: whether the projections are exported in NVFP4.
-        ignore: names of the projections that stay dense, as `names.layer_module` writes them;
-            those that no format packs always do.
+        ignore: paths of the modules of projections that stay dense; those that no format packs
+            always do.
         dtype: 'bfloat16' or 'float32', the dtype of every tensor that is not packed.
         trained: whether the policy was trained. Its scores are greedy, with the stop tokens of the
             tokenizer, and the policy is not what the base's repetition penalty makes of it.
@@ -281,27 +283,49 @@ def _layer_tensors(
     layer = jax.device_get(layer)
     others = _other_tensors(number, layer, model_config, dtype, of_norms)
     for fused, members in fused_of(model_config, number).items():
-        weight = layer[fused]
-        if isinstance(weight, QuantTensor):
-            weight = jax.device_get(checkpoint_order(weight))
-        if isinstance(weight, QuantTensor) and weight.format != "nvfp4":
-            weight = dequantize(weight, jnp.float32)
-        end = 0
-        for member in members:
-            rows = slice(end, end := end + shapes[member][0])
-            module = names.layer_module(number, member)
-            if isinstance(weight, QuantTensor):
-                yield f"{module}.weight_packed", weight.packed[rows]
-                yield f"{module}.weight_scale", weight.scales[rows]
-                yield f"{module}.weight_global_scale", weight.global_scale[rows][:1]
-            else:
-                yield f"{module}.weight", _dense(weight[rows], dtype)
+        modules = {names.layer_module(number, member): shapes[member][0] for member in members}
+        for module, part in _parts(layer[fused], modules):
+            yield from _module_tensors(module, part, dtype)
             if (bias := f"{module}.bias") in others:
                 yield bias, others.pop(bias)
+    for stack, expert_modules in names.expert_modules(model_config, number).items():
+        weight, shape = layer[stack], stack_shapes(model_config, number)[stack]
+        is_packed = isinstance(weight, QuantTensor) and weight.format == "nvfp4"
+        if is_packed or not names.stacks_experts(model_config):
+            rows = shape[0] * shape[1] // len(expert_modules)
+            for module, part in _parts(weight, dict.fromkeys(expert_modules, rows)):
+                yield from _module_tensors(module, part, dtype)
+        else:
+            # One expert after the other, as float32 has twice the bytes of the tensor.
+            experts = _parts(weight, dict.fromkeys(range(shape[0]), shape[1]))
+            dense = [next(_module_tensors("", part, dtype))[1] for _, part in experts]
+            yield names.stacked_tensor(number, stack), np.stack(dense)
     for norm in names.LAYER_NORMS:
         stored = _stored(layer[norm], norm, model_config)
         yield f"{names.layer_module(number, norm)}.weight", _dense(stored, of_norms)
     yield from others.items()
+
+
+def _parts(weight: Any, rows: Mapping[Any, int]) -> Iterator[tuple[Any, Any]]:
+    """Yields the parts of a weight, in the order of its rows, by the name of each."""
+    if isinstance(weight, QuantTensor):
+        weight = jax.device_get(checkpoint_order(weight))
+    end = 0
+    for name, count in rows.items():
+        own = slice(end, end := end + count)
+        yield name, jax.tree.map(lambda array, own=own: array[own], weight)
+
+
+def _module_tensors(module: str, weight: Any, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of one projection, which keeps the bytes of NVFP4."""
+    if isinstance(weight, QuantTensor) and weight.format == "nvfp4":
+        yield f"{module}.weight_packed", weight.packed
+        yield f"{module}.weight_scale", weight.scales
+        yield f"{module}.weight_global_scale", weight.global_scale[:1]
+    else:
+        if isinstance(weight, QuantTensor):
+            weight = dequantize(weight, jnp.float32)
+        yield f"{module}.weight", _dense(weight, dtype)
 
 
 def _other_tensors(

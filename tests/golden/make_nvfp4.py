@@ -8,7 +8,8 @@ scales) and once without that rounding (`logits_float32`).
 
 Besides random weights, the source has difficult cases for a quantizer: blocks of zeros and of
 negative zeros, blocks whose scale underflows, an outlier, rounding ties, and fused projections that
-differ in their largest weight.
+differ in their largest weight. llm-compressor quantizes each expert of a mixture alone and stores a
+tensor for each of its projections.
 
 Needs Python 3.11, torch==2.13.0 (CPU), llmcompressor==0.14.0.1 (with compressed-tensors==0.19.0 and
 transformers==5.17.0), safetensors==0.8.0:
@@ -20,6 +21,7 @@ Without a name it writes all folders.
 
 import json
 import pathlib
+import re
 import sys
 import tempfile
 
@@ -61,8 +63,17 @@ CONFIGS = {
         "tie_word_embeddings": False,
     },
 }
-# What llm-compressor's examples leave in 16 bits.
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+CONFIGS |= {
+    "qwen3_moe": CONFIGS["qwen3"] | EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "qwen3_5_moe": CONFIGS["qwen3_5"]
+    | EXPERTS
+    | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 32},
+}
+# What llm-compressor's examples leave in 16 bits; of a mixture but its shared expert.
 IGNORED = {"qwen3_5": ["re:.*lm_head", "re:.*linear_attn.*"]}
+IGNORED["qwen3_moe"] = ["lm_head", "re:.*mlp.gate$"]
+IGNORED["qwen3_5_moe"] = [*IGNORED["qwen3_5"], "re:.*mlp.gate$", "re:.*shared_expert_gate$"]
 
 
 def randomize(model, generator):
@@ -70,7 +81,7 @@ def randomize(model, generator):
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            centered = model.config.model_type == "qwen3_5_text" and "linear_attn" not in name
+            centered = "qwen3_5" in model.config.model_type and "linear_attn" not in name
             values = 0.5 * values + (0 if centered else 1)
         elif name.endswith(("A_log", "dt_bias", "conv1d.weight")):
             values = 0.5 * values
@@ -79,16 +90,43 @@ def randomize(model, generator):
         elif name.endswith("bias"):
             values = 0.5 * values
         elif "_proj" in name:
-            size = 0.5 + torch.rand((), generator=generator)
-            values = size * values / parameter.shape[1] ** 0.5
-            values[0, :16] = 0
-            values[1, :16] = -0.0
-            values[2, :16] *= 1e-4
-            values[3, 16:32] *= 1e-6
-            values[4, 5] = 4 * size
-            # Sixteenths of the block's largest weight, which are ties between code points.
-            values[5, 16:32] = torch.arange(-8, 8) / 8 * size
+            stacked = values.flatten(0, -3) if values.ndim > 2 else values[None]
+            for expert in stacked:
+                members = 2 if name.endswith("experts.gate_up_proj") else 1
+                for member in expert.chunk(members):
+                    make_difficult(member, generator)
+        elif name.endswith("mlp.gate.weight"):
+            values = 2 * values / parameter.shape[1] ** 0.5
         parameter.copy_(values)
+
+
+def make_difficult(values, generator):
+    """Gives a projection, of random numbers, a size of its own and the difficult cases."""
+    size = 0.5 + torch.rand((), generator=generator)
+    values *= size / values.shape[1] ** 0.5
+    values[0, :16] = 0
+    values[1, :16] = -0.0
+    values[2, :16] *= 1e-4
+    values[3, 16:32] *= 1e-6
+    values[4, 5] = 4 * size
+    # Sixteenths of the block's largest weight, which are ties between code points.
+    values[5, 16:32] = torch.arange(-8, 8) / 8 * size
+
+
+def stacked_experts(tensors):
+    """Returns the tensors with those of all experts of a layer in one, as transformers has them."""
+    found, experts = {}, {}
+    for name, tensor in tensors.items():
+        if not (match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)_proj\.weight", name)):
+            found[name] = tensor
+            continue
+        experts.setdefault(match[1], {})[match[3], int(match[2])] = tensor
+    for module, own in experts.items():
+        count = 1 + max(number for _, number in own)
+        rows = [torch.cat([own["gate", e], own["up", e]]) for e in range(count)]
+        found[f"{module}.gate_up_proj"] = torch.stack(rows)
+        found[f"{module}.down_proj"] = torch.stack([own["down", e] for e in range(count)])
+    return found
 
 
 def decoded(tensors, dtype):
@@ -104,7 +142,7 @@ def decoded(tensors, dtype):
             plain[prefix] = weight.reshape(rows, columns).to(dtype).float()
         elif not name.endswith(("_scale", "_global_scale")):
             plain[name] = value.float()
-    return plain
+    return stacked_experts(plain)
 
 
 @torch.no_grad()
@@ -135,12 +173,13 @@ def main():
 
         quantized = load_file(folder / "model.safetensors")
         ids = torch.randint(options["vocab_size"], (12,), generator=generator)
-        by_library = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        by_library(ids[None])  # decompresses
         rounded = decoded(quantized, torch.bfloat16)
-        for key, weight in by_library.state_dict().items():
-            if key.endswith("_proj.weight"):
-                assert torch.equal(weight.float(), rounded[key]), key
+        if "moe" not in name:  # transformers cannot read packed experts
+            by_library = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+            by_library(ids[None])  # decompresses
+            for key, weight in by_library.state_dict().items():
+                if key.endswith("_proj.weight"):
+                    assert torch.equal(weight.float(), rounded[key]), key
         tensors = {
             "ids": ids.to(torch.int32),
             "logits_bf16": logits_of(config, rounded, ids),
