@@ -181,7 +181,7 @@ def trained_head(shape):
                 model_config=own,
                 temperature=0.7,
                 entropy_gradient=True,
-            )
+            )[:2]
         )
 
     gradient, arguments = jax.grad(loss, has_aux=True), (params.pop("lm_head"), params)

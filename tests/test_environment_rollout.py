@@ -11,51 +11,17 @@ import numpy as np
 import pytest
 import tiny_rollout
 from tiny_model import random_lora, random_tokens, tiny_policy
-from tiny_rollout import KEY, PROMPTS, conversation_logprobs
+from tiny_rollout import KEY, PROMPTS, TURNS, Dialog, conversation_logprobs
 
 from qerl_jax.environments.roles import CONTEXT, DONE, ENVIRONMENT, OPEN, SAMPLED, TOKENS, Reply
 from qerl_jax.policy.layers import attention
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import row as rows
 from qerl_jax.rollout import scheduler, shapes
-from qerl_jax.rollout.config import TurnConfig
 from qerl_jax.rollout.scheduler import Scheduler
 
 EOS = tuple(range(20, 30))  # a third of the vocabulary: turns end soon
-TURNS = TurnConfig(max_turns=3, turn_tokens=6, reply_tokens=8, context_tokens=32)
 GROUP = 4
-
-
-@dataclasses.dataclass
-class Dialog:
-    """Replies with tokens that depend on the row and the turn, at once or after a while."""
-
-    seconds: float = 0.0
-    turns: dict = dataclasses.field(default_factory=dict)
-    due: list = dataclasses.field(default_factory=list)
-
-    def submit(self, turn):
-        number = self.turns.setdefault(turn.row, []).append(turn) or len(self.turns[turn.row])
-        ids = random_tokens(2 + (turn.row + number) % 7, seed=100 * turn.row + number).tolist()
-        if not turn.space:
-            reply = Reply(turn.row, (), turn.limit)
-        elif number == TURNS.max_turns:
-            reply = Reply(turn.row, (), DONE)
-        elif len(ids) > turn.space:
-            reply = Reply(turn.row, (), CONTEXT)
-        else:
-            reply = Reply(turn.row, ids, OPEN)
-        # Rows differ in their time, so that they come back in another order.
-        self.due.append((time.monotonic() + self.seconds * (1 + turn.row % 3), reply))
-
-    def replies(self, seconds):
-        ends = time.monotonic() + (seconds if self.due else 0)
-        while not (ready := [x for x in self.due if x[0] <= time.monotonic()]):
-            if time.monotonic() >= ends:
-                return []
-            time.sleep(0.001)
-        self.due = [x for x in self.due if x not in ready]
-        return [reply for _, reply in ready]
 
 
 @functools.cache

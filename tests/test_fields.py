@@ -80,7 +80,7 @@ IMPLEMENTED = {
 }
 # Names that no module has in a table.
 COMPARED_IN_PLACE = {
-    *("data.curriculum", "rollout.dequantize", "aqn.correction"),
+    *("data.curriculum", "rollout.dequantize", "aqn.correction", "rl.routing_replay"),
     "model.calibration",
 }
 
@@ -100,7 +100,7 @@ RESUMED = {
     "free": {
         *("steps", "checkpoint.every", "checkpoint.keep", "profile.start", "profile.stop"),
         *("log.completions", "log.tensorboard", "log.wandb", "log.trackio", "log.project"),
-        *("log.group", "log.print_completions"),
+        *("log.group", "log.print_completions", "rl.routing_check_every"),
     },
 }
 

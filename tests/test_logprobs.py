@@ -132,7 +132,8 @@ def test_packed_logprobs_are_those_of_rows(in_turns, chunk_bytes):
     ours, count = buffer(in_turns), (SAMPLED if in_turns else MASK).sum()
     assert ours.mask.tolist() == [1.0] * count + [0.0] * (len(ours.mask) - count)
     rows = completion_logprobs(params, lora, 0.7)
-    packed = logprobs_lib.packed_logprobs(params, lora, ours, model_config=config, temperature=0.7)
+    options = {"model_config": config, "temperature": 0.7}
+    *packed, _ = logprobs_lib.packed_logprobs(params, lora, ours, **options)
     for whole, part in zip(rows, packed, strict=True):
         np.testing.assert_allclose(part[:count], in_buffer(whole, ours), atol=1e-5)
         assert np.isfinite(part).all()
@@ -163,7 +164,7 @@ def test_gradients_are_those_of_a_log_softmax(tied, chunk_bytes, entropy_gradien
         return value, (logprobs * packed.mask, entropies * packed.mask)
 
     def ours(params, lora):
-        return loss(logprobs_lib.packed_logprobs(params, lora, packed, **options))
+        return loss(logprobs_lib.packed_logprobs(params, lora, packed, **options)[:2])
 
     def direct(params, lora):
         hidden, _ = transformer.packed_hidden_states(
@@ -192,7 +193,7 @@ def test_a_frozen_head_is_not_copied(monkeypatch):
     config, params, _, lora = policy()
 
     def loss(lora, params):
-        chosen, _ = logprobs_lib.packed_logprobs(
+        chosen, *_ = logprobs_lib.packed_logprobs(
             params, lora, buffer(), model_config=config, temperature=1.0
         )
         return chosen.sum()

@@ -116,7 +116,7 @@ def test_metrics():
     config, params, lora = policy()
     ours, entropies = (
         np.asarray(x)[buffer.mask > 0]
-        for x in packed_logprobs(params, lora, buffer, model_config=config, temperature=1.0)
+        for x in packed_logprobs(params, lora, buffer, model_config=config, temperature=1.0)[:2]
     )
     old, recorded = (x[buffer.mask > 0] for x in (buffer.old_logprobs, buffer.rollout_logprobs))
     expected = {

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Generator, Sequence
 
 import jax
@@ -10,15 +11,17 @@ import numpy as np
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.compile.run_cache import set_cache_folder
+from qerl_jax.environments.roles import CONTEXT, DONE, OPEN, Reply
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rl.logprobs import completion_logprobs
-from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.progress import RolloutProgress
 from qerl_jax.rollout.sampler import Sampler
 
 PAD = 0
 PROMPTS = [list(random_tokens(length, seed=length)) for length in (5, 2, 9)]
 KEY = jax.random.key(5)
+TURNS = TurnConfig(max_turns=3, turn_tokens=6, reply_tokens=8, context_tokens=32)
 
 
 def letters(ids):
@@ -39,6 +42,38 @@ class TinyTokenizer:
 
     def has_special(self, text):
         return False
+
+
+@dataclasses.dataclass
+class Dialog:
+    """Replies with tokens that depend on the row and the turn, at once or after a while."""
+
+    seconds: float = 0.0
+    turns: dict = dataclasses.field(default_factory=dict)
+    due: list = dataclasses.field(default_factory=list)
+
+    def submit(self, turn):
+        number = self.turns.setdefault(turn.row, []).append(turn) or len(self.turns[turn.row])
+        ids = random_tokens(2 + (turn.row + number) % 7, seed=100 * turn.row + number).tolist()
+        if not turn.space:
+            reply = Reply(turn.row, (), turn.limit)
+        elif number == TURNS.max_turns:
+            reply = Reply(turn.row, (), DONE)
+        elif len(ids) > turn.space:
+            reply = Reply(turn.row, (), CONTEXT)
+        else:
+            reply = Reply(turn.row, ids, OPEN)
+        # Rows differ in their time, so that they come back in another order.
+        self.due.append((time.monotonic() + self.seconds * (1 + turn.row % 3), reply))
+
+    def replies(self, seconds):
+        ends = time.monotonic() + (seconds if self.due else 0)
+        while not (ready := [x for x in self.due if x[0] <= time.monotonic()]):
+            if time.monotonic() >= ends:
+                return []
+            time.sleep(0.001)
+        self.due = [x for x in self.due if x not in ready]
+        return [reply for _, reply in ready]
 
 
 @functools.cache

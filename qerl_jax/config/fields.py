@@ -825,6 +825,22 @@ FIELDS: tuple[Section | Field, ...] = (
         limits=(0,),
         read_if=_DYNAMIC_SAMPLING,
     ),
+    Field(
+        "rl.routing_replay",
+        "rollout",
+        "Of a mixture of experts: 'rollout' (R3, arXiv 2510.11370): updates take the experts that "
+        "each token had in the rollout, with weights by the router's own logits; 'none': the "
+        "routers choose again, and numbers that are rounded otherwise choose others.",
+        choices=("rollout", "none"),
+    ),
+    Field(
+        "rl.routing_check_every",
+        0,
+        "Steps between measurements of the log-prob difference to the rollout without replay, each "
+        "a forward pass over one buffer; 0: off.",
+        limits=(0,),
+        resume="free",
+    ),
     Field("rl.mask_truncated", False, "leave unfinished completions out of the loss"),
     Field(
         "rl.overlong_buffer",

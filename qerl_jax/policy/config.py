@@ -5,6 +5,8 @@ import hashlib
 import math
 from typing import Any
 
+import numpy as np
+
 from qerl_jax.errors import UserError
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_5", "qwen3_moe", "qwen3_5_moe")
@@ -191,6 +193,12 @@ class ModelConfig:
             if (value := getattr(self, field.name)) != field.default
         }
         return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+
+    def empty_routes(self, *shape: int) -> np.ndarray:
+        """Returns zeros [*shape, L, k] in place of the experts of tokens, in as few bytes."""
+        assert self.experts is not None
+        dtype = np.min_scalar_type(self.experts.count - 1)
+        return np.zeros((*shape, self.num_layers, self.experts.top_k), dtype)
 
     def __post_init__(self):
         for field in ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "max_position"):

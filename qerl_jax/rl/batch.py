@@ -36,6 +36,9 @@ class TrainBatch:
             completion.
         sampled: float32 [B, C] mask, 1 for the tokens that the policy sampled. All tokens of a
             completion are, but for those of an environment.
+        routes: object [B], of each completion the experts [C, L, k] of the token before each of its
+            tokens, as in `rollout.completions.Rollout`; None to let the routers choose.
+        prompt_routes: object [B], those of the tokens of each prompt [P, L, k]; None as well.
     """
 
     tokens: Array
@@ -46,6 +49,8 @@ class TrainBatch:
     weights: Array
     rollout_logprobs: Array
     sampled: Array
+    routes: Array = None
+    prompt_routes: Array = None
 
 
 class SampledRows(Protocol):
@@ -59,6 +64,9 @@ class SampledRows(Protocol):
     # int [B, M] where each token comes from, see `environments.roles`; None where the policy
     # sampled all of them.
     roles: Array | None
+    # object [B] of a mixture of experts, see `TrainBatch`; None where they are not recorded.
+    routes: Array
+    prompt_routes: Array
 
 
 def draw_mini_batches(
@@ -166,4 +174,6 @@ def make_batch(
         weights=weights,
         rollout_logprobs=rollout_logprobs,
         sampled=sampled.astype(np.float32),
+        routes=getattr(rollout, "routes", None),
+        prompt_routes=getattr(rollout, "prompt_routes", None),
     )

@@ -64,6 +64,9 @@ def functions(
         "apply_gradient": _apply_gradient(optimizer, mesh),
         "buffer_logprobs": _on_each(train_step.buffer_logprobs, mesh, **policy),
         "buffer_kl": _on_each(train_step.buffer_kl, mesh, gathers=True, **policy),
+        "own_routes_difference": _on_each(
+            train_step.own_routes_difference, mesh, gathers=True, **policy
+        ),
     }
 
 
@@ -81,6 +84,8 @@ def deal_buffers(buffers: Sequence[PackedBuffer], mesh: Mesh | None) -> list[Pac
         return list(buffers)
     count = mesh.shape[DATA]
     padding = empty_buffer(len(buffers[0].tokens))
+    if buffers[0].routes is not None:
+        padding = dataclasses.replace(padding, routes=np.zeros_like(buffers[0].routes))
     all_buffers = [*buffers, *[padding] * (-len(buffers) % count)]
     rounds = [all_buffers[start : start + count] for start in range(0, len(all_buffers), count)]
     return [

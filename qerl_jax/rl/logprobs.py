@@ -4,6 +4,7 @@ Where weights are cut between devices, each has the logits of its part of the vo
 sums over the vocabulary are then those of all devices, a number for each token.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -27,8 +28,10 @@ def packed_logprobs(
     temperature: float | jax.Array,
     recompute: tuple[str, ...] = (),
     entropy_gradient: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns the log-probability of each predicted token and the entropy of its distribution.
+
+    A mixture of experts takes the routes of the buffer, if it has them.
 
     The backward pass computes the products `recompute` of a layer again, as in
     `transformer.packed_hidden_states`. With `entropy_gradient` the entropies have a gradient, which
@@ -36,15 +39,17 @@ def packed_logprobs(
 
     Returns:
         float32 [N] log-probabilities and float32 [N] entropies, in nats, in the order of
-        `buffer.targets`. Both are finite and have no meaning outside the mask.
+        `buffer.targets`. Both are finite and have no meaning outside the mask. Of a mixture also
+        the experts that the routers would choose, int32 [L, N, k] in the order of the positions.
     """
-    hidden = _predicting_states(
+    hidden, chosen = _predicting_states(
         params, lora, buffer, model_config=model_config, recompute=recompute
     )
     count = buffer.mask.sum(dtype=jnp.int32)
-    return _logprobs_and_entropies(
+    logprobs, entropies = _logprobs_and_entropies(
         _head(params), hidden, buffer.targets, count, temperature, model_config, entropy_gradient
     )
+    return logprobs, entropies, chosen
 
 
 def packed_kl(
@@ -58,13 +63,15 @@ def packed_kl(
 ) -> jax.Array:
     """Returns the sum of KL(policy | other policy) over the predicted tokens of a buffer.
 
-    The KL is exact: it sums over the whole vocabulary. Both policies use the same LoRA.
+    The KL is exact: it sums over the whole vocabulary. Both policies use the same LoRA, and of a
+    mixture of experts the routers of each choose for themselves.
 
     Returns:
         float32 scalar, in nats.
     """
+    buffer = dataclasses.replace(buffer, routes=None)
     hidden, other = (
-        _predicting_states(p, lora, buffer, model_config=model_config)
+        _predicting_states(p, lora, buffer, model_config=model_config)[0]
         for p in (params, other_params)
     )
 
@@ -163,8 +170,12 @@ def row_divergences(
 
 
 def _predicting_states(params, lora, buffer, *, model_config, recompute=()):
-    """Returns the hidden states [N, D] of a buffer in the order of its predicted tokens."""
-    hidden, _ = transformer.packed_hidden_states(
+    """Returns the hidden states [N, D] of a buffer in the order of its predicted tokens.
+
+    And the experts [L, N, k] that the routers choose, or None.
+    """
+    routes = buffer.routes
+    hidden, chosen = transformer.packed_hidden_states(
         params,
         lora,
         buffer.tokens,
@@ -172,9 +183,10 @@ def _predicting_states(params, lora, buffer, *, model_config, recompute=()):
         buffer.segments,
         config=model_config,
         recompute=recompute,
+        routes=None if routes is None else jnp.moveaxis(routes, 1, 0).astype(jnp.int32),
     )
     # The order is a permutation, so the gradient adds nothing up.
-    return hidden.at[buffer.order].get(unique_indices=True, mode="promise_in_bounds")
+    return hidden.at[buffer.order].get(unique_indices=True, mode="promise_in_bounds"), chosen
 
 
 def _logprobs_and_entropies(head, hidden, ids, count, temperature, model_config, entropy_gradient):

@@ -59,6 +59,9 @@ class PackedBuffer:
     old_logprobs: Array
     # float32 [N] log-probabilities under the reference policy, or None.
     ref_logprobs: Array | None = None
+    # [N, L, k] experts of the token at each position in every layer, as the rollout recorded them,
+    # in the dtype of `ModelConfig.empty_routes`; None to let the routers choose.
+    routes: Array | None = None
 
 
 class Part(NamedTuple):
@@ -182,6 +185,10 @@ def _buffer(batch: TrainBatch, parts: Sequence[Part], size: int) -> PackedBuffer
     tokens, positions, ids = (np.zeros(size, np.int32) for _ in range(3))
     ids[:] = PADDING
     predicts = np.zeros(size, bool)
+    routes, recorded = None, batch.routes
+    if recorded is not None:
+        like = recorded[parts[0].rows[0]]
+        routes = np.zeros((size, *like.shape[1:]), like.dtype)
     sampled = []  # for each completion its row and the columns of the tokens that were sampled
     start = 0
     for group, (prompt, rows) in enumerate(parts):
@@ -189,11 +196,15 @@ def _buffer(batch: TrainBatch, parts: Sequence[Part], size: int) -> PackedBuffer
         tokens[start:stop] = batch.tokens[rows[0], :prompt]
         positions[start:stop] = np.arange(prompt)
         ids[start:stop] = group << PART_BITS
+        if routes is not None:
+            routes[start:stop] = batch.prompt_routes[rows[0]][:prompt]
         for number, row in enumerate(rows, start=1):
             start, stop = stop, stop + int(batch.lengths[row] - batch.prompt_lengths[row])
             tokens[start:stop] = batch.tokens[row, prompt : prompt + stop - start]
             positions[start:stop] = prompt + np.arange(stop - start)
             ids[start:stop] = group << PART_BITS | number
+            if routes is not None:
+                routes[start:stop] = recorded[row][: stop - start]
             is_sampled = batch.sampled[row, : stop - start] > 0
             predicts[start:stop] = is_sampled
             sampled.append((row, np.flatnonzero(is_sampled)))
@@ -220,6 +231,7 @@ def _buffer(batch: TrainBatch, parts: Sequence[Part], size: int) -> PackedBuffer
         weights=predicted(batch.weights[rows, columns]),
         rollout_logprobs=predicted(batch.rollout_logprobs[rows, columns]),
         old_logprobs=np.zeros(size, np.float32),
+        routes=routes,
     )
 
 

@@ -42,7 +42,7 @@ def functions(
 
     Returns:
         zero_totals, add_gradient, old_logprobs, apply_gradient, buffer_logprobs (whose policy is
-        the reference policy) and buffer_kl, as in `train_step`.
+        the reference policy), buffer_kl and own_routes_difference, as in `train_step`.
     """
     if mesh is not None:
         on_mesh = data_parallel.functions(update_config, optimizer, mesh)
@@ -55,6 +55,7 @@ def functions(
         "apply_gradient": Operation(train_step.apply_gradient, {"optimizer": optimizer}),
         "buffer_logprobs": Operation(train_step.buffer_logprobs, policy),
         "buffer_kl": Operation(train_step.buffer_kl, policy),
+        "own_routes_difference": Operation(train_step.own_routes_difference, policy),
     }
 
 
@@ -95,7 +96,7 @@ def operations(
         table[DEQUANTIZE] = Operation.of_shapes(DEQUANTIZE, *dequantize)
         dense = abstract(table[DEQUANTIZE].eval_shape(), params["embed_tokens"].sharding)
         params = transformer.dequantize_params(params, lambda _: dense)
-    buffer, bare = _buffers(buffer_tokens, mesh, has_reference=reference is not None)
+    buffer, bare = _buffers(buffer_tokens, mesh, update_config, has_reference=reference is not None)
     jitted = functions(update_config, make_optimizer(optimizer), mesh)
     temperature = np.float32(1)
 
@@ -126,6 +127,9 @@ def operations(
     if measures_kl:
         lora = state.trainable.lora
         arguments["buffer_kl"] = lambda: (params, params, lora, bare, temperature)
+    if update_config.checks_routes:
+        lora = state.trainable.lora
+        arguments["own_routes_difference"] = lambda: (params, lora, bare, temperature)
     identity: tuple = update_config, buffer_tokens, tree_signature((state, noise, reference))
     if names_function(update_config.loss.objective):
         identity = *identity, custom_loss_digest(update_config.loss.objective, buffer_tokens)
@@ -143,10 +147,12 @@ def operations(
 
 
 def _buffers(
-    buffer_tokens: int, mesh: Mesh | None, *, has_reference: bool
+    buffer_tokens: int, mesh: Mesh | None, update_config: UpdateConfig, *, has_reference: bool
 ) -> tuple[PackedBuffer, PackedBuffer]:
     """Returns a buffer of an update, and one before its reference log-probabilities are known."""
     buffer = empty_buffer(buffer_tokens)
+    if update_config.replays_routes:
+        buffer = dataclasses.replace(buffer, routes=update_config.model.empty_routes(buffer_tokens))
     if has_reference:
         buffer = dataclasses.replace(buffer, ref_logprobs=buffer.old_logprobs)
     if mesh is not None:

@@ -6,7 +6,7 @@ These functions are compiled, each once for a run, because all buffers have one 
     add_gradient     those of one more buffer; also returns its log-probabilities
     old_logprobs     the log-probabilities of a buffer before the first update of its rollout
     apply_gradient   the step of the optimizer
-    buffer_logprobs, buffer_kl    a forward pass under a frozen policy
+    buffer_logprobs, buffer_kl, own_routes_difference    a forward pass under a frozen policy
 """
 
 import dataclasses
@@ -17,9 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 
+from pallas_kernels.attention import PADDING
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn
 from qerl_jax.policy.config import ModelConfig
@@ -39,6 +41,7 @@ from qerl_jax.rl.packing import PackedBuffer, empty_buffer
 from qerl_jax.system.import_path import import_function, names_function, source_of, user_errors
 
 _ANY_SIZE = 128  # positions of a buffer whose metrics are never computed
+_EXPERT_TOKENS = "expert_tokens"  # a pair among the metrics of a mixture of experts
 
 
 @struct.dataclass
@@ -60,6 +63,8 @@ class UpdateConfig:
     # Products of a layer that the backward pass computes again, as in
     # `transformer.packed_hidden_states`.
     recompute: tuple[str, ...] = ()
+    replays_routes: bool = False  # whether buffers have the experts of the rollout's tokens
+    checks_routes: bool = False  # whether steps may measure what that changes
 
 
 @struct.dataclass
@@ -211,6 +216,14 @@ def zero_totals(trainable: Trainable, *, update_config: UpdateConfig) -> Totals:
         buffer,
         True,
     )
+    if update_config.model.experts is not None:
+        routes = update_config.model.empty_routes(_ANY_SIZE)
+        chosen = np.moveaxis(routes, 1, 0)
+        if update_config.replays_routes:
+            buffer = dataclasses.replace(buffer, routes=routes)
+        metrics |= jax.eval_shape(
+            functools.partial(_routing, model=update_config.model), chosen, buffer
+        )
     gradient = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trainable)
     return Totals(loss=jnp.float32(0), gradient=gradient, metrics=zero_metrics(metrics))
 
@@ -240,7 +253,7 @@ def add_gradient(
     """
 
     def buffer_loss(trainable):
-        logprobs, entropies = packed_logprobs(
+        logprobs, entropies, chosen = packed_logprobs(
             current_policy(params, trainable, noise),
             trainable.lora,
             buffer,
@@ -250,6 +263,8 @@ def add_gradient(
             entropy_gradient=update_config.loss.entropy_coef != 0,
         )
         value, metrics = _loss(logprobs, entropies, buffer, first, loss_config=update_config.loss)
+        if chosen is not None:
+            metrics |= _routing(chosen, buffer, model=update_config.model)
         return value, (metrics, logprobs)
 
     (value, (metrics, logprobs)), gradient = jax.value_and_grad(buffer_loss, has_aux=True)(
@@ -303,6 +318,38 @@ def _loss(logprobs, entropies, buffer, first, *, loss_config):
     return value, metrics | {"train_entropy": (entropy, buffer.mask.sum())}
 
 
+def _routing(chosen, buffer, *, model):
+    """Metrics of the routes of a buffer, given those [L, N, k] that the routers choose.
+
+    `expert_tokens` has the tokens of each expert [L, E], of which `_summarize` makes the rest.
+    """
+    is_token, metrics = buffer.segments.ids != PADDING, {}
+    taken, count = chosen, is_token.sum().astype(jnp.float32)
+    if buffer.routes is not None:
+        taken = jnp.moveaxis(buffer.routes, 1, 0).astype(chosen.dtype)
+        same = (taken[..., :, None] == chosen[..., None, :]).any(axis=-1).all(axis=-1)
+        differ = (~same & is_token).sum().astype(jnp.float32)
+        metrics["routes_differ"] = differ, count * model.num_layers
+    has_expert = taken[..., None] == jnp.arange(model.experts.count)
+    tokens = (has_expert & is_token[:, None, None]).sum(axis=(1, 2)).astype(jnp.float32)
+    return metrics | {_EXPERT_TOKENS: (tokens, count)}
+
+
+def _summarize(metrics):
+    """The scalars of the metrics of an update.
+
+    Of the tokens of the experts, the largest part over that of uniform routes, and the number of
+    experts without a token; NaN where there are no tokens.
+    """
+    scalars = summarize_metrics(metrics)
+    if (shares := scalars.pop(_EXPERT_TOKENS, None)) is not None:
+        uniform = shares.sum(axis=-1, keepdims=True) / shares.shape[-1]
+        scalars["expert_load_max"] = (shares / uniform).max()
+        unused = (shares == 0).sum().astype(jnp.float32)
+        scalars["experts_unused"] = jnp.where(jnp.isnan(shares[0, 0]), jnp.nan, unused)
+    return scalars
+
+
 @functools.partial(jax.jit, static_argnames="optimizer", donate_argnames="state")
 def apply_gradient(
     state: TrainState, totals: Totals, *, optimizer: optax.GradientTransformation
@@ -315,7 +362,9 @@ def apply_gradient(
 
     Returns:
         The new state and scalar metrics: loss, grad_norm (before the clip), update_skipped,
-        train_entropy, and the metrics of `policy_loss`.
+        train_entropy, and the metrics of `policy_loss`; of a mixture of experts also routes_differ
+        (the part of all tokens and layers in which the routers would choose others than the
+        rollout), expert_load_max and experts_unused.
     """
     grad_norm = optax.tree.norm(totals.gradient)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(totals.loss)
@@ -336,7 +385,7 @@ def apply_gradient(
         "loss": totals.loss,
         "grad_norm": grad_norm,
         "update_skipped": ~finite,
-        **summarize_metrics(totals.metrics),
+        **_summarize(totals.metrics),
     }
 
 
@@ -369,3 +418,27 @@ def buffer_kl(
     return packed_kl(
         params, other_params, lora, buffer, model_config=model_config, temperature=temperature
     )
+
+
+@functools.partial(jax.jit, static_argnames="model_config")
+def own_routes_difference(
+    params: dict,
+    lora: Lora | None,
+    buffer: PackedBuffer,
+    temperature: jax.Array,
+    *,
+    model_config: ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns how far log-probabilities are from the rollout's if the routers choose by themselves.
+
+    Returns:
+        float32 sum over the predicted tokens of a buffer of |log-prob - recorded log-prob|, in
+        nats, and float32 number of tokens.
+    """
+    free = dataclasses.replace(buffer, routes=None)
+    logprobs, *_ = packed_logprobs(
+        params, lora, free, model_config=model_config, temperature=temperature
+    )
+    has_record = (buffer.mask > 0) & ~jnp.isnan(buffer.rollout_logprobs)
+    distance = jnp.abs(logprobs - buffer.rollout_logprobs)
+    return jnp.where(has_record, distance, 0.0).sum(), has_record.sum().astype(jnp.float32)

@@ -8,6 +8,7 @@ import numpy as np
 from flax import struct
 
 from qerl_jax.environments.roles import ANSWER, DONE, ENVIRONMENT, SAMPLED
+from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rollout.config import SamplingConfig, Tokenizer, TurnConfig
 from qerl_jax.rollout.decode import Samples
 from qerl_jax.rollout.row import Row, array_of
@@ -29,6 +30,10 @@ class Rollout:
         roles: int8 [B, C], whether the policy sampled a token or an environment wrote it, see
             `environments.roles`; None where the policy sampled all of them.
         endings: int8 [B], what ended a conversation, see `environments.roles`; None without one.
+        routes: object [B], of each completion the experts [C, L, k] in every layer of the token
+            before each of its tokens, which is the one that predicts it; None if not recorded.
+        prompt_routes: object [B], those of the tokens of each prompt [P, L, k], which the rows of a
+            group share; None if not recorded.
     """
 
     tokens: Array
@@ -38,6 +43,8 @@ class Rollout:
     entropies: Array
     roles: Array | None = None
     endings: Array | None = None
+    routes: Array = None
+    prompt_routes: Array = None
 
     @property
     def sampled_lengths(self) -> Array:
@@ -78,6 +85,8 @@ class Completions:
         sampling: SamplingConfig,
         tokenizer: Tokenizer,
         turns: TurnConfig | None = None,
+        *,
+        routed: ModelConfig | None = None,
     ) -> None:
         width = sampling.max_new_tokens if turns is None else turns.context_tokens
         self.pad_id, self.temperature = tokenizer.pad_id, sampling.divisor
@@ -97,7 +106,13 @@ class Completions:
             entropies=np.zeros((rows, width), np.float32),
             roles=None if turns is None else np.zeros((rows, width), np.int8),
             endings=None if turns is None else np.zeros(rows, np.int8),
+            routes=None if routed is None else np.empty(rows, object),
+            prompt_routes=None if routed is None else np.empty(rows, object),
         )
+        if routed is not None:
+            # Pages of which nothing is written take no memory.
+            self.rollout.routes[:] = [routed.empty_routes(width) for _ in range(rows)]
+        self._prompt_routes: dict[int, np.ndarray] = {}  # by group
         self.ended = np.zeros(rows, bool)
         self.tokens = self.turns = 0
 
@@ -128,11 +143,34 @@ class Completions:
         rollout.entropies[index] = samples.entropies[indices[i], step]
         if rollout.roles is not None:
             rollout.roles[index] = SAMPLED
+        if samples.routes is not None:
+            routes = np.asarray(samples.routes)[indices]
+            self._append_routes(rows, routes, tokens.shape[1], counts)
         rollout.lengths[numbers] = starts + counts
         self.tokens += int(counts.sum())
         self.turns += int((starts == array_of(rows, "start")).sum())
         ended = np.flatnonzero(complete | (counts == most))
         return {rows[i]: bool(complete[i]) for i in ended.tolist()}
+
+    def _append_routes(
+        self, rows: Sequence[Row], routes: np.ndarray, steps: int, counts: np.ndarray
+    ) -> None:
+        """Writes down the routes [N, W, L, k] of some samples, and of replies before them."""
+        first = routes.shape[1] - steps  # column of the first sample
+        for row, own, count in zip(rows, routes, counts.tolist(), strict=True):
+            reply = len(row.reply) if first else 0
+            end = int(self.rollout.lengths[row.number]) + count
+            written = self.rollout.routes[row.number][end - count - reply : end]
+            written[:] = own[first - reply : first + count]
+
+    def append_prompts(self, rows: Sequence[Row], sources: np.ndarray, routes: np.ndarray) -> None:
+        """Writes down the routes [P, T, L, k] of prompts, given the prompt [N] of each row."""
+        for row, source in zip(rows, sources.tolist(), strict=True):
+            of_group = self._prompt_routes.get(row.group)
+            if of_group is None:
+                of_group = routes[source, : len(row.prompt)].copy()
+                self._prompt_routes[row.group] = of_group
+            self.rollout.prompt_routes[row.number] = of_group
 
     def turn(self, row: Row) -> np.ndarray:
         """Returns the sampled tokens of a row's turn."""

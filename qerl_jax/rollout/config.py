@@ -151,6 +151,7 @@ class EngineConfig:
         num_prompts: number of prompts of the largest rollout, so that rollouts of fewer prompts use
             the same programs; 0 is the number of prompts of each rollout.
         prefill_prompts: largest number of prompts in one prefill; 0 is as many as the memory holds.
+        records_routes: whether a rollout of a mixture of experts has the experts of its tokens.
         compact: 'often' moves the rows to a smaller batch whenever a fifth to a third of them have
             ended; 'once' does so only when a quarter is left, so that few programs are compiled.
 
@@ -167,6 +168,7 @@ class EngineConfig:
     shared_tokens: int = 0
     num_prompts: int = 0
     prefill_prompts: int = 0
+    records_routes: bool = False
     compact: str = "often"
 
     def __post_init__(self) -> None:

@@ -46,6 +46,7 @@ class DecodeConfig:
     # Number of tokens at which the first turn of a row is cut off; None where rows do not talk to
     # environments.
     turn_limit: int | None = None
+    records_routes: bool = False  # whether samples have the experts of tokens
 
 
 def decode_config(
@@ -64,6 +65,7 @@ def decode_config(
         eos_ids=tuple(tokenizer.eos_ids),
         dequantize=engine.dequantize,
         turn_limit=None if turns is None else turns.next_turn(0, 0, sampling.max_new_tokens),
+        records_routes=engine.records_routes and model.experts is not None,
     )
 
 
@@ -97,6 +99,7 @@ class Prefilled:
 
     logits: jax.Array  # float32 [P, V] after the last token of each prompt
     cache: Cache  # what each prompt keeps, with T cache positions
+    routes: jax.Array | None = None  # [P, T, L, k], the experts of each token, if recorded
 
 
 class CacheRows(NamedTuple):
@@ -122,12 +125,15 @@ class NextTurns(NamedTuple):
 class Samples:
     """Sampled tokens [R, steps] with log-probabilities and entropies, as in `sampling.sample`.
 
-    Values past the end of a row are undefined.
+    Values past the end of a row are undefined. The routes [R, W, L, k] are the experts of the token
+    before each sample, in the columns at the end. In the W - steps columns before them, those of a
+    turn that an environment began have the routes before what it wrote.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
     entropies: jax.Array
+    routes: jax.Array | None = None
 
 
 def empty_state(
@@ -169,7 +175,9 @@ def empty_state(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model_config", "dtype", "width", "shared"), compiler_options=UNTUNED
+    jax.jit,
+    static_argnames=("model_config", "dtype", "width", "shared", "records_routes"),
+    compiler_options=UNTUNED,
 )
 def prefill(
     params: dict,
@@ -181,6 +189,7 @@ def prefill(
     dtype: jnp.dtype,
     width: int,
     shared: int,
+    records_routes: bool = False,
 ) -> Prefilled:
     """Computes the logits of prompts and what they keep.
 
@@ -194,9 +203,10 @@ def prefill(
         width: T >= W, cache positions of a prompt, so that `insert_rows` does not depend on W.
         shared: number of tokens that all prompts begin with, less than all lengths. They are
             computed once, and the prompts are extended from them.
+        records_routes: whether the result has the experts of the tokens.
     """
     whole = (tokens, lengths) if not shared else (tokens[:1, :shared], jnp.full(1, shared))
-    logits, cache, _ = transformer.prefill(
+    logits, cache, routes = transformer.prefill(
         params, lora, *whole, config=model_config, cache_positions=width
     )
     if shared:
@@ -204,16 +214,25 @@ def prefill(
         positions = jnp.arange(shared, tokens.shape[1])
         positions = jnp.where(positions < lengths[:, None], positions, width)
         fused = lora_lib.fuse(lora, model_config, params["embed_tokens"].dtype)
-        logits, cache, _ = transformer.extend(
+        logits, cache, further = transformer.extend(
             *(params, fused, tokens[:, shared:]),
             NewTokens(positions, lengths - shared - 1),
             cache,
             config=model_config,
         )
+        if records_routes:
+            assert routes is not None
+            assert further is not None
+            routes = jnp.repeat(routes, len(tokens), axis=1)
+            routes = jnp.concatenate([routes, further], axis=2)
 
     stored = kinds.row_shapes(model_config, width, dtype)
     layers = jax.tree.map(lambda x, row: to_cache(x, row.dtype), cache.layers, stored)
-    return Prefilled(logits=logits, cache=Cache(layers=layers, lengths=lengths))
+    prefilled = Prefilled(logits=logits, cache=Cache(layers=layers, lengths=lengths))
+    if not records_routes:
+        return prefilled
+    padding = (0, 0), (0, width - tokens.shape[1]), (0, 0), (0, 0)
+    return dataclasses.replace(prefilled, routes=jnp.pad(_recorded(routes, model_config), padding))
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -251,6 +270,9 @@ def insert_rows(
         ended=put(state.ended, config.turn_limit == 1 or _ends(samples.tokens, config)),
         limits=None if state.limits is None else put(state.limits, config.turn_limit),
     )
+    if prefilled.routes is not None:
+        last = prefilled.routes[sources, cache.lengths[sources] - 1]
+        samples = dataclasses.replace(samples, routes=last)
     return state, jax.tree.map(lambda x: x[:, None], samples)
 
 
@@ -304,10 +326,12 @@ def decode_chunk(
 
     def step(carry, _):
         cache, counts, last, ended = carry
-        logits, cache, _ = transformer.decode_step(
+        logits, cache, routes = transformer.decode_step(
             params, lora_layers, last, cache, config=config.model
         )
         samples = _sample(key, logits, rows, counts, temperature, config)
+        if config.records_routes:
+            samples = dataclasses.replace(samples, routes=_recorded(routes, config.model))
         counts = counts + 1
         ended |= _ends(samples.tokens, config) | (counts >= limits)
         return (_without_keys(cache, ended), counts, samples.tokens, ended), samples
@@ -324,12 +348,12 @@ def decode_chunk(
         last=state.last.at[slots].set(last),
         ended=state.ended.at[slots].set(ended),
     )
-    return state, jax.tree.map(lambda x: x.T, samples)
+    return state, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), samples)
 
 
 @functools.partial(
     jax.jit,
-    static_argnames="model_config",
+    static_argnames=("model_config", "records_routes"),
     donate_argnames="layers",
     compiler_options=UNTUNED,
 )
@@ -341,17 +365,24 @@ def extend_rows(
     new: NewTokens,
     *,
     model_config: ModelConfig,
-) -> tuple[jax.Array, list[Kept]]:
+    records_routes: bool = False,
+) -> tuple[jax.Array, list[Kept], jax.Array | None]:
     """Appends tokens [N, T] that were not sampled to N of R cache rows.
 
     `layers` are what the R rows keep; they are donated. `new` has the cache row and the positions
-    of the tokens. Returns float32 logits [N, V] after the last token, and the layers.
+    of the tokens. Returns float32 logits [N, V] after the last token, the layers, and the routes
+    [N, T, L, k] of the tokens, whose last one is in the last column, or None if they are not
+    recorded.
     """
     cache = Cache(layers=layers, lengths=new.last)
-    logits, cache, _ = transformer.extend(
+    logits, cache, routes = transformer.extend(
         params, lora_layers, tokens, new, cache, config=model_config
     )
-    return logits, cache.layers
+    if not records_routes:
+        return logits, cache.layers, None
+    columns = jnp.maximum(new.last[:, None] + jnp.arange(1 - tokens.shape[1], 1), 0)
+    routes = _recorded(routes, model_config)[jnp.arange(len(tokens))[:, None], columns]
+    return logits, cache.layers, routes
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -427,6 +458,11 @@ def row_shape(x: jax.Array) -> RowShape:
 def gather_rows(x: jax.Array, indices: jax.Array | np.ndarray) -> jax.Array:
     """Returns N rows of an array [R, ...] by their int32 [N] indices."""
     return x[indices]
+
+
+def _recorded(routes, model_config):
+    """Routes [..., L, k] in few bytes, of those of a forward pass [L, ..., k]."""
+    return jnp.moveaxis(routes, 0, -2).astype(model_config.empty_routes().dtype)
 
 
 @jax.named_scope("sampling")

@@ -59,6 +59,7 @@ def operations(
     model, dtype, steps = config.model, shapes.dtype, shapes.chunk_steps
     num_prompts, widest = shapes.prefill_batch, shapes.prompt_widths[-1]
     compute, sharding, mesh = params["embed_tokens"].dtype, key.sharding, mesh_of(params)
+    recorded = {"records_routes": config.records_routes}
     on_devices = functools.partial(_abstract_on_devices, mesh, sharding)
     functions = decode if mesh is None else tensor_parallel.functions(mesh)
     rows = shapes.batch_sizes[0]
@@ -96,7 +97,8 @@ def operations(
         "prefill",
         [(width,) for width in shapes.prompt_widths],
         functions.prefill,
-        {"model_config": model, "dtype": dtype, "width": widest, "shared": shapes.shared_tokens},
+        {"model_config": model, "dtype": dtype, "width": widest, "shared": shapes.shared_tokens}
+        | recorded,
         lambda width: (dense(), lora, _int32(num_prompts, width), _int32(num_prompts)),
         others=(num_prompts, config.dequantize),
     )
@@ -216,7 +218,7 @@ def _add_extensions(
         "extend",
         shapes.extensions,
         decode.extend_rows,
-        {"model_config": config.model},
+        {"model_config": config.model, "records_routes": config.records_routes},
         lambda count, width: (
             *(dense(), on_devices(result("fuse_adapter")), layers, _int32(count, width)),
             # pyrefly: ignore[bad-argument-type]

@@ -145,7 +145,7 @@ class Sampler:
             return (yield from steps_on(0))
         rows = [rows_of(share, self.group_size) for share in shares]
         size = len(prompts) * self.group_size
-        whole = Completions(size, self.sampling, self.tokenizer)
+        whole = self._completions(size)
         busy = [number for number, share in enumerate(shares) if len(share)] or [0]
         latest: dict[int, RolloutProgress] = {}
         steps = in_threads([lambda number=number: steps_on(number) for number in busy])
@@ -238,6 +238,12 @@ class Sampler:
         arguments = model_config, self.sampling, self.engine, self.tokenizer, self.turns
         return shapes, decode_config(*arguments)
 
+    def _completions(self, rows: int) -> Completions:
+        """Returns completions without a token."""
+        model = self.model_config
+        routed = model if self.engine.records_routes and model.experts else None
+        return Completions(rows, self.sampling, self.tokenizer, self.turns, routed=routed)
+
     def _turn_policy(self, dialog: Dialog | None) -> TurnPolicy:
         """Returns what rows do after a turn."""
         limit = self.sampling.max_new_tokens
@@ -273,7 +279,7 @@ class Sampler:
             rows,
             turns=turns,
             programs=RolloutPrograms(shapes, config, table),
-            completions=Completions(len(rows), self.sampling, self.tokenizer, self.turns),
+            completions=self._completions(len(rows)),
         )
         try:
             while not scheduler.has_ended:

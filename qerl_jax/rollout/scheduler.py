@@ -42,6 +42,8 @@ class _InFlight(NamedTuple):
     indices: np.ndarray
     turns: list[int]
     samples: Samples
+    # The prompt of each row among those prefilled, and their routes, with the first samples.
+    prompts: tuple[np.ndarray, jax.Array] | None = None
 
 
 class Scheduler:
@@ -179,7 +181,9 @@ class Scheduler:
         """Waits for the oldest `count` samples in flight, and ends the turns that end in them."""
         turns_ended: dict[Row, bool] = {}  # and whether they are complete
         for _ in range(count):
-            rows, indices, turns, samples = self.in_flight.pop(0)
+            rows, indices, turns, samples, prompts = self.in_flight.pop(0)
+            if prompts is not None:
+                self._completions.append_prompts(rows, *jax.device_get(prompts))
             is_current = [row.turn == turn for row, turn in zip(rows, turns, strict=True)]
             rows = list(itertools.compress(rows, is_current))
             ended = self._completions.append(rows, indices[is_current], jax.device_get(samples))
@@ -286,7 +290,9 @@ class Scheduler:
             identities,
             self._completions.temperature,
         )
-        self._enqueue(rows, np.arange(len(rows)), samples)
+        routes = self._prefilled.routes  # pyrefly: ignore[missing-attribute]
+        prompts = None if routes is None else (sources[:count], routes)
+        self._enqueue(rows, np.arange(len(rows)), samples, prompts)
         if not (self._waiting and self._waiting[0].group in self._sources):
             self._prefilled = None  # Frees its memory before others are prefilled.
         return count
@@ -351,7 +357,7 @@ class Scheduler:
             slots[i], cache_rows[i] = self._slots[row.cache_row], row.cache_row
             identities[i], counts[i] = row.identity, row.sampled
             limits[i] = row.sampled + row.limit - row.start
-        logits, layers = self._programs["extend", count, width](
+        logits, layers, routes = self._programs["extend", count, width](
             self._params,
             self._lora_layers,
             self._state.layers,
@@ -366,7 +372,7 @@ class Scheduler:
             self._completions.temperature,
         )
         self._state = dataclasses.replace(state, layers=layers)
-        self._enqueue(rows, np.arange(len(rows)), samples)
+        self._enqueue(rows, np.arange(len(rows)), dataclasses.replace(samples, routes=routes))
 
     def _compact_cache(self, order: np.ndarray, sizes: tuple[int, int]) -> None:
         """Gathers cache rows of the arrays of all layers, and frees these one after the other."""
@@ -383,9 +389,15 @@ class Scheduler:
     def _lora_layers(self) -> list[dict]:
         return self._programs["fuse_adapter"](self._lora)
 
-    def _enqueue(self, rows: Sequence[Row], indices: np.ndarray, samples: Samples) -> None:
+    def _enqueue(
+        self,
+        rows: Sequence[Row],
+        indices: np.ndarray,
+        samples: Samples,
+        prompts: tuple[np.ndarray, jax.Array] | None = None,
+    ) -> None:
         """Puts samples of rows in flight."""
-        for array in jax.tree.leaves(samples):
+        for array in jax.tree.leaves((samples, prompts and prompts[1])):
             array.copy_to_host_async()
         steps, keeps_cache = samples.tokens.shape[1], self._turns.keeps_cache
         for row in rows:
@@ -393,7 +405,7 @@ class Scheduler:
             if row.scheduled >= row.limit and not keeps_cache:
                 row.cache_row = NO_SLOT
         turns = [row.turn for row in rows]
-        self.in_flight.append(_InFlight(rows, indices, turns, samples))
+        self.in_flight.append(_InFlight(rows, indices, turns, samples, prompts))
 
 
 def pad_prompts(

@@ -44,7 +44,7 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
             mesh,
             # pyrefly: ignore[bad-argument-type]  Specs in place of arrays.
             out_specs=lambda *_, **__: Prefilled(logits=WHOLE, cache=cache),
-            static=("model_config", "dtype", "width", "shared"),
+            static=("model_config", "dtype", "width", "shared", "records_routes"),
             compiler_options=UNTUNED,
         ),
         insert_rows=on_mesh(

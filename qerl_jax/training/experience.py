@@ -2,7 +2,8 @@
 
 Each process samples and scores its own prompts with all of their completions, and then sends the
 results to the others, so that advantages, buffers and metrics are those of the whole step and the
-same in every process. A completion of n tokens takes 12 n bytes.
+same in every process. A completion of n tokens takes 12 n bytes, and of a mixture of experts n L k
+more for its routes.
 """
 
 import dataclasses
@@ -139,13 +140,29 @@ def gather(
             array[part_rows] = part_array
         return array
 
+    def gather_routes(name: str, lengths: np.ndarray, copies: int) -> np.ndarray | None:
+        """Arrays [B] of the routes of as many tokens, each of which some rows share."""
+        if name not in parts[0]:
+            return None
+        array = np.empty(size, object)
+        for part, part_rows in zip(parts, rows, strict=True):
+            ends = np.cumsum(lengths[part_rows[::copies]])[:-1]
+            for number, routes in enumerate(np.split(part[name], ends)):
+                for row in part_rows[number * copies :][:copies]:
+                    array[row] = routes
+        return array
+
     facts = [json.loads(str(part["facts"])) for part in parts]
+    lengths, group_size = gather_rows("lengths"), local.group_size
+    prompt_lengths = np.repeat([len(prompt.ids) for prompt in prompts], group_size)
     rollout = Rollout(
         tokens=gather_padded("tokens", tokenizer.pad_id),
-        lengths=gather_rows("lengths"),
+        lengths=lengths,
         finished=gather_rows("finished"),
         logprobs=gather_padded("logprobs", 0),
         entropies=gather_padded("entropies", 0),
+        routes=gather_routes("routes", lengths, 1),
+        prompt_routes=gather_routes("prompt_routes", prompt_lengths, group_size),
     )
     return Experience(
         prompts=list(prompts),
@@ -182,5 +199,9 @@ def _exchange_arrays(local: Experience) -> dict[str, np.ndarray]:
         "total": scores.total,
         "facts": np.array(json.dumps(facts)),
     }
+    if rollout.routes is not None:
+        routes = zip(rollout.routes, rollout.lengths, strict=True)
+        arrays["routes"] = np.concatenate([own[:length] for own, length in routes])
+        arrays["prompt_routes"] = np.concatenate(rollout.prompt_routes[:: local.group_size])
     arrays |= {f"part/{name}": values for name, values in scores.parts.items()}
     return jax.tree.map(np.asarray, arrays)

@@ -20,6 +20,7 @@ from qerl_jax.evaluation.greedy import tokens_of_examples
 from qerl_jax.memory.report import check_fits
 from qerl_jax.memory.run_plan import RunPlan, plan_run, this_device
 from qerl_jax.policy import kl_control
+from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.kl_control import noise_level
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.sharding import abstract_on, bytes_per_device, make_mesh, shard, shard_params
@@ -174,6 +175,7 @@ def assemble(
         UserError: the config asks for something that cannot be done.
     """
     lora_config, optimizer = method.lora_config, method.optimizer
+    replays = _replays_routes(config, model.config)
     put = functools.partial(shard_params, config=model.config, mesh=mesh)
     head = rollout_head(model.params, config.rollout.head_format, put)
     key = jax.random.key(config.seed, impl="threefry2x32")
@@ -206,7 +208,13 @@ def assemble(
             order_of(config, prompts),
             make_environments(config, model.tokenizer),
         ),
-        update=UpdateConfig(model=model.config, loss=method.loss, recompute=plan.update.recompute),
+        update=UpdateConfig(
+            model=model.config,
+            loss=method.loss,
+            recompute=plan.update.recompute,
+            replays_routes=replays,
+            checks_routes=config.rl.routing_check_every > 0,
+        ),
         buffer_tokens=plan.buffer_tokens,
         mesh=mesh,
         processes=ALONE,
@@ -249,6 +257,20 @@ def _collect_config(
     )
 
 
+def _replays_routes(config: ConfigDict, architecture: ModelConfig) -> bool:
+    """Whether updates take the routes of the rollout."""
+    replays = config.rl.routing_replay == "rollout" and architecture.experts is not None
+    if (every := config.rl.routing_check_every) and not replays:
+        reason = f"rl.routing_replay={config.rl.routing_replay}"
+        if architecture.experts is None:
+            reason = f"a {architecture.model_type} has no experts"
+        raise UserError(
+            f"rl.routing_check_every={every}, but no routes are replayed: {reason}; pass "
+            "rl.routing_check_every=0"
+        )
+    return replays
+
+
 def _announce(config: ConfigDict, model: LoadedModel, prompts: Mapping[str, list[Prompt]]) -> None:
     """Prints the size of the model and the numbers of prompts."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
@@ -278,6 +300,7 @@ def _samplers(
         dequantize=plan.rollout.dequantize,
         prompt_width=longest_prompt(config, prompts),
         num_prompts=largest_share(rollout_prompts(config), config.mesh.data),
+        records_routes=config.rl.routing_replay == "rollout",
     )
     size, turns = config.rollout.group_size, turn_config(config)
     steps = Sampler(model.config, model.tokenizer, sampling, engine, size, turns=turns)
@@ -295,6 +318,7 @@ def _samplers(
         sampling=dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens),
         engine=dataclasses.replace(
             engine,
+            records_routes=False,
             num_prompts=largest_share(len(prompts.get(EVAL, [])), config.mesh.data),
             shared_tokens=tokens_of_examples(prompts.get(EVAL, []), examples),
         ),

@@ -168,6 +168,10 @@ def take_step(
     params = dequantized(setup.params, programs)
     kl = functools.partial(_noise_kl, setup, trainable, programs, params, batch, divisor, noise)
     noise_state, metrics = _measure_noise(setup, progress, kl, sigma=sigma)
+    train_noise = noise if config.aqn.correction == "noisy_forward" else None
+    metrics |= _measure_replay(
+        setup, progress, programs, params, mini_batches[0], divisor, noise=train_noise
+    )
 
     # --- 6. Reference log-probabilities ---------------------------------------------------------
     if setup.update.loss.kl_coef:
@@ -182,7 +186,7 @@ def take_step(
         progress.state,
         params,
         mini_batches,
-        noise if config.aqn.correction == "noisy_forward" else None,
+        train_noise,
         divisor,
         programs=programs,
         number=config.rl.updates_per_rollout,
@@ -342,6 +346,27 @@ def _measure_noise(
     return state, metrics | kl_control.control_metrics(
         setup.method.sigma, state, sigma=sigma, step=progress.step
     )
+
+
+def _measure_replay(
+    setup: StepSetup,
+    progress: Progress,
+    programs: Programs,
+    params: dict,
+    buffers: list[PackedBuffer],
+    temperature: np.float32,
+    *,
+    noise: aqn.Noise | None,
+) -> dict[str, float]:
+    """Measures on one buffer what replay prevents, every `rl.routing_check_every` steps."""
+    every = setup.config.rl.routing_check_every
+    if not (every and buffers and progress.step % every == 0):
+        return {}
+    trainable = progress.state.trainable
+    policy = current_policy(params, trainable, noise), trainable.lora
+    sums = programs["own_routes_difference"](*policy, buffers[0], temperature)
+    total, count = (float(np.asarray(part).sum()) for part in sums)
+    return {"logprob_diff_own_routes": total / count if count else float("nan")}
 
 
 def _noise_kl(
