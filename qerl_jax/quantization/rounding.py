@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.layers.kinds import FUSED, member_bounds
+from qerl_jax.policy.layers.kinds import PACKED, STACKS, member_bounds
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
@@ -61,13 +61,21 @@ def pack_layer(checkpoint: Checkpoint, layer: int, dense: dict) -> PackedLayer:
         UserError: a weight cannot be quantized; it names the checkpoint and the layer.
     """
     arrays, errors = dict(dense), {}
-    for fused in (fused for fused in FUSED if fused in dense):
-        weight = np.asarray(dense[fused], _BFLOAT16)
-        bounds = member_bounds(fused, checkpoint.config)
+    for fused in (fused for fused in PACKED if fused in dense):
+        weight, members = np.asarray(dense[fused], _BFLOAT16), PACKED[fused]
         with name_in_errors(checkpoint, layer, fused):
-            arrays[fused] = quantize_nvfp4(np.split(weight, bounds))
-        sums = (np.split(rows, bounds) for rows in jax.device_get(_squares(weight, arrays[fused])))
-        for member, error_squares, weight_squares in zip(FUSED[fused], *sums, strict=True):
+            if stack := STACKS.get(fused):
+                experts, outputs, _ = stack.shape(checkpoint.config)
+                groups = [quantize_nvfp4([rows]) for rows in np.split(weight, experts)]
+                arrays[fused] = jax.tree.map(lambda *parts: np.concatenate(parts), *groups)
+                bounds = [outputs // len(members) * i for i in range(1, len(members))]
+                members = [f"experts.{member}" for member in members]
+            else:
+                experts, bounds = 1, member_bounds(fused, checkpoint.config)
+                arrays[fused] = quantize_nvfp4(np.split(weight, bounds))
+        squares = jax.device_get(_squares(weight, arrays[fused]))
+        sums = (np.split(rows.reshape(experts, -1), bounds, axis=1) for rows in squares)
+        for member, error_squares, weight_squares in zip(members, *sums, strict=True):
             errors[member] = float(np.sqrt(error_squares.sum() / max(weight_squares.sum(), 1e-30)))
     return PackedLayer(arrays, errors)
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig, text_config_json, to_hf_config
-from qerl_jax.policy.layers.kinds import fused_of, projection_shapes
+from qerl_jax.policy.layers.kinds import STACKS, fused_of, projection_shapes, stack_shapes
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, dequantize
 from qerl_jax.system import json_file
 from qerl_jax.system.safe_files import read_bytes
@@ -272,16 +272,23 @@ def _layer_tensors(
     shapes = projection_shapes(model_config)
     layer = jax.device_get(layer)
     others = _other_tensors(number, layer, model_config, dtype, of_norms)
-    for fused, members in fused_of(model_config, number).items():
+    groups = {
+        fused: {names.layer_module(number, member): shapes[member][0] for member in members}
+        for fused, members in fused_of(model_config, number).items()
+    }
+    for stack, (_, rows, _) in stack_shapes(model_config, number).items():
+        modules = names.stored_tensors(model_config, number)[stack]
+        outputs = rows // len(STACKS[stack].members)
+        groups[stack] = dict.fromkeys((m.removesuffix(".weight") for m in modules), outputs)
+    for fused, modules in groups.items():
         weight = layer[fused]
         if isinstance(weight, QuantTensor):
             weight = jax.device_get(checkpoint_order(weight))
         if isinstance(weight, QuantTensor) and weight.format != "nvfp4":
             weight = dequantize(weight, jnp.float32)
         end = 0
-        for member in members:
-            rows = slice(end, end := end + shapes[member][0])
-            module = names.layer_module(number, member)
+        for module, outputs in modules.items():
+            rows = slice(end, end := end + outputs)
             if isinstance(weight, QuantTensor):
                 yield f"{module}.weight_packed", weight.packed[rows]
                 yield f"{module}.weight_scale", weight.scales[rows]
