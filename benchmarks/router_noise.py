@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
     from benchmarks.rollout.subject import model_name
     from qerl_jax.errors import UserError, check_limits
     from qerl_jax.policy import aqn
+    from qerl_jax.policy.layers import kinds
     from qerl_jax.quantization.calibration_text import check_tokens
     from qerl_jax.weights.load import load
 
@@ -95,7 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
     common.check_out(arguments.out, KEYS)
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     model = load(arguments.model, format=arguments.format, dtype=dtype)
-    if model.config.experts is None:
+    if not kinds.stack_shapes(model.config, 0):
         raise UserError(f"{arguments.model}: it is no mixture of experts, and has no routes")
     tokens = check_tokens(
         np.load(arguments.text).astype(np.int32), model.config.vocab_size, arguments.text
