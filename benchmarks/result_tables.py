@@ -218,6 +218,19 @@ def loading_table(rows: Iterable[dict]) -> str:
     return table(columns, rows)
 
 
+def router_noise_table(rows: Iterable[dict]) -> str:
+    """Routes that additive noise flips, by its sigma."""
+    columns = [
+        ("sigma", "{sigma:g}"),
+        ("routers with other experts", "{routers:.2%}"),
+        ("tokens with such a router", "{tokens:.2%}"),
+        ("KL, nats a token", "{kl:.1e}"),
+        ("KL with the same routes", "{kl_same_routes:.1e}"),
+        _COMMIT,
+    ]
+    return table(columns, (row for row in rows if row["form"] == "additive"))
+
+
 # --- The FP4 kernel -----------------------------------------------------------------------------
 
 

@@ -124,6 +124,7 @@ PARTS: dict[str, tuple] = {
         _first_calls, "environments/learning/calculator/runs/calls_by_step",
     ),
     "arms": (result_tables.arms_table, "gsm8k"),
+    "routes flipped": (result_tables.router_noise_table, "router_noise/rows"),
     # docs/benchmarks.md
     "Qwen2.5 up to 64 rows": (lambda r: share_of_bf16(r, "qwen2.5", _FEW), "rollout"),
     "Qwen2.5 beyond": (lambda r: share_of_bf16(r, "qwen2.5", _MANY), "rollout"),

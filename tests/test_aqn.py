@@ -1,5 +1,7 @@
 """Sigma schedules and the noise on the norm scales."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,10 @@ import optax
 import pytest
 from refusal import refused
 
+from benchmarks import router_noise
 from qerl_jax.errors import UserError
-from qerl_jax.policy import aqn
+from qerl_jax.policy import aqn, transformer
+from qerl_jax.weights.load import load
 
 START, END = 1e-2, 1e-4
 DECAYING = ("exponential", "reference", "linear", "cosine", "logarithmic")
@@ -274,3 +278,27 @@ def test_sigma_can_be_traced():
 def test_unknown_form():
     with pytest.raises(UserError, match="multiplicative"):
         aqn.perturb_norms(jax.random.key(0), make_params(), 1e-2, form="multiplicative")
+
+
+def test_routes_that_noise_flips_are_counted():
+    """Those of rows, by what `prefill` returns of a trained mixture."""
+    folder = pathlib.Path(__file__).parent / "golden" / "trained_moe"
+    model = load(str(folder), format="bf16", dtype="float32")
+    text = np.load(folder / "held_out.npy")[:8].astype(np.int32)
+    lengths = np.full(len(text), text.shape[1], np.int32)
+
+    @jax.jit
+    def routes(params):
+        options = {"config": model.config, "cache_positions": text.shape[1]}
+        return transformer.prefill(params, None, text, lengths, **options)[2]
+
+    for sigma in (0.0, 0.05):
+        found = router_noise.measure(model, text, form="additive", sigma=sigma, draws=1)
+        noisy = aqn.perturb_norms(jax.random.key(0), model.params, sigma)
+        sets = (np.sort(routes(params)) for params in (model.params, noisy))
+        differs = (next(sets) != next(sets)).any(axis=-1)
+        assert found["routers"] == pytest.approx(differs.mean(), abs=2e-3)
+        assert found["tokens"] == pytest.approx(differs.any(axis=0).mean(), abs=4e-3)
+        assert (found["kl"] == 0) == (sigma == 0)
+        assert found["kl_same_routes"] <= found["kl"]
+    assert found["tokens"] > 0.05

@@ -24,7 +24,7 @@ is for other uses of a model, and for other texts.
 import argparse
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from qerl_jax.commands import cli
@@ -46,7 +46,12 @@ def _quantize(arguments: argparse.Namespace) -> None:
     from qerl_jax.errors import UserError
     from qerl_jax.evaluation.load_policy import read_run
     from qerl_jax.quantization.calibration import CalibrationOptions, calibrated_layers
-    from qerl_jax.quantization.rounding import PackedLayer, fill_packed, round_layers
+    from qerl_jax.quantization.rounding import (
+        PackedLayer,
+        describe_loads,
+        fill_packed,
+        round_layers,
+    )
     from qerl_jax.system.paths import user_path
     from qerl_jax.system.staging import check_free, staged_folder
     from qerl_jax.weights.checkpoint import open_checkpoint
@@ -68,11 +73,13 @@ def _quantize(arguments: argparse.Namespace) -> None:
         raise UserError(f"{checkpoint.path}: its weights are in NVFP4 already")
     calibration, held_out = _texts(arguments, checkpoint)
     rounded_errors: list[dict[str, float]] = []
+    loads: list[Mapping[str, Any]] = []
 
     def calibrated() -> Iterator[PackedLayer]:
         options = CalibrationOptions(reports_errors=True)
         for layer in calibrated_layers(checkpoint, calibration, options):
             rounded_errors.append(layer.rounded_errors)
+            loads.append(layer.loads)
             yield layer
 
     layers = round_layers(checkpoint) if calibration is None else calibrated()
@@ -80,6 +87,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
         errors = fill_packed(folder, checkpoint, layers)
     print(f"relative rounding error of the {'outputs' if rounded_errors else 'weights'}")
     print(_table(errors, rounded_errors))
+    if of_experts := describe_loads(loads):
+        print(of_experts)
     bytes_before = 2 * sum(math.prod(shape) for shape in checkpoint.shapes.values())
     bytes_after = sum(file.stat().st_size for file in arguments.out.glob("*.safetensors"))
     print(f"\n{arguments.out}: {bytes_after / 1e6:.1f} MB, {bytes_before / 1e6:.1f} MB in bfloat16")

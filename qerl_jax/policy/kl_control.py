@@ -11,7 +11,9 @@ sigma^2 as the last measured one, the sigma that meets its target is
     sigma <- sigma * clip(sqrt(target / KL), 1 / 2, 2),    kept in [1e-4, 1] * sigma_max
 
 A single measurement is enough where the relation holds, so no average is kept; the clip bounds what
-one unlucky measurement can do.
+one unlucky measurement can do. In a mixture of experts small noise sends a share of the tokens that
+grows as sigma to other experts, and so does the KL: each step then goes half of the way, in
+logarithms.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.layers.kinds import stack_shapes
 from qerl_jax.policy.sharding import make_mesh, shard, shard_params
 from qerl_jax.policy.sizes import packed_numbers, weight_bytes
 from qerl_jax.quantization import cache
@@ -26,7 +27,12 @@ from qerl_jax.quantization.calibration_text import (
     choose_prompts,
     sample_windows,
 )
-from qerl_jax.quantization.rounding import fill_packed
+from qerl_jax.quantization.rounding import (
+    ExpertLoad,
+    PackedLayer,
+    describe_loads,
+    fill_packed,
+)
 from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.run.provenance import versions
 from qerl_jax.system.live_line import waiting
@@ -211,10 +217,14 @@ def describe_base_of_run(
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    options: dict[str, Any] = dataclasses.asdict(CalibrationOptions())
+    model = checkpoint.config
+    if not any(stack_shapes(model, layer) for layer in range(model.num_layers)):
+        del options["shared_tokens"]  # Nothing depends on it, so that older entries stay valid.
     return {
         "weights": cache.weights_digest(checkpoint.path),
         "architecture": checkpoint.config.digest,  # which config.json may change without them
-        "options": dataclasses.asdict(CalibrationOptions()),
+        "options": options,
         "version": _VERSION,
         "versions": {name: versions()[name] for name in ("qerl-jax", "jax")},
     }
@@ -232,11 +242,22 @@ def _entry(
         began = time.perf_counter()
         tokens = sample()
         sampled = time.perf_counter() - began
+        loads: list[dict[str, ExpertLoad]] = []
+
+        def layers() -> Iterator[PackedLayer]:
+            for layer in calibrated_layers(checkpoint, tokens):
+                loads.append(layer.loads)
+                yield layer
+
         with staged_folder(path, replace=True) as folder:
-            fill_packed(folder, checkpoint, calibrated_layers(checkpoint, tokens))
+            fill_packed(folder, checkpoint, layers())
             seconds = time.perf_counter() - began
             record = {**facts, "source": checkpoint.source, "seconds": round(seconds, 1)}
+            if any(loads):
+                record["experts"] = [{n: x._asdict() for n, x in own.items()} for own in loads]
             record = cache.complete_entry(folder, tokens, record)
+        if of_experts := describe_loads(loads):
+            print(of_experts)
         print(
             f"calibrated on {tokens.size} tokens in {seconds:.0f} s ({sampled:.0f} s of them for "
             f"the completions); kept in {path}",

@@ -3,12 +3,17 @@
 The device holds one layer at a time and the activations of the whole text, so that models are
 calibrated that would not fit in 16 bits. The inputs of a projection come from the projections that
 are quantized already, so that it also makes up for their errors.
+
+An expert has the moments of its own tokens. Those of gate and up are mixed with the moments of all
+tokens, the more, the fewer tokens it has. A down projection reads what its expert alone computes:
+one with fewer tokens than inputs is rounded to the nearest. The moments of all experts of a layer
+would take gigabytes, so a part of the experts is quantized at a time.
 """
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +26,24 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.attention import rotary_angles
-from qerl_jax.policy.layers.kinds import FUSED, Layer, member_bounds, projection_shapes
-from qerl_jax.policy.quant import QuantTensor, check_inputs, dequantize, quantize_on_device
-from qerl_jax.quantization.gptq import SAME_PROGRAM, block_scales, gptq, pack_codes
-from qerl_jax.quantization.rounding import PackedLayer
+from qerl_jax.policy.layers.kinds import FUSED, PACKED, STACKS, Layer, member_bounds
+from qerl_jax.policy.layers.part import Stack
+from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_on_device
+from qerl_jax.quantization.gptq import (
+    SAME_PROGRAM,
+    block_scales,
+    gptq,
+    gptq_of_experts,
+    pack_codes,
+)
+from qerl_jax.quantization.rounding import ExpertLoad, PackedLayer
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
-from qerl_jax.weights.load import DTYPES, each_layer, name_in_errors, read_layer
+from qerl_jax.weights.load import DTYPES, check_formats, each_layer, name_in_errors, read_layer
 
 _ROWS = range(4, 9)  # text windows that run through a layer together
 _DAMPING = (0.01, 0.1, 1.0)  # one after the other, until the moments have a factor
+_MOMENT_BYTES = 1 << 29  # of the moments of experts that exist at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +53,9 @@ class CalibrationOptions:
     grow: bool = True  # whether scales of blocks may grow, see `gptq.block_scales`
     orders: bool = True  # whether columns are taken by descending energy, see `gptq.gptq`
     damping: float = _DAMPING[0]  # added to the diagonal of the moments, relative to its mean
+    # Tokens of all experts that the moments of an expert's gate and up have in addition to its own,
+    # relative to the number of inputs.
+    shared_tokens: float = 1.0
     # Whether the errors of outputs are measured, also those of rounding: a few more products.
     reports_errors: bool = False
 
@@ -66,9 +82,7 @@ def calibrated_layers(
             moments of a projection's inputs are not.
     """
     config = checkpoint.config
-    shapes = projection_shapes(config)
-    for fused in FUSED.keys() & kinds.fused_counts(config).keys():
-        check_inputs(shapes[FUSED[fused][0]], "nvfp4")
+    check_formats(checkpoint, "nvfp4")
     rows = _batch_rows(len(tokens))
     tokens = tokens[: len(tokens) // rows * rows]
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -86,24 +100,21 @@ def calibrated_layers(
         if kind not in programs_of:
             programs_of[kind] = _programs(kind, layer, x, options, config)
         programs = programs_of[kind]
-        arrays, errors, rounded_errors = dict(dense), {}, {}
-        for fused in (fused for fused in FUSED if fused in layer):
-            members = FUSED[fused]
-            hessian = programs["moments", fused](layer, x)
-            with name_in_errors(checkpoint, number, fused):
-                packed = _quantize(layer[fused], hessian, options, programs, fused)
-            if options.reports_errors:
-                bounds = member_bounds(fused, config)
-                ratios = _output_errors(layer[fused], packed, hessian, bounds)
-                errors |= dict(zip(members, ratios, strict=True))
-                rounded = quantize_on_device(jnp.split(layer[fused], bounds), format="nvfp4")
-                ratios = _output_errors(layer[fused], rounded, hessian, bounds)
-                rounded_errors |= dict(zip(members, ratios, strict=True))
-            layer[fused] = programs["dense", fused](packed)
-            arrays[fused] = packed
-            del hessian  # The moments of the next projection need the memory.
+        arrays, errors, rounded_errors, loads = dict(dense), {}, {}, {}
+        for name in (name for name in PACKED if name in layer):
+            with name_in_errors(checkpoint, number, name):
+                if stack := STACKS.get(name):
+                    found = _quantize_experts(layer, x, options, programs, stack, config)
+                    loads[name] = found.load
+                else:
+                    found = _quantize_fused(layer, x, options, programs, name, config)
+            if found.errors:
+                errors |= found.errors[0]
+                rounded_errors |= found.errors[1]
+            layer[name] = programs["dense", name](found.packed)
+            arrays[name] = found.packed
         x = programs["outputs"](layer, x)
-        yield PackedLayer(jax.device_get(arrays), errors, rounded_errors)
+        yield PackedLayer(jax.device_get(arrays), errors, rounded_errors, loads)
 
 
 def _batch_rows(windows: int) -> int:
@@ -126,18 +137,34 @@ def _programs(
         table[name] = Operation.of_shapes(f"calibration {name}", function, static, *arguments)
         return table[name]
 
-    for fused in (fused for fused in FUSED if fused in arrays):
-        weight = arrays[fused]
-        moments = {"name": fused, "kind": kind, "config": config}
-        hessian = add(("moments", fused), _moments, moments, arrays, rows).eval_shape()
-        scaling = add(("scales", fused), _scales, {"grow": options.grow}, weight, hessian)
+    for name in (name for name in PACKED if name in arrays):
+        weight, moments = arrays[name], {"name": name, "kind": kind, "config": config}
+        scale, round_columns = _scales, gptq
+        if stack := STACKS.get(name):
+            scale, round_columns = _scales_of_experts, gptq_of_experts
+            count, outputs, inputs = _part_shape(stack, config)
+            everyone = None
+            if stack.reads:
+                reads = moments | {"name": stack.reads}
+                add(("moments", stack.reads), _moments, reads, arrays, rows)
+                everyone = table["moments", stack.reads].eval_shape()
+            first, static = jax.ShapeDtypeStruct((), jnp.int32), moments | {"count": count}
+            own = add(("moments", name), _own_moments, static, arrays, rows, first).eval_shape()
+            static = {"shared_tokens": options.shared_tokens}
+            hessian = add(("mixed", name), _mixed, static, *own, everyone).eval_shape()
+            weight = jax.ShapeDtypeStruct((count, outputs, inputs), weight.dtype)
+        else:
+            hessian = add(("moments", name), _moments, moments, arrays, rows).eval_shape()
+        scaling = add(("scales", name), scale, {"grow": options.grow}, weight, hessian)
         scales, divisor, _ = scaling.eval_shape()
         static = {"orders": options.orders}
-        damping = jax.ShapeDtypeStruct((), jnp.float32)
+        damping = jax.ShapeDtypeStruct(divisor.shape, jnp.float32)
         arguments = weight, hessian, scales, divisor, damping
-        codes, _ = add(("gptq", fused), gptq, static, *arguments).eval_shape()
-        packed = add(("pack", fused), _pack, {}, codes, scales, divisor).eval_shape()
-        add(("dense", fused), _dense, {"dtype": weight.dtype}, packed)
+        codes, _ = add(("gptq", name), round_columns, static, *arguments).eval_shape()
+        packed = add(("pack", name), _pack, {}, codes, scales, divisor).eval_shape()
+        if stack:
+            packed = _whole(packed, len(arrays[name]) // len(packed.packed))
+        add(("dense", name), _dense, {"dtype": weight.dtype}, packed)
     add("outputs", _outputs, {"kind": kind, "config": config}, arrays, rows)
     if jax.default_backend() != "gpu":
         return Programs(table)
@@ -156,23 +183,114 @@ def _on(sharding: jax.sharding.Sharding, operation: Operation) -> tuple[Any, ...
     )
 
 
+class _Quantized(NamedTuple):
+    """A weight in NVFP4, as it is in `PackedLayer`."""
+
+    packed: QuantTensor
+    errors: list[dict[str, float]]  # its own and those of rounding, where they were measured
+    load: ExpertLoad | None = None
+
+
+def _quantize_fused(
+    layer: dict,
+    x: jax.Array,
+    options: CalibrationOptions,
+    programs: Programs,
+    fused: str,
+    config: ModelConfig,
+) -> _Quantized:
+    """Quantizes a fused weight of a layer with the inputs x."""
+    weight, errors = layer[fused], []
+    hessian = programs["moments", fused](layer, x)
+    packed = _quantize(weight, hessian, options, programs, fused)
+    if options.reports_errors:
+        bounds = member_bounds(fused, config)
+        rounded = quantize_on_device(jnp.split(weight, bounds), format="nvfp4")
+        for other in (packed, rounded):
+            parts = _output_squares(weight, other, hessian)
+            errors.append(_ratios(FUSED[fused], parts, bounds))
+    return _Quantized(packed, errors)
+
+
+def _quantize_experts(
+    layer: dict,
+    x: jax.Array,
+    options: CalibrationOptions,
+    programs: Programs,
+    stack: Stack,
+    config: ModelConfig,
+) -> _Quantized:
+    """Quantizes the weights of all experts of a layer with the inputs x, a part at a time."""
+    experts, outputs, inputs = stack.shape(config)
+    count = _part_shape(stack, config)[0]
+    everyone = programs["moments", stack.reads](layer, x) if stack.reads else None
+    parts, tokens, is_rounded, squares = [], [], [], []
+    for start in range(0, experts, count):
+        own = programs["moments", stack.name](layer, x, jnp.int32(start))
+        weight = layer[stack.name].reshape(experts, outputs, inputs)
+        weight = jax.lax.dynamic_slice_in_dim(weight, start, count)
+        hessian = programs["mixed", stack.name](*own, everyone)
+        packed = jax.device_get(_quantize(weight, hessian, options, programs, stack.name))
+        del hessian
+        few = (np.asarray(own[1]) < inputs) & (not stack.reads)
+        if few.any() or options.reports_errors:
+            rounded = [quantize_on_device([rows], format="nvfp4") for rows in weight]
+            rounded = jax.device_get(jax.tree.map(lambda *a: jnp.concatenate(a), *rounded))
+            packed = jax.tree.map(functools.partial(_chosen, few), rounded, packed)
+            if options.reports_errors:
+                squares.append([_output_squares(weight, w, own[0]) for w in (packed, rounded)])
+        parts.append(packed)
+        tokens.extend(np.asarray(own[1]).tolist())
+        is_rounded.extend(few.tolist())
+    packed = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+    load = ExpertLoad(tokens, sum(is_rounded))
+    if not squares:
+        return _Quantized(packed, [], load)
+    members = [f"experts.{member}" for member in stack.members]
+    bounds = [outputs // len(members) * number for number in range(1, len(members))]
+    sums = jax.tree.map(lambda *a: np.concatenate(a).sum(axis=0), *jax.device_get(squares))
+    return _Quantized(packed, [_ratios(members, pair, bounds) for pair in sums], load)
+
+
+def _chosen(few: np.ndarray, these: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Returns the rows of these where bool `few` [E] is true of their expert, otherwise others."""
+    is_these = np.repeat(few, len(these) // len(few))
+    return np.where(is_these.reshape(-1, *[1] * (these.ndim - 1)), these, others)
+
+
+def _part_shape(stack: Stack, config: ModelConfig) -> tuple[int, int, int]:
+    """Returns the shape [E', N, K] of the experts that are quantized at a time."""
+    experts, outputs, inputs = stack.shape(config)
+    most = max(1, _MOMENT_BYTES // (4 * inputs**2))
+    count = max(n for n in range(1, min(experts, most) + 1) if experts % n == 0)
+    return count, outputs, inputs
+
+
+def _whole(part: QuantTensor, parts: int) -> QuantTensor:
+    """Returns the shapes of a weight that has some parts of equal shapes."""
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((parts * len(a), *a.shape[1:]), a.dtype), part
+    )
+
+
 def _quantize(
     weight: jax.Array,
     hessian: jax.Array,
     options: CalibrationOptions,
     programs: Programs,
-    fused: str,
+    name: str,
 ) -> QuantTensor:
-    """Returns a fused weight in NVFP4."""
-    scales, divisor, is_finite = programs["scales", fused](weight, hessian)
-    if not is_finite:
+    """Returns a fused weight in NVFP4, or those of several experts, one after the other."""
+    scales, divisor, is_finite = programs["scales", name](weight, hessian)
+    if not is_finite.all():
         raise UserError("the weights, or the activations in front of them, are not finite")
-    for damping in (options.damping, *(more for more in _DAMPING if more > options.damping)):
-        codes, is_finite = programs["gptq", fused](
-            weight, hessian, scales, divisor, jnp.float32(damping)
-        )
-        if is_finite:
-            return programs["pack", fused](codes, scales, divisor)
+    damping = jnp.full(divisor.shape, options.damping, jnp.float32)
+    for more in (*(more for more in _DAMPING if more > options.damping), None):
+        codes, is_finite = programs["gptq", name](weight, hessian, scales, divisor, damping)
+        if is_finite.all():
+            return programs["pack", name](codes, scales, divisor)
+        if more is not None:
+            damping = jnp.where(is_finite, damping, jnp.float32(more))
     raise UserError("the inputs have moments without a Cholesky factor")
 
 
@@ -187,9 +305,19 @@ def _scales(
     return scales, divisor, is_finite
 
 
+@functools.partial(jax.jit, static_argnames="grow")
+def _scales_of_experts(
+    weights: jax.Array, hessians: jax.Array, *, grow: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what `_scales` does for each expert of [E, N, K]."""
+    return jax.vmap(functools.partial(_scales, grow=grow))(weights, hessians)
+
+
 @jax.jit
 def _pack(codes: jax.Array, scales: jax.Array, divisor: jax.Array) -> QuantTensor:
-    rows = jnp.full(len(codes), divisor)
+    """Packs the codes [N, K] of a weight, or [E, N, K] of those of experts."""
+    rows = jnp.repeat(divisor, codes.shape[-2])
+    codes, scales = (a.reshape(-1, a.shape[-1]) for a in (codes, scales))
     return QuantTensor(packed=pack_codes(codes), scales=scales, global_scale=rows)
 
 
@@ -198,28 +326,29 @@ def _dense(packed: QuantTensor, *, dtype: jnp.dtype) -> jax.Array:
     return dequantize(packed, dtype)
 
 
-def _output_errors(
-    weight: jax.Array, packed: QuantTensor, hessian: jax.Array, bounds: list[int]
-) -> list[float]:
-    """Returns the relative error of the outputs of each member of a fused weight."""
-    squares = jax.device_get(_output_squares(weight, packed, hessian))
-    parts = [np.split(rows, bounds) for rows in squares]
-    return [float(np.sqrt(a.sum() / max(b.sum(), 1e-30))) for a, b in zip(*parts, strict=True)]
+def _ratios(members: Sequence[str], squares: Any, bounds: list[int]) -> dict[str, float]:
+    """Returns the relative error of the outputs of each member, of what `_output_squares` gives."""
+    parts = zip(*(np.split(np.asarray(rows), bounds) for rows in squares), strict=True)
+    ratios = (float(np.sqrt(a.sum() / max(b.sum(), 1e-30))) for a, b in parts)
+    return dict(zip(members, ratios, strict=True))
 
 
 @functools.partial(jax.jit, compiler_options=SAME_PROGRAM)
 def _output_squares(
     weight: jax.Array, packed: QuantTensor, hessian: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean squares [N] of the errors of each output, and of the output."""
+    """Returns the mean squares [N] of the errors of each output, and of the output.
+
+    Of several experts, [E, N, K] with moments [E, K, K], they are [E, N].
+    """
     wide = weight.astype(jnp.float32)
 
     def squares(rows: jax.Array) -> jax.Array:
         # The error is small where columns make up for each other: in float32 throughout.
         outputs = jnp.matmul(rows, hessian, precision=jax.lax.Precision.HIGHEST)
-        return jnp.sum(outputs * rows, axis=1)
+        return jnp.sum(outputs * rows, axis=-1)
 
-    return squares(wide - dequantize(packed, jnp.float32)), squares(wide)
+    return squares(wide - dequantize(packed, jnp.float32).reshape(wide.shape)), squares(wide)
 
 
 @functools.partial(
@@ -235,24 +364,80 @@ def _moments(
 
     def add(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:
         _, inputs = _run(kind, layer, batch, config)
-        rows = inputs[name].reshape(-1, inputs[name].shape[-1])
-        product = jax.lax.dot_general(
-            rows,
-            rows,
-            (((0,), (0,)), ((), ())),
-            precision=_precision(rows.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        return total + product, None
+        return total + _product(inputs[name].reshape(-1, inputs[name].shape[-1])), None
 
     width = layer[name].shape[1]
     total, _ = jax.lax.scan(add, jnp.zeros((width, width), jnp.float32), x)
     return total / (x.size // x.shape[-1])
 
 
-def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
-    """Products of bfloat16 numbers are exact in float32 already; those of float32 need not be."""
-    return jax.lax.Precision.DEFAULT if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+def _product(rows: jax.Array) -> jax.Array:
+    """Returns the sum of x x^T, float32 [K, K], over rows [R, K]."""
+    # Products of bfloat16 numbers are exact in float32 already; those of float32 need not be.
+    exact = rows.dtype == jnp.bfloat16
+    return jax.lax.dot_general(
+        rows,
+        rows,
+        (((0,), (0,)), ((), ())),
+        precision=jax.lax.Precision.DEFAULT if exact else jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("name", "kind", "config", "count"), compiler_options=SAME_PROGRAM
+)
+def _own_moments(
+    layer: dict,
+    x: jax.Array,
+    first: jax.Array,
+    *,
+    name: str,
+    kind: Layer,
+    config: ModelConfig,
+    count: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sums of x x^T, float32 [E', K, K], over the own inputs of E' = `count` experts.
+
+    They are those from `first` on; their numbers of inputs, int32 [E'], are returned, too. The
+    layer and its inputs are as in `_moments`: the projections before are quantized, and the router,
+    which never is, chooses by them.
+    """
+
+    def add(found: tuple, batch: jax.Array) -> tuple[tuple, None]:
+        _, inputs = _run(kind, layer, batch, config)
+        rows, owners = inputs[name], inputs["owners"]
+
+        def add_tile(tile: jax.Array, sums: jax.Array) -> jax.Array:
+            own = owners[tile, 0] - first
+            total = jax.lax.dynamic_index_in_dim(sums, own, keepdims=False) + _product(rows[tile])
+            return jax.lax.dynamic_update_index_in_dim(sums, total, own, axis=0)
+
+        sums, tokens = found
+        # The tiles are in the order of their experts.
+        tiles = jnp.searchsorted(owners[:, 0], jnp.stack([first, first + count]))
+        sums = jax.lax.fori_loop(tiles[0], tiles[1], add_tile, sums)
+        is_own = owners[..., None] == first + jnp.arange(count)
+        return (sums, tokens + is_own.sum(axis=(0, 1), dtype=jnp.int32)), None
+
+    width = layer[name].shape[1]
+    start = jnp.zeros((count, width, width), jnp.float32), jnp.zeros(count, jnp.int32)
+    return jax.lax.scan(add, start, x)[0]
+
+
+@functools.partial(jax.jit, static_argnames="shared_tokens")
+def _mixed(
+    sums: jax.Array, tokens: jax.Array, everyone: jax.Array | None, *, shared_tokens: float
+) -> jax.Array:
+    """Returns the moments [E, K, K] by which experts are quantized, from those of their tokens.
+
+    `everyone` has the moments [K, K] of the tokens of all experts; None where they differ.
+    """
+    inputs, counts = sums.shape[-1], tokens[:, None, None].astype(jnp.float32)
+    if everyone is None:  # Experts of few tokens are rounded instead.
+        return jnp.where(counts < inputs, jnp.eye(inputs), sums / jnp.maximum(counts, 1))
+    others = shared_tokens * inputs
+    return (sums + others * everyone) / (counts + others)
 
 
 @functools.partial(

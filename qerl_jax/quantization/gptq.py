@@ -85,13 +85,12 @@ def block_scales(weight: Array, energy: Array, *, grow: bool = True) -> tuple[Ar
     return scales_of(steps), divisor
 
 
-@functools.partial(jax.jit, static_argnames="orders", compiler_options=SAME_PROGRAM)
-def gptq(
+def _gptq(
     weight: Array,
     hessian: Array,
     scales: Array,
     divisor: Array,
-    damping: float = _DAMPING,
+    damping: Array | float = _DAMPING,
     *,
     orders: bool = True,
 ) -> tuple[Array, Array]:
@@ -156,6 +155,24 @@ def gptq(
     _, codes = jax.lax.scan(round_panel, jnp.zeros_like(columns), jnp.arange(0, inputs, width))
     codes = codes.reshape(inputs, -1)[jnp.argsort(order)].T
     return codes, jnp.isfinite(jnp.diagonal(factor)).all()
+
+
+gptq = jax.jit(_gptq, static_argnames="orders", compiler_options=SAME_PROGRAM)
+
+
+@functools.partial(jax.jit, static_argnames="orders", compiler_options=SAME_PROGRAM)
+def gptq_of_experts(
+    weights: Array,
+    hessians: Array,
+    scales: Array,
+    divisors: Array,
+    damping: Array,
+    *,
+    orders: bool = True,
+) -> tuple[Array, Array]:
+    """Rounds the weights [E, N, K] of experts, each by itself as `gptq` does; see there."""
+    each = functools.partial(_gptq, orders=orders)
+    return jax.vmap(each)(weights, hessians, scales, divisors, damping)
 
 
 def round_to_e2m1(values: Array) -> Array:

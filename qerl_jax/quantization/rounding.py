@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,13 @@ from qerl_jax.weights.save import (
 _BFLOAT16 = DTYPES["bfloat16"]
 
 
+class ExpertLoad(NamedTuple):
+    """What the experts of a layer had to be calibrated by."""
+
+    tokens: list[int]  # of each expert
+    rounded: int  # experts with too few of them, which were rounded instead
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedLayer:
     """A quantized layer; its errors are relative, ratios of root mean squares, by projection."""
@@ -33,6 +41,23 @@ class PackedLayer:
     errors: dict[str, float]  # of the weights, or of the outputs on the text of a calibration
     # What rounding to the nearest would have caused in the outputs, where that was measured.
     rounded_errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    # By name of a stack of experts, where it was calibrated.
+    loads: dict[str, ExpertLoad] = dataclasses.field(default_factory=dict)
+
+
+def describe_loads(layers: Sequence[Mapping[str, ExpertLoad]]) -> str:
+    """Returns a line for each layer: by how many tokens its experts were calibrated.
+
+    Of a model without experts it is empty.
+    """
+    lines = []
+    for number, loads in enumerate(layers):
+        for name, (tokens, rounded) in loads.items():
+            line = f"layer {number}, {name}: {min(tokens)} to {max(tokens)} tokens an expert"
+            if rounded:
+                line += f"; {rounded} of {len(tokens)} had too few of them, and were rounded"
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:

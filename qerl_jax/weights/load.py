@@ -202,7 +202,7 @@ def read_params(
     """
     layers: list[dict] = [{} for _ in range(checkpoint.config.num_layers)]
     if format != "bf16" and not checkpoint.packed:
-        _check_inputs(checkpoint, format)
+        check_formats(checkpoint, format)
     parts = [part for layer in range(-1, len(layers)) for part in _parts(checkpoint, layer, dtype)]
     meter = Meter(
         parameters=sum(map(math.prod, names.expected_shapes(checkpoint.config).values())),
@@ -338,8 +338,12 @@ def _dtype_of(array: str, dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float32) if names.is_wide(array) else dtype
 
 
-def _check_inputs(checkpoint: Checkpoint, format: str) -> None:
-    """Checks before anything is read that a format can hold the projections."""
+def check_formats(checkpoint: Checkpoint, format: str) -> None:
+    """Checks before anything is read that a format can hold the weights that it packs.
+
+    Raises:
+        UserError: the inputs of a weight fill no whole blocks.
+    """
     for layer in range(checkpoint.config.num_layers):
         arrays = names.stored_tensors(checkpoint.config, layer)
         for name in (name for name in PACKED if name in arrays):

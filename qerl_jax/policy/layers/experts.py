@@ -45,6 +45,7 @@ _EXPERTS_GATE_UP = Stack(
     ("gate_proj", "up_proj"),
     "experts.gate_up_proj",
     lambda config: (_of(config).count, 2 * _of(config).width, config.embed_dim),
+    reads="router",
 )
 _EXPERTS_DOWN = Stack(
     "experts_down",
@@ -126,6 +127,8 @@ def mlp(
 def _route(own: Own, h: jax.Array, routes: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The weights float32 [B, T, k] of the routes, and the router's own choice int32 [B, T, k]."""
     experts = _of(own.config)
+    if own.inputs is not None:
+        own.inputs["router"] = h
     logits = _wide_product(h, own.layer["router"])
     chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), experts.top_k)[1]
     # Computed again in the backward pass, they could be others.
@@ -143,8 +146,14 @@ def _routed(own: Own, h: jax.Array, weights: jax.Array, routes: jax.Array) -> ja
     """What the experts of `routes` add [B, T, D], each times its weight."""
     experts, dtype, width = _of(own.config), h.dtype, h.shape[-1]
     own_table = table(routes.reshape(-1, experts.top_k), experts=experts.count)
+    if own.inputs is not None:
+        tiles = own_table.source.reshape(len(own_table.owner), -1)
+        is_taken = tiles < len(own_table.place)
+        own.inputs["owners"] = jnp.where(is_taken, own_table.owner[:, None], experts.count)
 
     def product(rows: jax.Array, stack: Stack) -> jax.Array:
+        if own.inputs is not None:
+            own.inputs[stack.name] = rows.reshape(len(own_table.owner), -1, rows.shape[-1])
         weight = own.layer[stack.name]
         packed = kernel_weight(weight) if isinstance(weight, QuantTensor) else weight
         outputs = stack.shape(own.config)[1]

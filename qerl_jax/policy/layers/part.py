@@ -52,6 +52,8 @@ class Stack(NamedTuple):
     members: tuple[str, ...]
     tensor: str  # name, in the module of its part, of a stored tensor [E, N, K] with all of it
     shape: Callable[[ModelConfig], tuple[int, int, int]]  # returns (E, N, K)
+    # Name of the array that multiplies the same tokens; '' where an expert reads what it computed.
+    reads: str = ""
 
 
 class Array(NamedTuple):
@@ -96,7 +98,8 @@ class Own(NamedTuple):
     adapters: dict  # the pairs of `lora.fuse` by the names of weights
     config: ModelConfig  # the architecture of one device
     # Where `linear.project` keeps what the weights read, by their names; None for a layer that is
-    # not calibrated.
+    # not calibrated. A stack reads rows by tiles [tiles, m, K]; 'owners', int32 [tiles, m], has the
+    # experts of these rows in ascending order, and E for rows without a token, which are zeros.
     inputs: dict[str, jax.Array] | None = None
 
 
