@@ -1,5 +1,6 @@
 """Checkpoints: what is saved comes back, and damage is noticed."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 import tiny_run
 import trees
 from refusal import refused
@@ -142,6 +144,23 @@ def test_all_damaged_is_an_error_and_nothing_is_moved(saved):
         cut(saved / str(step))
     refused(r"30: .*; 20: .*; 10: .*--workdir", restore, saved)
     assert sorted(p.name for p in saved.iterdir()) == ["10", "20", "30"]
+
+
+def test_parts_that_are_larger_than_their_array_are_not_read(saved):
+    """Orbax takes memory for a whole part; the process dies where there is none."""
+    shutil.rmtree(saved / "10")
+    shutil.rmtree(saved / "20")
+    (saved / "\u00b2").mkdir()  # A digit, but no number.
+    base = f"file://{saved}/30/state/"
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    name = b"packed/zarr.json"
+    array = json.loads(store.read(name).result().value)
+    array["chunk_grid"]["configuration"]["chunk_shape"] = [1 << 20]
+    array["codecs"][0]["configuration"]["chunk_shape"] = [1 << 20]
+    store.write(name, json.dumps(array).encode()).result()
+    words = r"30: an array of the shape \(8,\) is stored in parts of \(1048576,\)"
+    for read in (restore, lambda folder: checkpoint.read_latest(folder, make_state(0))):
+        refused(words, read, saved)
 
 
 def test_half_written_checkpoint_is_ignored_and_removed(saved, capsys):

@@ -10,6 +10,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import environment_cases
@@ -21,6 +22,7 @@ from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.data import environment_config
 from qerl_jax.data.environments import columns_of, conversation_metrics
 from qerl_jax.data.prompts import Problem
+from qerl_jax.environments import episodes as episodes_module
 from qerl_jax.environments import worker
 from qerl_jax.environments.episodes import Contract, Environments, Episode, Episodes
 from qerl_jax.environments.pool import CallError, Pool
@@ -160,6 +162,67 @@ def test_what_a_process_started_ends_with_it(pool, tokenizer, what):
     with one_row(pool, tokenizer, what) as episodes:
         assert take_turn(episodes).ending == FAILURE
     until(lambda: not sleepers() - before, 5)
+
+
+REAPS = """
+def reap(*_):
+    while os.waitpid(-1, os.WNOHANG)[0]:
+        pass
+signal.signal(signal.SIGCHLD, reap)
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+        REAPS,
+        "os.closerange(0, 3)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))",
+    ],
+)
+def test_what_a_module_does_at_its_import_does_no_harm(tokenizer, tmp_path, monkeypatch, body):
+    module = "odd_import"
+    text = f"import os, signal\nfrom environment_cases import Faults\n{body}\n"
+    (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    pool = Pool({"faults": f"{module}:Faults"})
+    try:
+        for _ in range(2):
+            with one_row(pool, tokenizer, "detach", time_limit=5.0) as episodes:
+                take_turn(episodes)
+                server = int(episodes.episodes[0].parts[-1][1][1:])
+            until(lambda number=server: not alive(number), 5)
+    finally:
+        pool.close()
+
+
+def test_threads_share_a_pool(pool, tokenizer, monkeypatch):
+    """Each has processes of its own, and waits for these alone."""
+    wait, waits, failures = episodes_module.wait_for_any, [], []
+    monkeypatch.setattr(
+        episodes_module, "wait_for_any", lambda *all: (waits.append(None), wait(*all))
+    )
+
+    def rollouts():
+        for _ in range(8):
+            with Episodes(
+                environments(pool, tokenizer, "faults", time_limit=20.0),
+                [{"question": "fine"}] * 4,
+                [0] * 4,
+                [None] * 4,
+            ) as episodes:
+                for row in range(4):
+                    if take_turn(episodes, row).ending != OPEN:
+                        failures.extend(episodes.failures())
+
+    threads = [threading.Thread(target=rollouts) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(waits) < 1000
 
 
 def test_a_process_that_ends_while_it_is_idle_costs_no_row(pool, tokenizer):

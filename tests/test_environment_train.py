@@ -18,7 +18,7 @@ from refusal import refused
 from benchmarks import environments
 from benchmarks.result_tables import environment_table
 from qerl_jax.data import environment_config
-from qerl_jax.environments.pool import Pool
+from qerl_jax.environments import episodes
 from qerl_jax.environments.roles import SAMPLED
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
@@ -296,19 +296,18 @@ def test_an_interrupt_leaves_the_next_call_its_environments(
             dry_run(config, workdir=tmp_path / "dry")
         return capsys.readouterr().out
 
-    calls, ready = itertools.count(1), Pool.ready
+    calls, wait = itertools.count(1), episodes.wait_for_any
 
-    def interrupted(self, seconds):
+    def interrupted(processes, seconds):
         if next(calls) == at:
             raise KeyboardInterrupt
-        return ready(self, seconds)
+        wait(processes, seconds)
 
-    monkeypatch.setattr(Pool, "ready", interrupted)
+    monkeypatch.setattr(episodes, "wait_for_any", interrupted)
     with pytest.raises(KeyboardInterrupt):
         call()
     monkeypatch.undo()
     pool, _ = environment_config._open({"environment": CHANGES["environment.function"]})
-    assert not pool._selector.get_map()
     assert pool._all == set(pool._idle)
     expected = call()
     assert name != "train" or expected == untimed(run)

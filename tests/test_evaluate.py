@@ -846,9 +846,17 @@ def test_adapters_of_one_name_are_told_apart(run, tmp_path, capsys):
     absent = dataclasses.replace(config, adapters=("adapter", "absent"), out=str(tmp_path / "new"))
     refused("--adapter=absent: there is no such folder", evaluate, absent)
     model = json.loads((run / "config.json").read_text())["config"]["model"]["source"]
-    adapters = (adapters[0], str(tmp_path / "absent"))
-    refused("absent", evaluate, dataclasses.replace(absent, source=model, adapters=adapters))
-    assert not (tmp_path / "new").exists()
+    missing = (adapters[0], str(tmp_path / "absent"))
+    refused("absent", evaluate, dataclasses.replace(absent, source=model, adapters=missing))
+    # So is one whose folder holds completions with other settings, or other files.
+    new = dataclasses.replace(config, out=absent.out)
+    other = dataclasses.replace(new, adapters=adapters[1:], out=f"{new.out}/b-x", samples=2)
+    evaluate(other)
+    refused("b-x holds completions with other settings", evaluate, new)
+    shutil.rmtree(other.out)
+    os.makedirs(f"{other.out}/mine")
+    refused("b-x: it holds other files", evaluate, new)
+    assert os.listdir(new.out) == ["b-x"]
 
 
 @pytest.mark.parametrize(

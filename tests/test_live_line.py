@@ -137,7 +137,7 @@ os.write(2, b"after\\n")
 """
 
 
-def lines_on_terminal(code):
+def lines_on_terminal(code, text="compiling programs, "):
     """The exit code of Python, and the lines that a terminal as its stderr shows at the end."""
     screen, end = pty.openpty()
     arguments = [sys.executable, "-c", code]
@@ -152,7 +152,7 @@ def lines_on_terminal(code):
     except OSError:  # The process has ended.
         os.close(screen)
     lines = shown.decode().replace("\r\n", "\n").split("\n")
-    assert shown.count(b"\r\x1b[Kcompiling programs, ") > 3
+    assert shown.count(f"\r\x1b[K{text}".encode()) > 3
     return process.wait(), [line.rpartition(live_line._CLEAR)[2] for line in lines]
 
 
@@ -169,6 +169,28 @@ def test_what_others_write_is_above_the_live_line(end, code, last):
     banner = ["E0000 alarm.cc:73] ", "****", "Very slow compile?", "****"]
     assert found == code
     assert lines == [*banner, "<string>:8: UserWarning: of Python", *last]
+
+
+SCORING = """
+import os, time
+from types import SimpleNamespace
+from qerl_jax.export import card_scores
+from qerl_jax.system import live_line
+live_line._QUIET_SECONDS = 0.05
+def accuracy(model, lora, on_progress):
+    on_progress(1, 5)
+    time.sleep(0.5)
+    os.write(2, b"Very slow compile?\\n")
+    on_progress(2, 5)
+    time.sleep(0.5)
+    return SimpleNamespace(missing=1)
+held_out = SimpleNamespace(prompts=[1, 2], accuracy=accuracy)
+card_scores.add_score(None, held_out, "bf16 base", None, None)
+"""
+
+
+def test_what_others_write_is_above_the_line_of_an_export():
+    assert lines_on_terminal(SCORING, "scoring bf16 base: ") == (0, ["Very slow compile?", ""])
 
 
 def test_streams_that_are_closed_show_nothing(monkeypatch, capsys):

@@ -359,9 +359,19 @@ def test_a_folder_without_a_tokenizer_can_be_opened_but_not_loaded(tmp_path):
     refused(words, load.load, str(folder))
 
 
-def test_more_layers_than_tensors(tmp_path):
-    source(tmp_path, num_hidden_layers=10**9)
-    refused(r"1000000000 layers, .* only 21 tensors", load.load, str(tmp_path))
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 10**12}, "10{12} layers are more than 16384"),
+        ({"num_hidden_layers": 16384}, "16384 layers, .* only 21 tensors"),
+        ({"num_experts": 10**12}, r"2 layers of 10{12} experts, .* only 57 tensors"),
+    ],
+)
+def test_more_layers_or_experts_than_tensors(tmp_path, change, words):
+    """They are refused before their names are made."""
+    config = model_config("qwen3_moe" if "num_experts" in change else "llama")
+    write_folder(tmp_path, config, random_tensors(config), **change)
+    refused(words, load.load, str(tmp_path))
 
 
 def test_only_a_few_layers_are_read_in_advance():

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qerl_jax.environments.pool import Pool, Process
+from qerl_jax.environments.pool import Pool, Process, wait_for_any
 from qerl_jax.environments.replies import ReplyWriter, TemplateTokenizer
 from qerl_jax.environments.roles import (
     ANSWER,
@@ -76,12 +76,10 @@ class Environments:
                     process = self.pool.take()
                     number = busy[process] = waiting.popleft()
                     request = self.reset_request(columns[number], seeds[number])
-                    if process.send(request, limit=self.time_limit):
-                        self.pool.watch(process)
-                    else:
+                    if not process.send(request, limit=self.time_limit):
                         self.pool.kill(process)
                         del busy[process]
-                self.pool.ready(_TICK)
+                wait_for_any(busy, _TICK)
                 for process, number in list(busy.items()):
                     if (answer := process.answer()) is not None:
                         texts[number] = answer.get("text")
@@ -231,11 +229,10 @@ class Episodes:
                 return replies
             now = time.monotonic()
             waits = min([ends, *(process.deadline for process in self._busy)]) - now
-            self._all.pool.ready(max(0.0, waits))
+            wait_for_any(self._busy, waits)
             for process, row in list(self._busy.items()):
                 if (answer := process.answer()) is not None:
                     del self._busy[process]
-                    self._all.pool.unwatch(process)
                     self._take(row, answer)
             if not self._out and time.monotonic() >= ends:
                 return []
@@ -269,7 +266,6 @@ class Episodes:
             process = self._process[row] = self._all.pool.take()
         if process.send(self._requests[row][0], limit=self._all.time_limit):
             self._busy[process] = row
-            self._all.pool.watch(process)
         else:
             self._fail(row, "its process has ended", dead=True)
 

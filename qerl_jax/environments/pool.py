@@ -2,16 +2,18 @@
 
 import contextlib
 import json
+import math
 import os
 import pickle
-import selectors
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qerl_jax.environments import worker
@@ -81,8 +83,17 @@ class Process:
         return json.loads(data)
 
 
+def wait_for_any(processes: Iterable[Process], seconds: float) -> None:
+    """Waits until a process has sent something or has ended, for some seconds at most."""
+    poll = select.poll()
+    for process in processes:
+        with contextlib.suppress(ValueError):  # Another thread has closed the pool.
+            poll.register(process.connection, select.POLLIN)
+    poll.poll(math.ceil(1000 * max(0.0, seconds)))
+
+
 class Pool:
-    """Processes with environments; each serves one episode at a time."""
+    """Processes with environments; each serves one episode at a time, of any thread."""
 
     def __init__(self, functions: Mapping[str, str]):
         """Starts the parent of the processes, which imports the user's modules.
@@ -92,7 +103,7 @@ class Pool:
         Raises:
             UserError: a module cannot be imported, or has no such class.
         """
-        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()  # of `take`, whose answer is that to the last request
         self._idle: list[Process] = []
         self._all: set[Process] = set()
         allow_working_directory()
@@ -134,12 +145,16 @@ class Pool:
         Raises:
             UserError: no other process can be started.
         """
-        while self._idle:
-            process = self._idle.pop()
-            process.deadline = float("inf")
-            if process.answer() is None:
-                return process
-            self.kill(process)  # It has ended since its last episode.
+        with self._lock:
+            while self._idle:
+                process = self._idle.pop()
+                process.deadline = float("inf")
+                if process.answer() is None:
+                    return process
+                self.kill(process)  # It has ended since its last episode.
+            return self._start()
+
+    def _start(self) -> Process:
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
@@ -167,29 +182,14 @@ class Pool:
         if dead:
             self.kill(process)
         else:
-            self.unwatch(process)
             self._idle.append(process)
 
     def kill(self, process: Process) -> None:
         """Ends a process at once, with everything that it has started."""
         self._all.discard(process)
-        self.unwatch(process)
         process.connection.close()
         with contextlib.suppress(OSError):
             self._control.sendall(str(process.pid).encode().ljust(16, b"\0"))
-
-    def watch(self, process: Process) -> None:
-        """Adds a process to those whose answers `ready` waits for."""
-        self._selector.register(process.connection, selectors.EVENT_READ, process)
-
-    def unwatch(self, process: Process) -> None:
-        """Removes a process from those whose answers `ready` waits for."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(process.connection)
-
-    def ready(self, seconds: float) -> list[Process]:
-        """Returns the watched processes with data, or waits for one for some seconds."""
-        return [key.data for key, _ in self._selector.select(seconds)]
 
     def ask(self, request: Mapping[str, Any], *, limit: float | None) -> dict[str, Any]:
         """Asks a process and waits for its answer, for `limit` seconds or, with None, for good.
@@ -201,9 +201,8 @@ class Pool:
         try:
             if not process.send(request, limit=limit):
                 answer = {"error": "its process has ended", "dead": True}
-            self.watch(process)
             while answer is None:
-                self.ready(min(1.0, max(0.0, process.deadline - time.monotonic())))
+                wait_for_any([process], min(1.0, process.deadline - time.monotonic()))
                 answer = process.answer()
         except BaseException:
             self.kill(process)
@@ -223,7 +222,6 @@ class Pool:
         self._control.close()
         for process in self._all:
             process.connection.close()
-        self._selector.close()
         # It may be importing without an end; SIGALRM tells it to end all others first.
         for number in (0, signal.SIGALRM, signal.SIGKILL):
             self._parent.send_signal(number)

@@ -118,8 +118,12 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
         ),
     ):
         bases: dict[tuple, LoadedModel] = {}
+        options = {"base": config.base, "format": config.format, "dtype": config.dtype}
+        for adapter in config.adapters[1:]:  # Before the first one is evaluated.
+            if policy := describe_policy(config.source, adapter=adapter, **options):
+                _, folder = results_folder.locate_results(policy, config)
+                results_folder.check_folder(folder, policy, tasks, config)
         for adapter in config.adapters:
-            options = {"base": config.base, "format": config.format, "dtype": config.dtype}
             # A policy whose completions are all there is not loaded.
             policy = describe_policy(config.source, adapter=adapter, **options)
             if policy is None or not _is_complete(policy, tasks, config):

@@ -153,6 +153,54 @@ def _settings(policy: LoadedPolicy, config: EvaluateConfig) -> dict[str, Any]:
     }
 
 
+def check_folder(
+    folder: Path, policy: LoadedPolicy, tasks: Sequence[Task], config: EvaluateConfig
+) -> dict[str, Any]:
+    """Returns the content of results.json in the folder of a policy, {} without one.
+
+    The policy needs no weights.
+
+    Raises:
+        UserError: the folder holds completions that were made with other settings, or other files.
+    """
+    check_inside(user_path(config.out or config.source), folder)
+    if not (folder / _RESULTS).exists():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UserError(f"{folder}: it holds other files but no {_RESULTS}; pass another --out")
+        return {}
+    results = json_file.read_object(folder / _RESULTS)
+    saved_tasks = _object(results, "tasks", folder)
+    same = (*_SAME_SETTINGS, *_SAME_MODEL_FILES)
+    _check_same(folder, "", _object(results, "settings", folder), _settings(policy, config), same)
+    for task in tasks:
+        if task.name in saved_tasks:
+            entry = _object(saved_tasks, task.name, folder)
+            _check_same(folder, f"{task.name}.", entry, _task_entry(task, config), _SAME_TASK)
+            max_rows = entry.get("max_rows", 0)
+            if type(max_rows) is not int or max_rows < 0:
+                raise UserError(
+                    f"{folder / _RESULTS}: max_rows={max_rows!r:.60} of {task.name} is no number; "
+                    "pass another --out"
+                )
+    return results
+
+
+def _task_entry(task: Task, config: EvaluateConfig) -> dict[str, Any]:
+    return {
+        "source": task.source,
+        "problems_sha256": task.problems_digest,
+        "system_prompt": task.prompt.system_prompt,
+        "question_suffix": task.prompt.question_suffix,
+        "max_new_tokens": task.max_new_tokens,
+        "stop": list(task.stop),
+        "kv_cache_dtype": task.kv_cache_dtype,
+        "chat_template_args": dict(task.prompt.chat_template_args),
+        "examples": list(task.prompt.examples),
+        "judge": task.scorer,
+        "format_judge": task.format_scorer,
+    } | ({"max_rows": config.max_rows} if config.max_rows else {})
+
+
 def open_folder(
     folder: Path,
     policy: LoadedPolicy,
@@ -168,58 +216,24 @@ def open_folder(
         The content of results.json so far.
 
     Raises:
-        UserError: the folder holds completions that were made with other settings or prompts, or
-            other files, or cannot be created.
+        UserError: as in `check_folder`, the prompts were others, or the folder cannot be created.
     """
-    settings = _settings(policy, config)
-    task_entries: dict[str, dict[str, Any]] = {
-        task.name: {
-            "source": task.source,
-            "problems_sha256": task.problems_digest,
-            "prompts_sha256": digests[task.name],
-            "system_prompt": task.prompt.system_prompt,
-            "question_suffix": task.prompt.question_suffix,
-            "max_new_tokens": task.max_new_tokens,
-            "stop": list(task.stop),
-            "kv_cache_dtype": task.kv_cache_dtype,
-            "chat_template_args": dict(task.prompt.chat_template_args),
-            "examples": list(task.prompt.examples),
-            "judge": task.scorer,
-            "format_judge": task.format_scorer,
-        }
-        | ({"max_rows": config.max_rows} if config.max_rows else {})
-        for task in tasks
-    }
-    check_inside(user_path(config.out or config.source), folder)
-    saved_tasks: dict[str, Any] = {}
-    creation: dict[str, str] = {}
-    if (folder / _RESULTS).exists():
-        saved_results = json_file.read_object(folder / _RESULTS)
-        saved_tasks = _object(saved_results, "tasks", folder)
-        saved_settings = _object(saved_results, "settings", folder)
-        same = (*_SAME_SETTINGS, *_SAME_MODEL_FILES)
-        _check_same(folder, "", saved_settings, settings, same)
-        for task in task_entries.keys() & saved_tasks.keys():
-            entry = _object(saved_tasks, task, folder)
-            _check_same(folder, f"{task}.", entry, task_entries[task], _SAME_TASK)
+    saved = check_folder(folder, policy, tasks, config)
+    saved_tasks, task_entries = saved.get("tasks", {}), {}
+    for task in tasks:
+        entry = _task_entry(task, config) | {"prompts_sha256": digests[task.name]}
+        if task.name in saved_tasks:
+            saved_entry = saved_tasks[task.name]
             check_prompts(
-                entry.get("prompts_sha256", ""),
-                digests[task],
+                saved_entry.get("prompts_sha256", ""),
+                digests[task.name],
                 model=policy.model.source,
-                what=f"the evaluation of {task} in {folder}",
+                what=f"the evaluation of {task.name} in {folder}",
                 option="--out",
             )
             # A continued evaluation has the batches that it began with.
-            max_rows = saved_tasks[task].get("max_rows", 0)
-            if type(max_rows) is not int or max_rows < 0:
-                raise UserError(
-                    f"{folder / _RESULTS}: max_rows={max_rows!r:.60} of {task} is no number; "
-                    "pass another --out"
-                )
-            task_entries[task] = {"max_rows": max_rows} | task_entries[task]
-        creation = {"created": created} if (created := _created(saved_results)) else {}
-    elif folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder}: it holds other files but no {_RESULTS}; pass another --out")
+            entry = {"max_rows": saved_entry.get("max_rows", 0)} | entry
+        task_entries[task.name] = entry
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -227,9 +241,9 @@ def open_folder(
             f"{folder}: cannot create it: {error.strerror}; pass another --out"
         ) from error
     results = {
-        "settings": settings,
+        "settings": _settings(policy, config),
         **provenance(),
-        **creation,
+        **({"created": created} if (created := _created(saved)) else {}),
         "tasks": saved_tasks | task_entries,
     }
     save_results(folder, results)

@@ -24,7 +24,7 @@ from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.system.command import command_name
-from qerl_jax.system.live_line import LiveLine
+from qerl_jax.system.live_line import waiting
 from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.load import LoadedModel
 
@@ -143,14 +143,15 @@ def add_score(
     The card has no score of a policy where the reward failed for a completion: the rows of its
     table are about the same problems.
     """
-    live, total = LiveLine(), len(held_out.prompts)
+    total = len(held_out.prompts)
+    # Programs are compiled meanwhile, of which XLA may write to stderr: `waiting` keeps its line.
+    with waiting(f"scoring {name}") as say:
 
-    def on_progress(count: int, tokens: int) -> None:
-        del tokens
-        live.update(f"scoring {name}: {count}/{total}")
+        def on_progress(count: int, tokens: int) -> None:
+            del tokens
+            say(f"scoring {name}: {count}/{total}")
 
-    score = held_out.accuracy(model, lora, on_progress=on_progress)
-    live.clear()
+        score = held_out.accuracy(model, lora, on_progress=on_progress)
     if score.missing:
         print(
             f"no pass@1: {score.missing} of {total} completions have no score: {name}", flush=True

@@ -26,6 +26,7 @@ _ARCHITECTURES = {
 # Where a file does not state them; Qwen3Moe divides the width by the heads then.
 _HEAD_DIMS = {"qwen3": 128, "qwen3_5": 256, "qwen3_5_moe": 256}
 _LARGEST_NUMBER = 1e30
+_MOST_LAYERS = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +207,11 @@ class ModelConfig:
                 raise UserError(
                     f"model config: {field} is {getattr(self, field)}, must be positive"
                 )
+        if self.num_layers > _MOST_LAYERS:
+            raise UserError(
+                f"model config: {self.num_layers} layers are more than {_MOST_LAYERS}, and no "
+                "model has as many: restore the file"
+            )
         if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"model config: {self.num_heads} heads are not a multiple of "

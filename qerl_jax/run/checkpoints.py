@@ -166,13 +166,8 @@ class Checkpoints:
             self._checkpointer.close()
 
     def _load(self, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:
-        custom = self._checkpointer.metadata(step).custom_metadata
-        if not isinstance(custom, dict) or not isinstance(custom.get("meta"), dict):
-            raise ValueError("its metadata is missing")
-        state = self._checkpointer.load(step, abstract)
-        if _crc32(state) != custom["crc32"]:
-            raise ValueError("its arrays do not match their checksum")
-        return state, custom["meta"]
+        found = self._checkpointer.metadata(step)
+        return _checked(found, lambda: self._checkpointer.load(step, abstract))
 
     def _rename_damaged(self, failures: dict[int, str], restored_step: int) -> None:
         for step, reason in failures.items() if _is_first() else ():
@@ -198,7 +193,7 @@ def read_latest_meta(folder: str | Path) -> dict[str, Any]:
 
     It reads no arrays and changes nothing, so that a run may train in the meantime.
     """
-    paths = [path for path in Path(folder).glob("*") if path.name.isdigit()]
+    paths = [path for path in Path(folder).glob("*") if path.name.isdecimal()]
     for path in sorted(paths, key=lambda path: -int(path.name)):
         # An incomplete or damaged checkpoint raises exceptions without a common class.
         with contextlib.suppress(Exception), _one_process_context():
@@ -231,7 +226,7 @@ def read_latest(
     abstract = jax.tree.map(functools.partial(_abstract, local=True), like)
     reasons: dict[int, str] = {}
     for _ in range(3):
-        steps = {int(path.name) for path in Path(folder).glob("*") if path.name.isdigit()}
+        steps = {int(path.name) for path in Path(folder).glob("*") if path.name.isdecimal()}
         steps = steps if step is None else steps & {step}
         for number in sorted(steps - reasons.keys(), reverse=True):
             path = Path(folder) / str(number)
@@ -250,8 +245,26 @@ def _read(path: Path, abstract: Any) -> tuple[Any, dict[str, Any]]:
     """Reads the state and the meta object of a checkpoint, or raises any exception."""
     check_tree(path)  # Orbax would wait for a pipe.
     with _one_process_context():
-        custom: Any = _orbax().metadata(str(path.resolve())).custom_metadata
-        state = _orbax().load(str(path.resolve()), abstract)
+        found = _orbax().metadata(str(path.resolve()))
+        return _checked(found, lambda: _orbax().load(str(path.resolve()), abstract))
+
+
+def _checked(found: Any, load: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """Loads a checkpoint with the metadata `found`; returns its state and its meta object.
+
+    Raises:
+        ValueError: it is not what a run has saved.
+    """
+    custom = found.custom_metadata
+    if not isinstance(custom, dict) or not isinstance(custom.get("meta"), dict):
+        raise ValueError("its metadata is missing")
+    for array in jax.tree.leaves(found.metadata):
+        storage = getattr(array, "storage_metadata", None)
+        parts = (storage and storage.chunk_shape) or ()
+        # Memory for a whole part is taken before it is read, and the process dies without it.
+        if any(part > max(1, size) for part, size in zip(parts, array.shape, strict=True)):
+            raise ValueError(f"an array of the shape {array.shape} is stored in parts of {parts}")
+    state = load()
     if _crc32(state) != custom["crc32"]:
         raise ValueError("its arrays do not match their checksum")
     return state, custom["meta"]

@@ -177,6 +177,7 @@ _Field = tuple[str, Callable[[Any], bool]]
 _TEXT: _Field = "a text", _is_text
 _OBJECT: _Field = "an object", _is_object
 _COUNT: _Field = f"a whole number from 0 to {_MOST - 1}", _is_count
+_BYTES: _Field = "a whole number that is not negative", lambda v: type(v) is int and v >= 0
 _LIMIT: _Field = f"a number from 0 to {LONGEST_LIMIT}", _is_limit
 _NAMES: _Field = "an object of texts", _are_names
 _REWARDS: _Field = f"an object of rewards, which have {', '.join(sorted(_REWARD))}", _are_rewards
@@ -208,7 +209,7 @@ _FIELDS: dict[str, _Field] = {
     "config.data.system_prompt": _TEXT,
     "config.environment": _OBJECT,
     "config.environment.context_tokens": _COUNT,
-    "config.environment.host_cache_bytes": _COUNT,
+    "config.environment.host_cache_bytes": _BYTES,
     "config.environment.function": _TEXT,
     "config.environment.max_turns": _COUNT,
     "config.environment.processes": _COUNT,

@@ -147,10 +147,12 @@ def _not_a_model(path: pathlib.Path, what: str, field: str) -> UserError:
 def _check_tensors(checkpoint: Checkpoint) -> None:
     """Checks the stored tensors against the architecture before any tensor is read."""
     path, config, shapes = checkpoint.path, checkpoint.config, checkpoint.shapes
-    if config.num_layers > len(shapes):
+    experts = 1 if config.experts is None else config.experts.count
+    if config.num_layers * experts > len(shapes):  # Before all of their names are made.
         raise UserError(
-            f"{path}: the config asks for {config.num_layers} layers, the checkpoint holds only "
-            f"{len(shapes)} tensors"
+            f"{path}: the config asks for {config.num_layers} layers"
+            + (f" of {experts} experts" if config.experts else "")
+            + f", the checkpoint holds only {len(shapes)} tensors"
         )
     _check_packed(checkpoint)
     expected = names.expected_shapes(config, packed=checkpoint.packed)
