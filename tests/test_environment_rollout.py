@@ -154,6 +154,17 @@ def test_replies_are_prefilled_in_blocks_and_in_the_width_of_their_own(model, in
     np.testing.assert_allclose(rollout.logprobs, instant[1].rollout.logprobs, atol=2e-5)
 
 
+@pytest.mark.parametrize("narrowest", [1, 2, 3, 64])
+def test_the_widths_of_extensions_ascend(narrowest, monkeypatch):
+    monkeypatch.setattr(shapes, "_NARROWEST", narrowest)
+    for reply in (1, 6, 7, 100, 254, 5000):
+        sizes = shapes.extensions(8, reply)
+        counts, widths = zip(*sizes, strict=True)
+        assert list(widths) == sorted(set(widths))
+        assert widths[-1] == shapes.bucket(reply + 2)
+        assert all(1 <= count <= 2 for count in counts)
+
+
 @pytest.mark.parametrize("rows_on_host", [0, 2])
 @pytest.mark.parametrize(
     "model", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.slow)], indirect=True

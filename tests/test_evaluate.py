@@ -36,13 +36,14 @@ from qerl_jax.evaluation.load_policy import OWN, open_policy
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export import card_scores
-from qerl_jax.memory.run_plan import plan_run
+from qerl_jax.memory import report
+from qerl_jax.memory.run_plan import Device, plan_run
 from qerl_jax.policy.layers.kinds import PROJECTIONS
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rollout.completions import detokenize
-from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.run import ownership
@@ -381,21 +382,22 @@ def test_a_continued_evaluation_keeps_its_rows(settings, rollouts, monkeypatch):
     [
         (None, 0, "bf16", 32, "once"),
         (80, 0, "bf16", 256, "once"),
-        (1e-3, 0, "bf16", 900_000 // 3840, "once"),
-        (1e-3, 0.5e-3, "bf16", 400_000 // 3840, "once"),
-        (1e-3, 0, "nvfp4", (900_000 - 4 * 15_360) // 3840, "once"),
-        (5e-5, 0, "nvfp4", 45_000 // 3840, "step"),
+        (1e-3, 0, "bf16", 128, "once"),
+        (1e-3, 0.5e-3, "bf16", 64, "once"),
+        (1e-3, 0, "nvfp4", 128, "once"),
+        (5e-5, 0, "nvfp4", 6, "step"),
         (5e-5, 5e-5, "nvfp4", 1, "step"),
     ],
 )
 def test_rows_follow_from_the_memory(
     tmp_path, monkeypatch, gigabytes, in_use, format, rows, dequantize
 ):
-    # 15 360 weights in the layers. A row of 6 and 4 tokens has 12 cache positions of 256 bytes, and
-    # logits of 192 bytes, held four times.
+    # 15 360 weights in the layers. A row of 6 and 4 tokens has 16 cache positions of 256 bytes, and
+    # logits of 192 bytes, held four times; one of the four arrays of the cache may be moved. So
+    # 5888 bytes of a row fit 152, 67, 142 and 7 times.
     folder = tiny_run.write_model(tmp_path / "model")
     model = load(str(folder), format=format, dtype="float32")
-    memory = gigabytes and {"bytes_limit": gigabytes * 1e9, "bytes_in_use": in_use * 1e9}
+    memory = gigabytes and {"bytes_limit": int(gigabytes * 1e9), "bytes_in_use": int(in_use * 1e9)}
 
     class Device:
         def memory_stats(self):
@@ -407,7 +409,32 @@ def test_rows_follow_from_the_memory(
     )
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     assert qerl_jax.evaluation.evaluate._estimate_rows(job) == rows
+    job.prompts = [prompt] * 1000  # As many in one prefill leave no memory for a row.
+    many = qerl_jax.evaluation.evaluate._fit(job, 256)
+    assert many == (
+        (256, 1000) if gigabytes in (None, 80) else (rows if in_use != gigabytes else 0, 1)
+    )
+    job.prompts, task.max_new_tokens = [prompt], 500
+    alone = qerl_jax.evaluation.evaluate._estimate_rows(job)
+    job.turns = TurnConfig(max_turns=2, turn_tokens=0, reply_tokens=500, context_tokens=500)
+    extended = qerl_jax.evaluation.evaluate._estimate_rows(job)
+    assert extended < alone if gigabytes == 1e-3 else extended == alone
     assert dequantize_mode(model.params) == dequantize
+
+
+def test_programs_are_compared_with_the_memory_before_a_rollout(
+    settings, rollouts, monkeypatch, capsys
+):
+    monkeypatch.setattr(report, "this_device", lambda: Device(10**4, "xla"))
+    said = r"the program '\w+' takes .* GB that JAX has are taken: lower --max-rows=9, --samples=3"
+    refused(said, evaluate, settings())
+    assert rollouts == []
+    monkeypatch.setattr(report, "_compare", lambda *_, planned, held, remedy: [f"more, {remedy}"])
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_fit", lambda job, rows: (rows, 2))
+    engines = record_rollouts(monkeypatch, lambda sampler, ids: sampler.engine.prefill_prompts)
+    evaluate(settings())
+    assert "warning: more, --max-rows=9, --samples=3" in capsys.readouterr().err
+    assert engines == [2]
 
 
 def test_too_many_rows_is_one_line(settings, monkeypatch):

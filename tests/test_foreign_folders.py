@@ -411,6 +411,9 @@ def test_what_a_run_writes_is_accepted(saved):
     assert is_time(provenance()["created"])
     for change in ({}, {"versions": {"jax": "1", "python": "3", "qerl-jax": None}}, {"git": None}):
         check_run(CONFIG, saved | provenance() | change)
+    # Memory is no count; runs of earlier versions lack the field.
+    for value in ((), (0,), (2**33,), (2**40,)):
+        check_run(CONFIG, with_field(saved, "config.environment.host_cache_bytes", *value))
     assert is_shallow(nested(20))
     assert is_shallow("x")
     assert not is_shallow(nested(22))
@@ -432,6 +435,7 @@ def test_what_a_run_writes_is_accepted(saved):
         ("config.data.mixture", [{"a": 1}, {"a": {"weight": 0.0}}, {"a": {"path": 5}}]),
         ("config.eval.problems", [-1, True, 0.5, 2**31, "1", float("nan")]),
         ("config.environment", [{"time_limit": 1e10}]),
+        ("config.environment.host_cache_bytes", [-1, 0.5, True, "1"]),
         ("config.reward_time_limit", [-1, 1e10, float("inf"), float("nan"), "5", None]),
         ("config.rewards", [{"a": {}}, {"a": {"function": "a:b", "x": 1}}]),
         ("config.rewards.correctness", [{"function": "a:b", "time_limit": x} for x in (-1, 1e10)]),

@@ -1,15 +1,19 @@
 """The plan of a run against the memory that XLA says of its compiled programs."""
 
 import dataclasses
+from unittest import mock
 
+import jax
 import pytest
 import tiny_checkpoints
 import tiny_run
 from refusal import refused
 
-from qerl_jax.memory.report import check_programs
+from qerl_jax.memory import report
+from qerl_jax.memory.report import check_programs, check_sampler
 from qerl_jax.memory.run_plan import Device
 from qerl_jax.policy.layers import attention
+from qerl_jax.policy.policy import Policy
 from qerl_jax.rewards.from_config import rewards_of
 from qerl_jax.training import compile as training_compile
 from qerl_jax.training.begin import first_progress
@@ -50,12 +54,12 @@ def compiled(compile_cache, tmp_path_factory):
         plan = dataclasses.replace(setup.memory, device=Device(POOL, "xla"))
         setup = dataclasses.replace(setup, memory=plan)
         state = first_progress(setup).state
-        training_compile.compile_programs(setup, state, trains=True, evaluates=True)
-    return found[0]
+        setup, _ = training_compile.compile_programs(setup, state, trains=True, evaluates=True)
+    return *found[0], setup, Policy(setup.params, state.trainable.lora)
 
 
 def test_every_program_takes_what_the_plan_has_for_it(compiled):
-    plan, programs = compiled
+    plan, programs, _, _ = compiled
     rollout = {"dequantize", "prefill", "insert", "fuse_adapter", "decode", "take", "put"}
     rollout |= {"extend", "resume"}
     update = {"zero_totals", "add_gradient", "apply_gradient", "buffer_kl"}
@@ -75,7 +79,7 @@ def test_every_program_takes_what_the_plan_has_for_it(compiled):
 
 @pytest.mark.parametrize("part", ["rollout", "evaluation", "update"])
 def test_a_program_that_does_not_fit_is_refused_by_name(compiled, part):
-    plan, programs = compiled
+    plan, programs, _, _ = compiled
     name = "add_gradient" if part == "update" else "extend"
     field = "train.buffer_tokens" if part == "update" else "rollout.max_rows"
     for taken, refuses in ((POOL, True), (0.97 * POOL, False)):
@@ -91,3 +95,34 @@ def test_a_program_that_does_not_fit_is_refused_by_name(compiled, part):
     # Without a known memory, as on a CPU, nothing is compared.
     unknown = dataclasses.replace(plan, device=Device(None, "xla"))
     assert check_programs(unknown, other) == []
+
+
+def test_an_evaluation_outside_of_a_run_has_the_same_plan(compiled, monkeypatch):
+    """`evaluate` and `sample` plan by the sampler and the policy, before they begin."""
+    plan, programs, setup, policy = compiled
+    compared, compare = {}, report._compare
+
+    def recording(device, title, size, *, planned, held, remedy):
+        compared[title.split("'")[1]] = size, planned, held
+        return compare(device, title, size, planned=planned, held=held, remedy=remedy)
+
+    monkeypatch.setattr(report, "_compare", recording)
+    monkeypatch.setattr(attention, "_SCORES", 2**20)
+    in_use = plan.weights + plan.training
+    pool = {"bytes_limit": POOL, "bytes_in_use": in_use}
+    monkeypatch.setattr(jax, "local_devices", lambda: [mock.Mock(memory_stats=lambda: pool)])
+    arguments = setup.eval_sampler, setup.key, policy
+    assert check_sampler(*arguments, remedy="--x") == []
+    assert compared.keys() == programs["evaluation"].keys()
+    for name, (size, planned, held) in compared.items():
+        assert size == programs["evaluation"][name]
+        # The plan of a run has the adapter as the kernels of a Hopper GPU read it, padded.
+        padding = plan.held_bytes("evaluation", name, compared) - held
+        assert 0 <= padding < plan.evaluation.policy_copy
+        if name != "fuse_adapter":
+            assert planned == plan.program_bytes("evaluation", name)
+    pool["bytes_in_use"] = POOL - 1000
+    said = r"of the 1\.0 GB that JAX has are taken: lower --x"
+    refused(said, check_sampler, *arguments, remedy="--x")
+    pool.clear()  # As on a CPU, of which the memory is unknown.
+    assert check_sampler(*arguments, remedy="--x") == []

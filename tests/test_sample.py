@@ -26,6 +26,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation import sample as sample_lib
 from qerl_jax.evaluation.load_policy import open_policy, warn_of_another_base
 from qerl_jax.evaluation.sample import SampleConfig, sample, stream_text
+from qerl_jax.memory import report
+from qerl_jax.memory.run_plan import Device
 from qerl_jax.policy import transformer
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -136,6 +138,15 @@ def test_a_run_that_trained_norms_has_them_in_the_second_answer(tiny, tmp_path):
     assert np.all(norms[0] == 1)
     assert not np.all(norms[1] == 1)
     assert [lora is None for _, _, lora in asked] == [True, False]
+
+
+def test_a_program_that_does_not_fit_is_refused_before_the_answer(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(report, "this_device", lambda: Device(10**4, "xla"))
+    config = SampleConfig(source=str(tiny.model), question="t3 t4", max_new_tokens=4)
+    refused(r"the program '\w+' takes .* are taken: lower --max-new-tokens", sample, config)
+    monkeypatch.setattr(report, "_compare", lambda *_, planned, held, remedy: [remedy])
+    sample(config)
+    assert "warning: --max-new-tokens" in capsys.readouterr().err
 
 
 def test_samples_follow_the_seed(tiny, capsys):

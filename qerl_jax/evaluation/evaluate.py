@@ -11,6 +11,7 @@ again but not generated again.
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -45,13 +46,14 @@ from qerl_jax.evaluation.run_environments import (
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.task_prompts import TaskPrompts, encode_task
 from qerl_jax.evaluation.tasks import RUN, Task, extracted_answer, make_tasks, same_answer
+from qerl_jax.memory.report import check_sampler
 from qerl_jax.rewards.calls import announce_hosts, check_columns, resolve
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.rewards.scored import Completion
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.progress import RolloutProgress
 from qerl_jax.rollout.sampler import Sampler
-from qerl_jax.rollout.shapes import bucket, dequantize_mode, extend_bytes, rows_left
+from qerl_jax.rollout.shapes import bytes_left, dequantize_mode, fit_rows, row_positions
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.lines import line_columns
 from qerl_jax.run.ownership import trusts
@@ -309,6 +311,7 @@ def _complete_problems(
         max_rows=min(max_rows, size * samples),
         prompt_width=_prompt_width(job),
         num_prompts=size,
+        prefill_prompts=_fit(job, max_rows)[1],
         shared_tokens=tokens_of_examples(
             job.prompts, () if job.turns else job.task.prompt.examples
         ),
@@ -319,11 +322,11 @@ def _complete_problems(
         return [row for (p, s), row in rows.items() if p < len(job.prompts) and s < samples]
 
     live = LiveLine()
-    with memory_errors(
-        f"{engine.max_rows} rows do not fit; lower --max-rows={engine.max_rows}, "
-        f"--samples={samples} or --max-new-tokens"
-    ):
+    remedy = f"--max-rows={engine.max_rows}, --samples={samples} or --max-new-tokens"
+    with memory_errors(f"{engine.max_rows} rows do not fit; lower {remedy}"):
         sampler = _compile(job, _sampler(job, engine), received)
+        for line in check_sampler(sampler, _key(job), job.policy.policy, remedy=remedy):
+            print(f"warning: {line}", file=sys.stderr, flush=True)
         for first in range(0, len(problems), size):
             began = time.perf_counter()
             watch = _watch(live, job.task.name, len(completed()), total, received)
@@ -545,25 +548,28 @@ def _estimate_rows(job: _Job) -> int:
 
     The result is at least 1: the estimate is rough, so one row may fit even if it says otherwise.
     """
-    model, turns, extending = job.policy.model, job.turns, 0
-    new_tokens = turns.context_tokens if turns else job.task.max_new_tokens
-    positions = bucket(_prompt_width(job)) + new_tokens
-    if turns:
-        extending = extend_bytes(
-            model.config,
-            rows=_MOST_ROWS,
-            reply_tokens=turns.reply_tokens,
-            positions=positions,
-            compute=model.params["embed_tokens"].dtype,
-        )
-    rows = rows_left(
-        model.params,
-        positions=positions,
-        model_config=model.config,
-        engine=_engine(job),
-        reserve=extending,
+    if bytes_left(job.policy.model.params, engine=_engine(job)) is None:
+        return _CPU_ROWS
+    return max(1, _fit(job, _MOST_ROWS)[0])
+
+
+def _fit(job: _Job, max_rows: int) -> tuple[int, int]:
+    """`fit_rows` of a task, with at most `max_rows`."""
+    model, turns, engine = job.policy.model, job.turns, _engine(job)
+    width, positions = row_positions(
+        _prompt_width(job), turns.context_tokens if turns else job.task.max_new_tokens
     )
-    return _CPU_ROWS if rows is None else min(max(1, rows), _MOST_ROWS)
+    return fit_rows(
+        model.config,
+        dataclasses.replace(engine, max_rows=max_rows),
+        num_prompts=len(job.prompts),
+        group_size=_MOST_ROWS,  # One problem has as many samples as that, so that more may follow.
+        width=width,
+        positions=positions,
+        compute=model.params["embed_tokens"].dtype,
+        free=bytes_left(model.params, engine=engine),
+        reply_tokens=turns.longest_reply if turns else 0,
+    )
 
 
 def _engine(job: _Job) -> EngineConfig:

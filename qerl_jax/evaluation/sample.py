@@ -20,6 +20,7 @@ from qerl_jax.errors import UserError, check_limits, memory_errors, visible
 from qerl_jax.evaluation.flags import check_sampling, json_object, template_arguments
 from qerl_jax.evaluation.load_policy import OWN, LoadedPolicy, open_policy
 from qerl_jax.evaluation.run_environments import environments_of, has_environment, turns_of
+from qerl_jax.memory.report import check_sampler
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -202,6 +203,7 @@ def _answer(
             dequantize=dequantize_mode(model.params, settings.get("dequantize", "auto")),
             kv_cache_dtype=settings.get("kv_cache_dtype", ""),
             prompt_width=width,
+            num_prompts=1,
         )
         sampling = SamplingConfig(
             max_new_tokens=limit,
@@ -212,6 +214,8 @@ def _answer(
         sampler = Sampler(model.config, model.tokenizer, sampling, engine, turns=turns)
         with waiting("compiling the programs of this prompt's length"):
             samplers[width] = sampler.compiled(key, weights, num_prompts=1)
+        for line in check_sampler(samplers[width], key, weights, remedy="--max-new-tokens"):
+            print(f"warning: {line}", file=sys.stderr, flush=True)
     if environments is not None and policy.run is not None:
         return _converse(samplers[width], key, weights, prompt, environments)
     show = stream_text(model.tokenizer, _write)

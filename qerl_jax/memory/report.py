@@ -2,16 +2,21 @@
 
 from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from qerl_jax.compile.aot import program_bytes
 from qerl_jax.errors import UserError
-from qerl_jax.memory.run_plan import Device, RunPlan, plan_run
-from qerl_jax.memory.update_plan import plan_update
+from qerl_jax.memory.run_plan import Device, RunPlan, plan_rollout, plan_run, this_device
+from qerl_jax.memory.update_plan import LongestRows, plan_update
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import fuse
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.config import completion_tokens
-from qerl_jax.rollout.shapes import cache_dtype, round_down, row_bytes
+from qerl_jax.rollout.sampler import Sampler
+from qerl_jax.rollout.shapes import cache_dtype, dense_bytes, round_down, row_bytes
 
 _LESS = 0.9  # part of the bytes of an update that the next smaller one may take
 
@@ -60,27 +65,84 @@ def check_programs(plan: RunPlan, programs: Mapping[str, Mapping[str, int]]) -> 
     Raises:
         UserError: a program does not fit into the memory that JAX has.
     """
-    pool, usable = plan.device.pool, plan.device.usable
-    if pool is None or usable is None:
-        return []
     lines = []
     for part, sizes in programs.items():
+        if part == "update":
+            remedy = f"--config.train.buffer_tokens (now {plan.buffer_tokens})"
+        else:
+            remedy = f"--config.rollout.max_rows (now {plan.part(part).rows})"
         for name, size in sizes.items():
             planned, held = plan.program_bytes(part, name), plan.held_bytes(part, name, sizes)
-            if part == "update":
-                remedy = f"--config.train.buffer_tokens (now {plan.buffer_tokens})"
-            else:
-                remedy = f"--config.rollout.max_rows (now {plan.part(part).rows})"
-            line = (
-                f"the program {name!r} of the {part} takes {_gb(size)} GB, where the plan has "
-                f"{_gb(planned)} GB, and {_gb(held)} GB of the {_gb(pool)} GB that JAX has are "
-                f"taken: lower {remedy}"
-            )
-            if held + size > pool:
-                raise UserError(line)
-            if size > planned and held + size > usable:
-                lines.append(line)
+            title = f"the program {name!r} of the {part}"
+            lines += _compare(plan.device, title, size, planned=planned, held=held, remedy=remedy)
     return lines
+
+
+def check_sampler(sampler: Sampler, key: jax.Array, policy: Policy, *, remedy: str) -> list[str]:
+    """Compares the compiled programs of rollouts outside of a run with their plan.
+
+    Args:
+        sampler: the sampler with its programs, whose engine has the longest prompt and their
+            number, and a bound of the rows that decode together.
+        key: PRNG key like those of the rollouts.
+        policy: the policy, on one device.
+        remedy: what to lower where a program does not fit.
+
+    Returns:
+        A line for each program, as `check_programs`.
+
+    Raises:
+        UserError: a program does not fit into the memory that JAX has.
+    """
+    device = this_device()
+    if device.pool is None:
+        return []
+    assert sampler.executables is not None
+    model, engine, turns = sampler.model_config, sampler.engine, sampler.turns
+    compute = policy.params["embed_tokens"].dtype
+    adapter = jax.eval_shape(lambda lora: fuse(lora, model, compute), policy.lora)
+    dense = dense_bytes(policy.params)
+    plan = plan_rollout(
+        model,
+        engine,
+        LongestRows(
+            prompt=engine.prompt_width,
+            new_tokens=turns.context_tokens if turns else sampler.sampling.max_new_tokens,
+            group_size=sampler.group_size,
+            num_prompts=engine.num_prompts,
+        ),
+        compute=compute,
+        turns=turns,
+        copies=(
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(adapter)),
+            dense if engine.dequantize == "once" else dense // model.num_layers,
+        ),
+        free=None,
+    )
+    operations = sampler.operations(key, policy, num_prompts=engine.num_prompts)
+    sizes = program_bytes(sampler.executables, operations)
+    in_use = (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
+    lines = []
+    for name, size in sizes.items():
+        planned, held = plan.program_bytes(name), in_use + plan.held_bytes(name, sizes)
+        title = f"the program {name!r}"
+        lines += _compare(device, title, size, planned=planned, held=held, remedy=remedy)
+    return lines
+
+
+def _compare(
+    device: Device, title: str, size: int, *, planned: int, held: int, remedy: str
+) -> list[str]:
+    """A line where a program takes more than was planned and is free; see `check_programs`."""
+    if device.pool is None or device.usable is None:
+        return []
+    line = (
+        f"{title} takes {_gb(size)} GB, where the plan has {_gb(planned)} GB, and {_gb(held)} GB "
+        f"of the {_gb(device.pool)} GB that JAX has are taken: lower {remedy}"
+    )
+    if held + size > device.pool:
+        raise UserError(line)
+    return [line] if size > planned and held + size > device.usable else []
 
 
 def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:

@@ -22,6 +22,7 @@ from qerl_jax.policy.dequantize import DEQUANTIZE
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.config import (
     EngineConfig,
+    TurnConfig,
     completion_tokens,
     rollout_prompts,
     turn_config,
@@ -93,6 +94,19 @@ class RolloutPlan:
         """Bytes at the peak of the rollout."""
         return self.policy_copy + self.dense_copy + self.cache + self.temporary
 
+    def program_bytes(self, name: str) -> int:
+        """Returns what the plan has for a program of `rollout.programs`, besides its arguments."""
+        own = {DEQUANTIZE: self.dense_copy, "fuse_adapter": self.policy_copy}
+        own |= {"prefill": self.prefill, "extend": self.extension}
+        return own.get(name, self.temporary)
+
+    def held_bytes(self, name: str, programs: Collection[str]) -> int:
+        """Returns what a rollout of these programs holds while one of them runs."""
+        made = {"fuse_adapter": self.policy_copy}
+        # Where no program makes all weights dense, the copy is one of a program's own.
+        made |= {DEQUANTIZE: self.dense_copy} if DEQUANTIZE in programs else {}
+        return self.cache + sum(size for maker, size in made.items() if maker != name)
+
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
@@ -135,10 +149,7 @@ class RunPlan:
         """
         if part == "update":
             return max(self.gradient, self.update.bytes)
-        rollout = self.part(part)
-        own = {DEQUANTIZE: rollout.dense_copy, "fuse_adapter": rollout.policy_copy}
-        own |= {"prefill": rollout.prefill, "extend": rollout.extension}
-        return own.get(name, rollout.temporary)
+        return self.part(part).program_bytes(name)
 
     def held_bytes(self, part: str, name: str, programs: Collection[str]) -> int:
         """Returns what a run holds while a program runs; its results are not a part of it.
@@ -151,11 +162,7 @@ class RunPlan:
         held = self.weights + self.training
         if part == "update":
             return held + (self.gradient if name != "zero_totals" else 0)
-        rollout = self.part(part)
-        made = {"fuse_adapter": rollout.policy_copy}
-        # Where no program makes all weights dense, the copy is one of a program's own.
-        made |= {DEQUANTIZE: rollout.dense_copy} if DEQUANTIZE in programs else {}
-        return held + rollout.cache + sum(size for maker, size in made.items() if maker != name)
+        return held + self.part(part).held_bytes(name, programs)
 
     @property
     def peak(self) -> int:
@@ -276,20 +283,55 @@ def _plan_rollout(
     policy_copy: int,
     free: int | None,
 ) -> RolloutPlan:
-    """The largest rollout that fits; one of no rows, with the bytes of one, if none does."""
-    compute = jnp.dtype(config.model.dtype)
-    dtype = cache_dtype(config.rollout.kv_cache_dtype, compute)
-    turns = turn_config(config)
+    """`plan_rollout` of a run."""
     most = longest.num_prompts * longest.group_size
-    rows = min(max_rows or most, most)
-    dequantize, dense_copy = _dequantize(config, model, device, rows)
-    width, positions = row_positions(longest.prompt, longest.new_tokens)
-    num_prompts = largest_share(longest.num_prompts, longest.devices)
+    dequantize, dense_copy = _dequantize(config, model, device, min(max_rows or most, most))
     engine = EngineConfig(
         max_rows=max_rows,
         kv_cache_bytes=config.rollout.kv_cache_bytes,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
+        dequantize=dequantize,
     )
+    return plan_rollout(
+        model,
+        engine,
+        longest,
+        compute=jnp.dtype(config.model.dtype),
+        turns=turn_config(config),
+        copies=(policy_copy, dense_copy),
+        free=free,
+    )
+
+
+def plan_rollout(
+    model: ModelConfig,
+    engine: EngineConfig,
+    longest: LongestRows,
+    *,
+    compute: jnp.dtype,
+    turns: TurnConfig | None,
+    copies: tuple[int, int],
+    free: int | None,
+) -> RolloutPlan:
+    """Plans the memory of a rollout.
+
+    Args:
+        model: architecture of one device.
+        engine: bounds of rows and memory.
+        longest: the longest rows.
+        compute: dtype of the computation.
+        turns: limits of conversations with an environment; None without one.
+        copies: bytes of the trained parameters in the dtype of the policy, and of the dense copy of
+            packed weights.
+        free: bytes that weights and training state leave; None does not compare with the device.
+
+    Returns:
+        The largest rollout that fits; one of no rows, with the bytes of one, if none does.
+    """
+    policy_copy, dense_copy = copies
+    dtype = cache_dtype(engine.kv_cache_dtype, compute)
+    width, positions = row_positions(longest.prompt, longest.new_tokens)
+    num_prompts = largest_share(longest.num_prompts, longest.devices)
     rows, prefill = fit_rows(
         model,
         engine,
@@ -299,13 +341,20 @@ def _plan_rollout(
         positions=positions,
         compute=compute,
         free=None if free is None else max(0, free - policy_copy - dense_copy),
-        reply_tokens=turns.reply_tokens if turns else 0,
+        reply_tokens=turns.longest_reply if turns else 0,
     )
-    prefilled = prefill_bytes(model, num_prompts=prefill, width=width, dtype=dtype, compute=compute)
+    prefilled = prefill_bytes(
+        model,
+        num_prompts=prefill,
+        width=width,
+        dtype=dtype,
+        compute=compute,
+        shared=engine.shared_tokens > 0,
+    )
     row, all_rows = kept_bytes(model, positions, dtype), num_prompts * longest.group_size
     sizes_of_rows = {
         "rows": max(1, rows),
-        "reply_tokens": turns.reply_tokens if turns else 0,
+        "reply_tokens": turns.longest_reply if turns else 0,
         "positions": positions,
         "compute": compute,
     }
@@ -325,7 +374,7 @@ def _plan_rollout(
         all_rows=all_rows,
         prefill_prompts=prefill,
         positions=positions,
-        dequantize=dequantize,
+        dequantize=engine.dequantize,
         state=state_bytes(model),
         prefill=prefilled,
         extension=extend_bytes(model, **sizes_of_rows) if turns else 0,

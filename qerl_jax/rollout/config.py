@@ -123,6 +123,11 @@ class TurnConfig:
             host_cache_bytes=(self.host_cache_bytes >= 0, "at least 0"),
         )
 
+    @property
+    def longest_reply(self) -> int:
+        """Largest number of tokens of a reply after which a conversation continues."""
+        return min(self.reply_tokens, self.context_tokens)
+
     def next_turn(self, length: int, sampled: int, max_new_tokens: int) -> int:
         """Returns the largest number of tokens of the next turn of a completion."""
         left = max_new_tokens - sampled

@@ -135,7 +135,7 @@ def plan_shapes(
         positions=positions,
         compute=compute,
         free=bytes_left(params, engine=engine) if measures else None,
-        reply_tokens=turns.reply_tokens if turns else 0,
+        reply_tokens=turns.longest_reply if turns else 0,
     )
     if not max_rows:
         raise UserError(
@@ -160,7 +160,7 @@ def plan_shapes(
         # Where environments are waited for, all batches have one size, see `turns`.
         insert_sizes=inserts[-1:] if turns else inserts,
         dtype=cache_dtype(engine.kv_cache_dtype, compute),
-        extensions=extensions(max_rows, turns.reply_tokens) if turns else (),
+        extensions=extensions(max_rows, turns.longest_reply) if turns else (),
         kept_positions=kept_positions(positions) if turns else (),
     )
 
@@ -174,8 +174,8 @@ def extensions(rows: int, reply_tokens: int) -> tuple[tuple[int, int], ...]:
     """
     # The first token of the row and the last of the turn are fed with the environment's.
     widths = [bucket(reply_tokens + 2)]
-    while widths[0] >= _EXTEND_DIVISOR * _NARROWEST:
-        widths.insert(0, bucket(widths[0] // _EXTEND_DIVISOR))
+    while (width := bucket(widths[0] // _EXTEND_DIVISOR)) >= _NARROWEST and width < widths[0]:
+        widths.insert(0, width)
     most = -(-rows // _EXTEND_DIVISOR)
     return tuple((max(1, min(most, _PREFILL_TOKENS // width)), width) for width in widths)
 
@@ -420,24 +420,6 @@ def _layer_bytes(
 
 def _vocabulary_bytes(model_config: ModelConfig) -> int:
     return 4 * model_config.shards * model_config.vocab_size
-
-
-def rows_left(
-    params: dict,
-    *,
-    positions: int,
-    model_config: ModelConfig,
-    engine: EngineConfig,
-    reserve: int = 0,
-) -> int | None:
-    """Returns how many rows fit into the free memory of the device; None where it is unknown.
-
-    `reserve` bytes are kept free.
-    """
-    if (free := bytes_left(params, engine=engine)) is None:
-        return None
-    dtype = cache_dtype(engine.kv_cache_dtype, params["embed_tokens"].dtype)
-    return max(0, free - reserve) // row_bytes(model_config, positions=positions, dtype=dtype)
 
 
 def bytes_left(params: dict, *, engine: EngineConfig) -> int | None:

@@ -94,6 +94,10 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MOST
 
 
+def _are_bytes(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and type(value) is not bool and abs(value) < math.inf
 
@@ -177,7 +181,7 @@ _Field = tuple[str, Callable[[Any], bool]]
 _TEXT: _Field = "a text", _is_text
 _OBJECT: _Field = "an object", _is_object
 _COUNT: _Field = f"a whole number from 0 to {_MOST - 1}", _is_count
-_BYTES: _Field = "a whole number that is not negative", lambda v: type(v) is int and v >= 0
+_BYTES: _Field = "a whole number that is not negative", _are_bytes
 _LIMIT: _Field = f"a number from 0 to {LONGEST_LIMIT}", _is_limit
 _NAMES: _Field = "an object of texts", _are_names
 _REWARDS: _Field = f"an object of rewards, which have {', '.join(sorted(_REWARD))}", _are_rewards
@@ -238,5 +242,7 @@ _FIELDS: dict[str, _Field] = {
     "config.seed": ("a whole number", lambda value: type(value) is int),
     "config.steps": _COUNT,
 }
-# Facts that only some runs have: a calibrated base, rewards in Python, a run that has begun.
+# Facts that only some runs have: a calibrated base, rewards in Python, a run that has begun; and
+# fields that runs of earlier versions lack.
 _OPTIONAL = {"calibration", "calibration.digest", "python_rewards", "trackers"}
+_OPTIONAL |= {"config.environment.host_cache_bytes"}
