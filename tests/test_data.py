@@ -416,6 +416,15 @@ def test_a_table_that_lacks_values_has_whole_numbers(tmp_path):
     assert kept[0].columns["level"] == 3.0  # Rewards get the columns as they are.
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_a_number_of_a_table_has_no_more_digits_than_its_type(tmp_path, kind):
+    answers = pyarrow.array([kind(0.1), None, kind(3)], pyarrow.from_numpy_dtype(kind))
+    table = pyarrow.table({"question": ["a", "b", "c"], "answer": answers})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    problems = load_problems("", path=str(tmp_path / "t.parquet"), rewards=[by_length])
+    assert [p.answer for p in problems] == ["0.1", "", "3"]
+
+
 @pytest.mark.parametrize("missing", [None, float("nan")])
 def test_an_answer_that_nobody_reads_may_be_missing(tmp_path, missing):
     path = write(tmp_path / "a.jsonl", [{"question": "q", "answer": missing}])

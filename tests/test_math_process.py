@@ -59,6 +59,23 @@ def test_small_numbers_are_compared_by_their_size(reference, answer, equal):
     assert functions.math_answer("", rf"\boxed{{{answer}}}", reference, 9, True) == equal
 
 
+@pytest.mark.parametrize(
+    ("reference", "completion", "equal"),
+    [
+        ("5e3", "It is $5000$.", True),
+        ("5e3", "It is $5001$.", False),
+        ("-2.5E-3", r"\boxed{-\frac{1}{400}}", True),
+        ("1e-12", r"\boxed{10^{-12}}", True),
+        ("1e-12", r"\boxed{2\cdot 10^{-12}}", False),
+        (r"6.022\times 10^{23}", r"\boxed{6.022e+23}", True),
+        ("15e", r"\boxed{5e3}", False),
+        ("2e", r"\boxed{e + e}", True),
+    ],
+)
+def test_the_e_of_a_number_is_its_exponent(reference, completion, equal):
+    assert functions.math_answer("", completion, reference, 9, True) == equal
+
+
 @pytest.mark.parametrize("pair", [("3.1e-10", "3.1e-9"), ("5e-20", "0"), ("-3e-10", "3e-10")])
 def test_small_numbers_without_math_verify(pair):
     for reference, answer in (pair, pair[::-1]):

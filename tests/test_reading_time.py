@@ -17,11 +17,12 @@ from qerl_jax.data.prompts import Problem, render_prompt
 from qerl_jax.data.sources import Selection, read_problems
 from qerl_jax.environments.replies import ReplyWriter
 from qerl_jax.environments.tools import read_calls
-from qerl_jax.errors import first_line, visible
+from qerl_jax.errors import UserError, first_line, visible
 from qerl_jax.evaluation.tasks import extracted_answer
 from qerl_jax.rewards import functions, references
 from qerl_jax.rewards.url import RewardError, UrlReward, without_keys
 from qerl_jax.show.columns import shorten, wrap
+from qerl_jax.show.view import read_condition
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.weights import tokenizer as tokenizer_lib
 
@@ -96,52 +97,14 @@ def test_calls(form, begin, mark, end):
 
 # --- Answers --------------------------------------------------------------------------------------
 
-MARKS = ("\\boxed{", "\\boxed{1}", "\\boxed 1 ", "\\boxed1", "$\\boxed 1", "\\boxed", "\\boxed \\)")
-MARKS += ("\\fbox{1} ", "<think>", "</think>", "<think></think>", "<answer>", "<answer>1</answer>")
-MARKS += (
-    "####",
-    "#### 1\n",
-    "{",
-    "}",
-    "{}",
-    "$",
-    "\\",
-    "\\frac{",
-    "\\frac{1",
-    "\\frac{{}",
-    "\\frac",
-)
-MARKS += (
-    "\\frac{1}{",
-    "\\over ",
-    "\\text{a}",
-    "1,",
-    "11,",
-    "1,111",
-    "1 000 ",
-    "1 / ",
-    "-$",
-    "9",
-    ".",
-)
-MARKS += (
-    "a1",
-    "a",
-    "a ",
-    " ",
-    "\n",
-    "x =",
-    "= ",
-    "ab^",
-    "1e9",
-    "e",
-    "and ",
-    "\\quad",
-    "(",
-    "+ ",
-    ", ",
-)
-MARKS += ("\\,", "\\thinspace ", "**", "5%", "\u2212", "\u00b2", "m 1 ", "18 m^2 ", "What? ")
+MARKS = (
+    "\\boxed{", "\\boxed{1}", "\\boxed 1 ", "\\boxed1", "$\\boxed 1", "\\boxed", "\\boxed \\)",
+    "\\fbox{1} ", "<think>", "</think>", "<think></think>", "<answer>", "<answer>1</answer>",
+    "####", "#### 1\n", "{", "}", "{}", "$", "\\", "\\frac{", "\\frac{1", "\\frac{{}", "\\frac",
+    "\\frac{1}{", "\\over ", "\\text{a}", "1,", "11,", "1,111", "1 000 ", "1 / ", "-$", "9", ".",
+    "a1", "a", "a ", " ", "\n", "x =", "= ", "ab^", "1e9", "e", "and ", "\\quad", "(", "+ ", ", ",
+    "\\,", "\\thinspace ", "**", "5%", "\u2212", "\u00b2", "m 1 ", "18 m^2 ", "What? ",
+)  # fmt: skip
 FRAMES = [("", ""), ("$", "$ 1"), ("<answer>", "</answer>"), ("\\boxed{1", "2}")]
 
 
@@ -232,6 +195,16 @@ def test_texts_on_a_screen(mark):
         first_line(ValueError(text))
 
     check_linear(read, "", mark, "a")
+
+
+@pytest.mark.parametrize("mark", [" ", "a", " a", "<", " =", "\n", "1", " 1"])
+@pytest.mark.parametrize("begin", ["", "a", "a<"])
+def test_conditions_of_a_command_line(begin, mark):
+    def read(text):
+        with contextlib.suppress(UserError):
+            read_condition(text, [])
+
+    check_linear(read, begin, mark, " x")
 
 
 @pytest.mark.parametrize("mark", ["://", "a", "?a=b", "&key=", "@", "/", "%41", "://a@"])

@@ -118,7 +118,7 @@ def test_steps_conditions_and_limits_choose_completions(tmp_path):
     assert "completion 1.1" in printed(run, step="1:2")
     assert "completion 3.1" not in printed(run, step="1:2")
     assert "completion 1.1" not in printed(run, step="all", limit=1)
-    text = printed(run, step="all", where=["correctness<1", "reward>=0"])
+    text = printed(run, step="all", where=["  correctness <\t1 ", "reward>=0"])
     assert [f"completion {n}.0" in text for n in (1, 2, 3)] == [True] * 3
     assert "completion 1.1" not in text
     assert "no completion fulfills --where" in printed(run, where=["tokens>3"])

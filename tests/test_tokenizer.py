@@ -302,7 +302,18 @@ GROW = "{% set n = namespace(x='aaaa') %}{% for i in range(99) %}BODY{% endfor %
         (GROW.replace("BODY", "{% set n.x = n.x ~ n.x %}"), "67,108,864 characters"),
         (GROW.replace("BODY", "{% set n.x = n.x + n.x %}"), "67,108,864 characters"),
         (GROW.replace("BODY", "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}"), "67,108,864 char"),
+        (GROW.replace("BODY", "{% set n.x = [n.x, n.x] %}") + "{{ n.x }}", "67,108,864 char"),
+        (GROW.replace("BODY", "{% set n.x = {1: n.x, 2: n.x} %}") + "{{ n.x }}", "67,108,864 char"),
+        (GROW.replace("BODY", "{% set n.x = (n.x, n.x) %}") + "{{ n.x | pprint }}", "67,108,864"),
+        (GROW.replace("BODY", "{% set n.x = dict(a=n.x, b=n.x) %}") + "{{ '%s' % n.x }}", "67,108"),
         ("{{ 'a' * 10000000000 }}", "67,108,864 characters"),
+        ("{{ '%100000000d' % 5 }}", "integer of 27 bits"),
+        ("{{ '%.100000000f' | format(5) }}", "integer of 27 bits"),
+        ("{{ '%(a)0100000000d' % {'a': 5} }}", "integer of 27 bits"),
+        ("{{ '%*d' % (100000000, 5) }}", "integer of 27 bits"),
+        ("{{ '{:>100000000}'.format(5) }}", "integer of 27 bits"),
+        ("{{ '{:{}}'.format(5, '100000000') }}", "integer of 27 bits"),
+        ("{{ ('{a:100000000}' | safe).format_map({'a': 5}) }}", "integer of 27 bits"),
         ("{{ 2 ** 10000000000 }}", "integer of 20000000000 bits"),
         ("{{ 'a' | center(10000000000) }}", "integer of 34 bits"),
         ("{{ 'a'.center(10000000000) }}", "integer of 34 bits"),
@@ -322,6 +333,12 @@ def test_the_limits_leave_the_values_of_templates(tmp_path):
         "{{ 12345678901234567890 | tojson }} {{ 'a' | center(3) }}|{{ 'a'.ljust(2) }}|"
         "{% for m in messages if m.role == 'user' %}{{ loop.index }}{{ loop.length }}{% endfor %}"
         "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{{ loop.last }}{% endfor %}"
+        "{{ '%d|%5.1f' | format(20240101, 2) }}{% set n = namespace(x=1) %}"
+        "{% set n.x = 2 %}{{ n.x }}"
+        "{{ x | default(20240101) }}{{ '{} {:>3}{}'.format(20240101, 'a', '20240101') }}"
+        "{{ '%(a)3d' % {'a': 20240101} }}{{ '{a:03}'.format_map({'a': 7}) }}"
+        "{% set a, (b, c) = 1, [2, (3,)] %}{{ [a, b, c, {'k': ()}] }}"
+        "{{ ('{}' | safe).format('<') }}"
     )
     write_tokenizer(tmp_path, chat_template=template)
     rendered = tokenizer.from_folder(tmp_path).apply_chat_template(MESSAGES)

@@ -128,19 +128,26 @@ def math_answer(
     final, reference = answer_part(prompt, completion), _formula(answer)
     prediction = last_marked(final)
     if prediction is None:
-        return float(math_process.verify(reference, final[-500:]))
+        return float(math_process.verify(_without_e(reference), final[-500:]))
     prediction = _formula(prediction)
     number, value = whole_number(prediction), whole_number(reference)
     if number is not None and value is not None:
         return float(same_number(number, value))
     # An empty text only makes math-verify refuse a reference that it cannot read.
     equal = prediction == reference
-    text = f"\\boxed{{{prediction}}}" if prediction and not equal else ""
-    return float(math_process.verify(reference, text) or equal)
+    text = f"\\boxed{{{_without_e(prediction)}}}" if prediction and not equal else ""
+    return float(math_process.verify(_without_e(reference), text) or equal)
 
 
 def _formula(text: str) -> str:
     return join_digits(text.strip().removesuffix(".").strip("*$ "))
+
+
+def _without_e(text: str) -> str:
+    """A number such as `5e3` in LaTeX: math-verify takes the letter for Euler's number."""
+    digits, letter, power = text.lower().partition("e")
+    is_number = letter and whole_number(text) is not None
+    return f"{digits} \\times 10^{{{power}}}" if is_number else text
 
 
 # --- Format and length ----------------------------------------------------------------------------

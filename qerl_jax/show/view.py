@@ -47,7 +47,7 @@ _COMPARISONS = {
     "=": operator.eq,
 }
 LAST_STEP = 10**18  # more than any run takes
-_CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|<|>|=)\s*(\S+)\s*")
+_CONDITION = re.compile(r"(.+?)(<=|>=|<|>|=)(.+)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +214,7 @@ def read_condition(text: str, views: Sequence[View]) -> Condition:
         UserError: it has another form, or no completion has a number of this name.
     """
     match = _CONDITION.fullmatch(text)
+    name = match[1].strip() if match else ""
     try:
         value = float(match[3]) if match else math.nan
     except ValueError:
@@ -230,11 +231,11 @@ def read_condition(text: str, views: Sequence[View]) -> Condition:
         for name, number in (dict(sample) | parts_of(sample)).items()
         if is_number(number) and not name.startswith("reward/")
     )
-    if names and match[1] not in names:
+    if names and name not in names:
         raise UserError(
-            f"--where={text}: completions have no number {match[1]!r}; they have {', '.join(names)}"
+            f"--where={text}: completions have no number {name!r}; they have {', '.join(names)}"
         )
-    return Condition(match[1], match[2], value)
+    return Condition(name, match[2], value)
 
 
 def _ago(seconds: float) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import re
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
@@ -16,11 +17,17 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
+import jinja2.utils
 
 _SECONDS = 10.0  # of computing, for one conversation
 _CHARACTERS = 1 << 26  # of all texts that the template makes for one conversation
+_POINTER = 8  # bytes of an item of a list, which counts as that many characters
 _BITS = 1 << 14  # of an integer that it computes with
 _WIDTH_BITS = 20  # of an integer that a method of texts or a filter gets: a width, an indent
+# A width or a precision in the text of `%`, and one that is a value.
+_WIDTH = re.compile(r"(?<![0-9])([0-9]{7,}+)(?:\.[0-9]*+)?[hlL]?[a-zA-Z]")
+_STAR = re.compile(r"\*[.0-9]*+[hlL]?[a-zA-Z]")
+_DIGITS = re.compile(r"\d{7,}")
 
 _now: contextvars.ContextVar[datetime.datetime | None] = contextvars.ContextVar(
     "_now", default=None
@@ -64,6 +71,8 @@ class _Left:
 
     ends: float  # value of `time.thread_time` at which it must have ended
     characters: int = _CHARACTERS
+    # Lists and objects by their `id`, each with its size, see `_size`.
+    sizes: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
 
 
 _left: contextvars.ContextVar[_Left | None] = contextvars.ContextVar("_left", default=None)
@@ -92,8 +101,21 @@ def _spend(characters: int) -> None:
 
 def _made(value: Any) -> Any:
     if isinstance(value, str | bytes | list | tuple | dict):
-        _spend(len(value))
+        left = _left.get() or _Left(0.0)
+        size = _size(value, left.sizes)
+        length = len(value) * (1 if isinstance(value, str | bytes) else _POINTER)
+        _spend(size if size > left.characters else length)
     return value
+
+
+def _size(value: Any, sizes: dict[int, tuple[Any, int]]) -> int:
+    """The characters and items of a value; what a list holds twice counts twice, as in its text."""
+    if not isinstance(value, list | tuple | dict):
+        return len(value) if isinstance(value, str | bytes) else 1
+    if id(value) not in sizes:
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        sizes[id(value)] = value, 1 + sum(_size(part, sizes) for part in parts)
+    return sizes[id(value)][1]
 
 
 def _run(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
@@ -118,8 +140,47 @@ def _check_bits(bits: int, most: int) -> None:
         raise jinja2.TemplateError(f"it has an integer of {bits} bits where {most} are the limit")
 
 
+def _check_format(text: Any, values: Any) -> None:
+    """Refuses `text % values` where it has a width as in '%9999999d', or '%*d'."""
+    if isinstance(text, str | bytes):
+        text = text if isinstance(text, str) else text.decode("latin-1")
+        _check_widths(*(int(digits[:_WIDTH_BITS]) for digits in _WIDTH.findall(text)))
+        if _STAR.search(text) and isinstance(values, tuple):
+            _check_widths(*values)
+
+
+def _format(text: str, *values: Any, **named: Any) -> str:
+    """The filter `format`."""
+    _check_format(text, values)
+    return str(text) % (named or values)
+
+
+class _Formatter(jinja2.sandbox.SandboxedFormatter):
+    """Refuses a width of `str.format`, as in '{:9999999}'."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        _check_widths(*(int(digits[:_WIDTH_BITS]) for digits in _DIGITS.findall(format_spec)))
+        return super().format_field(value, format_spec)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """A namespace whose text does not have its values, which nothing has counted."""
+
+    __repr__ = object.__repr__
+
+
+def _in_made(visit: Callable[..., None]) -> Callable[..., None]:
+    def wrapped(self: jinja2.compiler.CodeGenerator, node: Any, frame: Any) -> None:
+        stores = getattr(node, "ctx", "load") != "load"  # `a, b` on the left of an assignment
+        self.write("" if stores else "environment.made(")
+        visit(self, node, frame)
+        self.write("" if stores else ")")
+
+    return wrapped
+
+
 class _Code(jinja2.compiler.CodeGenerator):
-    """The Python of a template, with the limits of loops and of `~`."""
+    """The Python of a template, with the limits of loops, of `~` and of lists."""
 
     def visit_For(self, node, frame):  # noqa: N802
         tick = jinja2.nodes.EnvironmentAttribute("tick()")  # The name is written as it is.
@@ -129,10 +190,10 @@ class _Code(jinja2.compiler.CodeGenerator):
             node.test = jinja2.nodes.And(tick, node.test)
         super().visit_For(node, frame)
 
-    def visit_Concat(self, node, frame):  # noqa: N802
-        self.write("environment.made(")
-        super().visit_Concat(node, frame)
-        self.write(")")
+    visit_Concat = _in_made(jinja2.compiler.CodeGenerator.visit_Concat)  # noqa: N815
+    visit_List = _in_made(jinja2.compiler.CodeGenerator.visit_List)  # noqa: N815
+    visit_Tuple = _in_made(jinja2.compiler.CodeGenerator.visit_Tuple)  # noqa: N815
+    visit_Dict = _in_made(jinja2.compiler.CodeGenerator.visit_Dict)  # noqa: N815
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -150,11 +211,26 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(map(_made, parts))
 
     def call(self, context, function, /, *arguments, **keywords):
-        if isinstance(getattr(function, "__self__", None), str | bytes):
+        if isinstance(getattr(function, "__self__", None), str | bytes | int):
             _check_widths(*arguments, *keywords.values())
         return _run(super().call, context, function, *arguments, **keywords)
 
+    def wrap_str_format(self, value):
+        wrapper = super().wrap_str_format(value)
+        if wrapper is None:
+            return None
+
+        def checked(*arguments, **keywords):
+            is_map = value.__name__ == "format_map"
+            given = ((), *arguments) if is_map else (arguments, keywords)
+            _Formatter(self).vformat(value.__self__, *given)
+            return wrapper(*arguments, **keywords)
+
+        return checked
+
     def call_binop(self, context, operator, left, right):
+        if operator == "%":
+            _check_format(left, right)
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length()
             _check_bits(max(bits, right.bit_length()), _BITS)
@@ -169,11 +245,13 @@ def _template_environment() -> _Sandbox:
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    filters: dict[str, Any] = environment.filters | {"tojson": to_json}
+    filters: dict[str, Any] = environment.filters | {"tojson": to_json, "format": _format}
     for name, function in filters.items():
+        run = _run if name in ("format", "default", "d") else _filter  # Their values may be large.
         environment.filters[name] = functools.update_wrapper(
-            functools.partial(_filter, function), function
+            functools.partial(run, function), function
         )
+    environment.globals["namespace"] = _Namespace
     del environment.globals["lipsum"]  # has a loop of its own
     return environment
 
