@@ -147,7 +147,7 @@ def test_all_damaged_is_an_error_and_nothing_is_moved(saved):
 
 
 def test_parts_that_are_larger_than_their_array_are_not_read(saved):
-    """Orbax takes memory for a whole part; the process dies where there is none."""
+    """Orbax takes memory for a whole part; the process dies if it lacks it."""
     shutil.rmtree(saved / "10")
     shutil.rmtree(saved / "20")
     (saved / "\u00b2").mkdir()  # A digit, but no number.

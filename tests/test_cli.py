@@ -261,7 +261,9 @@ def test_a_config_that_exits_keeps_its_code(command, tmp_path):
     assert (result.returncode, result.stderr) == (3, line)
 
 
-@pytest.mark.parametrize(("call", "code"), [("exit()", 2), ("raise SystemExit(4)", 4)])
+@pytest.mark.parametrize(
+    ("call", "code"), [("exit()", 2), ("raise SystemExit(4)", 4), ("exit(512)", 2)]
+)
 def test_code_that_exits_is_named(command, tmp_path, call, code):
     (tmp_path / "theirs.py").write_text(f"def f():\n    {call}\n")
     result = command("--config.steps=12")

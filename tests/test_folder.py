@@ -308,11 +308,39 @@ def test_path_of_a_file_is_refused(tmp_path):
     refuse(tmp_path / "file", "as a run folder")
 
 
+def test_a_cache_that_is_removed_while_a_run_waits_for_it_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    waits, locked = threading.Event(), threading.Event()
+
+    def remove():
+        shutil.rmtree(cache.cache_folder())
+        waits.set()
+
+    def hold():
+        with cache.lock("a"):
+            locked.set()
+            waits.wait(20)
+
+    monkeypatch.setattr(cache, "_wait", remove)
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert locked.wait(20)
+    with pytest.raises(UserError, match=r"a\.lock was removed while"), cache.lock("a"):
+        pass
+    thread.join()
+    with cache.lock("a"):
+        pass
+
+
 HOLDER = """
-import os, sys, time
+import contextlib, os, resource, sys, time
 from pathlib import Path
 from qerl_jax.run.folder import _lock_run
 with _lock_run(Path(sys.argv[1])):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]),) * 2)
+    with contextlib.suppress(OSError):
+        for _ in range(64):
+            os.dup(0)
     if os.fork():
         print("held", flush=True)
     time.sleep(60)
@@ -324,10 +352,11 @@ print(lock_holder(pathlib.Path(sys.argv[1])))
 """
 
 
-def test_lock_keeps_a_second_process_out_and_dies_with_its_holder(tmp_path):
+@pytest.mark.parametrize("files", [1000, 40])  # With 40 the holder can open no other file.
+def test_lock_keeps_a_second_process_out_and_dies_with_its_holder(tmp_path, files):
     begin(tmp_path)
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        [sys.executable, "-c", HOLDER, str(tmp_path), str(files)],
         stdout=subprocess.PIPE,
         env={"PYTHONPATH": str(ROOT)},
         start_new_session=True,

@@ -419,6 +419,9 @@ def test_runs_on_one_device_do_not_connect_under_slurm():
         ({"JAX_PROCESS_ID": "4"}, 4, "process 4 of 4 processes: .* from 0"),
         ({"JAX_PROCESS_ID": "-1"}, 4, "JAX_PROCESS_ID=-1: it must be a whole number"),
         ({"JAX_COORDINATOR_ADDRESS": "node1"}, 4, "=node1: it must be HOST:PORT"),
+        ({"JAX_COORDINATOR_ADDRESS": "node1:0"}, 4, "=node1:0: .* a port from 1 to 65535"),
+        ({"JAX_COORDINATOR_ADDRESS": "node1:99999"}, 4, "=node1:99999: .* a port from 1"),
+        ({"JAX_COORDINATOR_ADDRESS": "node1:\u0663"}, 4, "a port from 1 to 65535"),
         ({}, 1, "JAX_NUM_PROCESSES=4 with mesh.data=1 .*: pass --config.mesh.data"),
     ],
 )

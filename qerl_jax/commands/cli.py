@@ -342,7 +342,8 @@ def _report_exit(stopped: SystemExit) -> None:
         return
     line = visible(f"{place}: SystemExit: {stopped.code}; it must return, or raise another error")
     print(f"error: {line}", file=sys.stderr)
-    sys.exit(stopped.code if isinstance(stopped.code, int) and stopped.code else 2)
+    code = stopped.code % 256 if isinstance(stopped.code, int) else 0  # as the system cuts it
+    sys.exit(code or 2)
 
 
 def _has_no_reader(stream: TextIO) -> bool:

@@ -11,8 +11,7 @@ ends, as servers do. On Linux such an orphan becomes the child of the nearest an
 subreaper, so a small process without any user code supervises each environment, and another one
 supervises the process that imports and forks (`_supervise`).
 
-Only the standard library, what needs no more of `qerl_jax.system`, and the user's modules are
-imported here.
+Only the standard library, the names of signals and the user's modules are imported here.
 """
 
 import asyncio
@@ -36,7 +35,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qerl_jax.system.signals import PARENT_DEATH_SIGNAL, STOP_SIGNALS
-from qerl_jax.system.streams import open_standard_descriptors
 
 LONGEST_TEXT = 200_000  # characters of a text that an environment returns; the rest is cut off
 _LONGEST_FACT = 10_000  # characters, as JSON, of an attribute that rewards may read
@@ -188,8 +186,10 @@ def main(control: socket.socket) -> None:
         except BaseException as failure:
             error = f"{path}: {_line(failure)}"
             break
-    # Modules may close the standard streams, and ignore SIGCHLD or reap what has ended.
-    open_standard_descriptors()
+    # Modules may close the standard streams, whose numbers a connection would get, and ignore
+    # SIGCHLD or reap what has ended.
+    while os.open(os.devnull, os.O_RDWR) <= 2:
+        pass
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     send(control, error)
     supervisors: dict[int, int] = {}  # of each process with an environment

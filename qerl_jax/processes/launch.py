@@ -65,8 +65,11 @@ def read_rank(environment: Mapping[str, str], *, devices: int) -> Rank | None:
             )
         count, index = (_number(name, environment[name]) for name in (COUNT, INDEX))
         address = environment[ADDRESS]
-        if not address.rpartition(":")[2].isdecimal() or address.startswith(":"):
-            raise UserError(f"{ADDRESS}={address}: it must be HOST:PORT of process 0")
+        port = re.fullmatch(r".+:(\d{1,5})", address, re.ASCII)
+        if port is None or not 0 < int(port[1]) < 1 << 16:  # JAX would wait for minutes.
+            raise UserError(
+                f"{ADDRESS}={address}: it must be HOST:PORT of process 0, a port from 1 to 65535"
+            )
         if devices == 1:
             raise UserError(
                 f"{COUNT}={count} with mesh.data=1 and mesh.tensor=1, which is one device: pass "

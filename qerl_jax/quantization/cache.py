@@ -21,7 +21,7 @@ import numpy as np
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.system import json_file, paths
 from qerl_jax.system.atomic import write_json
-from qerl_jax.system.locks import hold
+from qerl_jax.system.locks import InUseError, hold
 from qerl_jax.system.safe_files import make_folder, open_to_write, read_bytes, sha256_of
 
 TOKENS = "tokens.npy"
@@ -129,7 +129,14 @@ def lock(key: str) -> Generator[None]:
     with paths.needs_cache(folder, "round the weights: --config.model.calibration=none"):
         make_folder(folder)
         file = open_to_write(path, "a")
-    with file, hold(file.fileno(), path, remedy="set XDG_CACHE_HOME to a folder", on_wait=_wait):
+    remedy = "set XDG_CACHE_HOME to a folder"
+    with file, contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(hold(file.fileno(), path, remedy=remedy, on_wait=_wait))
+        except InUseError as error:
+            raise UserError(
+                f"{path} was removed while this run waited for it: run the same command again"
+            ) from error
         yield
 
 

@@ -93,10 +93,12 @@ def _leave_to_parent() -> None:
 
     So a killed run can be resumed while its orphans still run.
     """
-    null = os.open(os.devnull, os.O_RDWR)
     for descriptor in _held:
-        os.dup2(null, descriptor, inheritable=False)
-    os.close(null)
+        os.close(descriptor)  # First, as the limit of open files may leave no other number.
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != descriptor:
+            os.dup2(null, descriptor, inheritable=False)
+            os.close(null)
     _held.clear()
 
 

@@ -23,13 +23,6 @@ def encodable(text: str, stream: TextIO | None) -> str:
     return text.encode(encoding, _handler(stream)).decode(encoding, "replace")
 
 
-def open_standard_descriptors() -> None:
-    """Opens those of the descriptors 0 to 2 that are closed, so that no other file gets them."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-
-
 def open_standard_streams() -> None:
     """Gives a command standard streams that are open, and that write any text and read any bytes.
 
@@ -37,7 +30,9 @@ def open_standard_streams() -> None:
     goes to stdout, and the next file that is opened gets the number of the stream, with all that
     libraries write there.
     """
-    open_standard_descriptors()
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
