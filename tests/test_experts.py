@@ -79,7 +79,7 @@ def test_grouped_product_and_its_gradient(case, outputs, order, tiles_at_once, m
     """They are those of each pair with the whole dense weight of its expert."""
     (routes, count), inputs = ROUTES[case], 32
     rng = np.random.default_rng(1)
-    monkeypatch.setattr(api, "_DENSE_NUMBERS", tiles_at_once * outputs * inputs)
+    monkeypatch.setattr(api, "DENSE_NUMBERS", tiles_at_once * outputs * inputs)
     scales = rng.integers(40, 60, (count * outputs, inputs // 16), np.uint8)
     packed = fp4_matmul.Fp4Weight(
         packed=jnp.asarray(rng.integers(0, 256, (count * outputs, inputs // 2), np.uint8)),
