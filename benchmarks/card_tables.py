@@ -31,11 +31,13 @@ _TOKENS = 512  # of a row in the cache
 # Bytes of a card, and whether the Hopper kernel runs on it.
 CARDS = {
     "24 GB (RTX 4090)": cards.CARDS["rtx-4090"],
+    "32 GB (RTX 5090)": cards.CARDS["rtx-5090"],
     "48 GB (L40S)": (48 * 10**9, False),
     "80 GB (H100)": cards.CARDS["h100-80gb"],
 }
 STEP_ROWS = 128  # completions of a step in the preset's recipe
 _SIZES = ("1.5b", "3b", "7b", "14b", "32b", "72b")  # of Qwen2.5
+_MIXTURES = ("qwen3-30b-a3b", "qwen3.6-35b-a3b")
 
 
 def step_seconds(format: str, rows: int, bandwidth: float) -> float:
@@ -113,4 +115,6 @@ def memory_table(measured: Iterable[dict[str, Any]]) -> str:
     columns = [("model", "{model}"), ("weights", "{weights:.1f} GB")]
     columns += [(card, lambda row, card=card: f"{row[card]}") for card in CARDS]
     columns += [("measured, 8 rows", "{peak}")]
-    return table(columns, [plans(f"qwen2.5-{size}") for size in _SIZES])
+    return table(
+        columns, [plans(model) for model in (*(f"qwen2.5-{size}" for size in _SIZES), *_MIXTURES)]
+    )

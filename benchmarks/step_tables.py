@@ -1,5 +1,6 @@
 """Tables of training steps, here and of other libraries, made of rows of benchmarks/results/."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -128,8 +129,8 @@ def _size(row: Mapping[str, Any]) -> tuple:
 
 def _billions(model: str) -> tuple[float, str]:
     """Orders models by the size in their names."""
-    size = model.rpartition("-")[2]
-    return (float(size[:-1]) if size[:-1].replace(".", "").isdecimal() else 0.0, model)
+    size = re.search(r"-([\d.]+)[bm](?=-|$)", model)  # of all experts, which comes first
+    return float(size[1]) if size else 0.0, model
 
 
 def peer_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:

@@ -79,7 +79,7 @@ def test_grouped_product_and_its_gradient(case, outputs, order, tiles_at_once, m
     """They are those of each pair with the whole dense weight of its expert."""
     (routes, count), inputs = ROUTES[case], 32
     rng = np.random.default_rng(1)
-    monkeypatch.setattr(api, "_DENSE_NUMBERS", tiles_at_once * outputs * inputs)
+    monkeypatch.setattr(api, "DENSE_NUMBERS", tiles_at_once * outputs * inputs)
     scales = rng.integers(40, 60, (count * outputs, inputs // 16), np.uint8)
     packed = fp4_matmul.Fp4Weight(
         packed=jnp.asarray(rng.integers(0, 256, (count * outputs, inputs // 2), np.uint8)),
@@ -119,6 +119,29 @@ def test_rows_without_a_pair_are_zeros():
     assert empty.any()
     assert not y[empty].any()
     assert (y[~empty] == 8).all()
+
+
+def test_a_product_in_blocks_begins_with_zeros_of_its_own(monkeypatch):
+    """XLA would make zeros that are equal in all layers once, and copy them for all at a time."""
+    monkeypatch.setattr(api, "DENSE_NUMBERS", 1)
+    routes, count = ROUTES["several blocks of pairs"]
+
+    def product(x, routes):
+        own_table = experts.table(routes, experts=count)
+        rows = experts.to_rows(x, own_table)
+        return experts.grouped_matmul(rows, jnp.ones((count * 4, 8)), own_table, outputs=4)
+
+    program = jax.make_jaxpr(product)(jnp.ones((len(routes), 8)), routes).jaxpr
+    calls = (e.params["call_jaxpr"] for e in program.eqns if "custom_vjp" in e.primitive.name)
+    (eqns,) = (call.eqns for call in calls if "while" in map(str, (e.primitive for e in call.eqns)))
+    (loop,) = (e for e in eqns if e.primitive.name == "while")
+    filled = {e.outvars[0]: e.invars[0] for e in eqns if e.primitive.name == "broadcast_in_dim"}
+    (zero,) = (
+        filled[x]
+        for x in loop.invars
+        if not isinstance(x, jax.extend.core.Literal) and x in filled and x.aval.ndim == 3
+    )
+    assert not isinstance(zero, jax.extend.core.Literal)
 
 
 def test_gradients_have_no_scatter_add():

@@ -53,7 +53,8 @@ def compiled(model, layers, changes):
     engine = EngineConfig(
         max_rows=plan.rollout.rows, prefill_prompts=plan.rollout.prefill_prompts, chunk_steps=32
     )
-    own, turns = LoraConfig(rank=config.lora.rank, alpha=32.0), turn_config(config)
+    own = LoraConfig(rank=config.lora.rank, alpha=32.0, targets=tuple(config.lora.targets))
+    turns = turn_config(config)
     adapter = jax.eval_shape(lambda: lora.init(jax.random.key(0), architecture, own))
     key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
     sizes = {}
@@ -110,8 +111,14 @@ def compiled(model, layers, changes):
             {"environment.reply_tokens": 500, "data.max_prompt_tokens": 1024},
             2 * GB,
         ),
+        (
+            "qwen3.6-35b-a3b",
+            4,
+            {"environment.reply_tokens": 500, "data.max_prompt_tokens": 1024},
+            4 * GB,
+        ),
     ],
-    ids=["attention", "recurrent"],
+    ids=["attention", "recurrent", "experts"],
 )
 def test_every_program_takes_what_the_plan_has_for_it(model, layers, changes, most):
     plan, sizes = compiled(model, layers, changes)

@@ -317,6 +317,14 @@ def test_a_7b_decodes_on_24_gb_without_a_dense_copy(name):
     assert plan.rollout.dense_copy < 0.5 * GB
 
 
+@pytest.mark.parametrize("name", ["rtx-5090", "l40s"])
+def test_experts_are_never_dense_where_a_kernel_reads_their_tiles(name):
+    plan, _ = planned("qwen3.6-35b-a3b", card(name), rollout__max_new_tokens=1024, eval__every=0)
+    assert plan.fits
+    assert plan.rollout.dense_copy < GB  # attention and the shared experts
+    assert not planned("qwen3.6-35b-a3b", card("rtx-4090"))[0].fits
+
+
 def test_a_longer_evaluation_has_fewer_rows():
     plan, _ = planned("qwen2.5-32b", eval__max_new_tokens=16384)
     assert 0 < plan.evaluation.rows < plan.rollout.rows

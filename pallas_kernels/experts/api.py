@@ -11,7 +11,10 @@ from pallas_kernels.experts.table import Table
 from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
-_DENSE_NUMBERS = 1 << 25  # numbers of dequantized weights that exist at a time: 64 MiB in bfloat16
+# Numbers of dequantized weights that exist at a time: 256 MiB in bfloat16. With a quarter of them a
+# layer of Qwen3.6-35B-A3B takes 1.15 instead of 0.79 ms for a token of 8 rows (H200), and an update
+# 11 % longer, as the host begins each block.
+DENSE_NUMBERS = 1 << 27
 
 Weight = jax.Array | Fp4Weight | Fp4Tiles
 
@@ -59,7 +62,7 @@ def _by_blocks(x, weight, table, outputs, equation):
     """The products of all used tiles [R, .] with the weights [N, K] of their owners."""
     tiles = x.reshape(len(table.owner), -1, x.shape[1])
     inputs = weight.shape[1] if not isinstance(weight, Fp4Weight) else 2 * weight.packed.shape[1]
-    size = min(len(tiles), max(1, _DENSE_NUMBERS // (outputs * inputs)))
+    size = min(len(tiles), max(1, DENSE_NUMBERS // (outputs * inputs)))
 
     def product(x, owners):
         dense = _weights_of(weight, owners, outputs, x.dtype)
@@ -78,7 +81,10 @@ def _by_blocks(x, weight, table, outputs, equation):
         y = product(tiles, table.owner)
     else:
         columns = outputs if equation.endswith("n") else inputs
-        y = jnp.zeros((*tiles.shape[:2], columns), x.dtype)
+        # Zeros that depend on the table: XLA would make those of all layers once, and copy them for
+        # all layers at the same time.
+        zero = (table.used < 0).astype(x.dtype)
+        y = jnp.broadcast_to(zero, (*tiles.shape[:2], columns))
         y = jax.lax.fori_loop(0, -(-table.used // size), step, y)
     return y.reshape(len(x), -1)
 

@@ -42,6 +42,12 @@ def tile_rows(pairs: int, experts: int) -> int:
     return rows
 
 
+def tile_bound(pairs: int, experts: int) -> int:
+    """Returns the largest number of tiles that any routes use."""
+    touched = min(experts, pairs)
+    return touched + (pairs - touched) // tile_rows(pairs, experts)
+
+
 @jax.named_scope("routes")
 def table(routes: jax.Array, *, experts: int) -> Table:
     """Returns the table of tokens.
@@ -64,8 +70,7 @@ def table(routes: jax.Array, *, experts: int) -> Table:
     tiles = -(-sizes.sum(axis=0, dtype=jnp.int32) // rows)
     ends = jnp.cumsum(tiles)
     place = (ends - tiles)[expert] * rows + rank
-    touched = min(experts, pairs)
-    bound = touched + (pairs - touched) // rows
+    bound = tile_bound(pairs, experts)
     owner = jnp.searchsorted(ends, jnp.arange(bound), side="right").astype(jnp.int32)
     source = jnp.full(bound * rows, pairs, jnp.int32)
     source = source.at[place].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)

@@ -29,6 +29,7 @@ from qerl_jax.rollout.config import (
 )
 from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.shapes import (
+    block_bytes,
     cache_dtype,
     extend_bytes,
     fit_rows,
@@ -359,7 +360,7 @@ def plan_rollout(
         "compute": compute,
     }
     moving = moved_bytes(model, dtype=dtype, **sizes_of_rows)
-    decoding = max(moving, max(1, rows) * logits_bytes(model))
+    decoding = max(moving, max(1, rows) * logits_bytes(model), block_bytes(model, compute))
     waiting = all_rows - rows
     if waiting:
         decoding += prefill * (
@@ -390,7 +391,9 @@ def _dequantize(
     by_kernel = format in _KERNEL_FORMATS and compute == jnp.bfloat16
     if format == "bf16" or (by_kernel and device.kernel == "mosaic"):
         return "once", 0
-    dense = sizes.dense_layers_bytes(model, compute.itemsize)
+    # The kernels read the tiles of experts in parts, however many rows there are.
+    reads_stacks = by_kernel and device.kernel == "mma"
+    dense = sizes.dense_layers_bytes(model, compute.itemsize, stacks=not reads_stacks)
     mode = config.rollout.dequantize
     if mode == "auto":
         mode = "once" if device.pool is None or 3 * dense <= device.pool else "step"

@@ -145,12 +145,7 @@ def _relative_time(model: ModelConfig, again: tuple[str, ...]) -> float:
     A frozen weight has one product in the forward pass and one in the backward pass. Computing the
     first one again makes three of two.
     """
-    shapes = kinds.projection_shapes(model)
-    sizes: dict[str, int] = {}
-    for fused, count in kinds.fused_counts(model).items():
-        weight = kinds.WEIGHTS[fused]
-        size = sum(shapes[name][0] * shapes[name][1] for name in weight.members)
-        sizes[weight.product] = sizes.get(weight.product, 0) + count * size
+    sizes = kinds.product_sizes(model)
     return 1 + sum(sizes.get(name, 0) for name in again) / (2 * sum(sizes.values()))
 
 

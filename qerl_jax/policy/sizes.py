@@ -9,6 +9,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers.kinds import (
     ALL_FUSED,
     ARRAYS,
+    FUSED,
     PACKED,
     array_shapes,
     fused_counts,
@@ -47,15 +48,19 @@ def packed_bytes(config: ModelConfig, format: str) -> int:
     )
 
 
-def dense_layers_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Returns the bytes of all projections that are packed, once they are dequantized."""
-    return itemsize * packed_numbers(config)
+def dense_layers_bytes(config: ModelConfig, itemsize: int, *, stacks: bool = True) -> int:
+    """Returns the bytes of all projections that are packed, once they are dequantized.
+
+    Those of routed experts are among them, unless `stacks` is false.
+    """
+    return itemsize * packed_numbers(config, stacks=stacks)
 
 
-def packed_numbers(config: ModelConfig) -> int:
-    """Returns how many weights a format of 4 bits packs."""
+def packed_numbers(config: ModelConfig, *, stacks: bool = True) -> int:
+    """Returns how many weights a format of 4 bits packs; `stacks` as in `dense_layers_bytes`."""
+    packed = PACKED if stacks else FUSED
     sizes = _projections(config)
-    return sum(count * math.prod(shape) for fused, shape, count in sizes if fused in PACKED)
+    return sum(count * math.prod(shape) for fused, shape, count in sizes if fused in packed)
 
 
 def head_copy_bytes(config: ModelConfig, head_format: str) -> int:

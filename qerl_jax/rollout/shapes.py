@@ -407,15 +407,20 @@ def _layer_bytes(
 ) -> int:
     """Bytes of the temporary arrays of a layer over T tokens of N rows that see S positions."""
     size = compute.itemsize
-    of_tokens = sum(
-        part.memory(model_config, size, 1, ()).prefill for part in kinds.parts_of(model_config)
-    )
+    parts = [part.memory(model_config, size, 1, ()) for part in kinds.parts_of(model_config)]
+    of_tokens = sum(part.prefill for part in parts)
     seen = max(
         mixer.seen_bytes(model_config, size, (rows, tokens, positions), extends=extends)
         for mixer in kinds.mixers_of(model_config)
     )
     states = rows * tokens * size * 4 * model_config.embed_dim
-    return states + max(rows * tokens * of_tokens, seen)
+    return states + max(rows * tokens * of_tokens, seen) + block_bytes(model_config, compute)
+
+
+def block_bytes(model_config: ModelConfig, compute: jnp.dtype) -> int:
+    """Returns the bytes of the temporary arrays of a layer whatever the number of its tokens."""
+    parts = kinds.parts_of(model_config)
+    return max(part.memory(model_config, compute.itemsize, 1, ()).block for part in parts)
 
 
 def _vocabulary_bytes(model_config: ModelConfig) -> int:

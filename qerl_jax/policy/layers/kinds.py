@@ -3,8 +3,10 @@
 `layer_of` decides by the `ModelConfig`; everything else in the project goes through it.
 """
 
+import collections
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -102,6 +104,22 @@ def stack_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int, i
     """Returns the shapes (E, N, K) of the stacks of experts that a layer has, by their names."""
     parts = layer_of(config, layer)
     return {stack.name: stack.shape(config) for part in parts for stack in part.STACKS}
+
+
+def product_sizes(config: ModelConfig) -> dict[str, int]:
+    """Returns how many weights of all layers a token is multiplied by, by names of `PRODUCTS`.
+
+    'down_proj' is no name of `PRODUCTS`, as the backward pass does not read its result.
+    """
+    shapes, sizes = projection_shapes(config), collections.Counter()
+    for fused, count in fused_counts(config).items():
+        numbers = sum(math.prod(shapes[name]) for name in WEIGHTS[fused].members)
+        sizes[WEIGHTS[fused].product] += count * numbers
+    for layer in range(config.num_layers):
+        for name, (_, rows, columns) in stack_shapes(config, layer).items():
+            assert config.experts is not None
+            sizes[STACKS[name].product] += config.experts.top_k * rows * columns
+    return sizes
 
 
 def member_bounds(fused: str, config: ModelConfig) -> list[int]:

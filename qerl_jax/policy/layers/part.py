@@ -52,6 +52,7 @@ class Stack(NamedTuple):
     members: tuple[str, ...]
     tensor: str  # name, in the module of its part, of a stored tensor [E, N, K] with all of it
     shape: Callable[[ModelConfig], tuple[int, int, int]]  # returns (E, N, K)
+    product: str  # name of its result, as `Weight.product`
     # Name of the array that multiplies the same tokens; '' where an expert reads what it computed.
     reads: str = ""
 
@@ -78,6 +79,8 @@ class Memory(NamedTuple):
     prefill: int = 0  # bytes of temporary arrays of a token in a prefill
     # Bytes of the scores in the backward pass of a buffer, on a device without a kernel for them.
     scores: int = 0
+    # Bytes of temporary arrays of a layer whatever the number of its tokens.
+    block: int = 0
 
 
 class NewTokens(NamedTuple):
