@@ -4,6 +4,7 @@ import dataclasses
 from unittest import mock
 
 import jax
+import numpy as np
 import pytest
 import tiny_checkpoints
 import tiny_run
@@ -126,3 +127,22 @@ def test_an_evaluation_outside_of_a_run_has_the_same_plan(compiled, monkeypatch)
     refused(said, check_sampler, *arguments, remedy="--x")
     pool.clear()  # As on a CPU, of which the memory is unknown.
     assert check_sampler(*arguments, remedy="--x") == []
+
+
+def test_long_prompts_attend_in_blocks(monkeypatch):
+    """On a device whose attention is XLA's: the scores of all tokens do not exist together."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, 500, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+    lengths = np.array([500, 300], np.int32)
+
+    def compiled():
+        return jax.jit(lambda *x: attention.attend(*x)).lower(q, k, v, lengths).compile()
+
+    whole = compiled()
+    monkeypatch.setattr(attention, "_SCORES", 2**20)
+    blocks = compiled()
+    size, most = (x.memory_analysis().temp_size_in_bytes for x in (blocks, whole))
+    assert size < 5 * 2**20 < most
+    for row, length in enumerate(lengths):
+        expected = whole(q, k, v, lengths)[row, :length]
+        np.testing.assert_allclose(blocks(q, k, v, lengths)[row, :length], expected, atol=1e-5)
