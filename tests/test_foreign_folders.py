@@ -724,7 +724,7 @@ def templates(tiny, tmp_path_factory):
 @pytest.fixture
 def without_steps(monkeypatch):
     """Lets a run begin and end without a step: a step reads nothing of a folder."""
-    monkeypatch.setattr(loop, "_train_steps", lambda run: None)
+    monkeypatch.setattr(loop, "_train_steps", lambda *_: None)
 
 
 def places_in(kind, folder):
