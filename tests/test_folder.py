@@ -341,7 +341,7 @@ with _lock_run(Path(sys.argv[1])):
     with contextlib.suppress(OSError):
         for _ in range(64):
             os.dup(0)
-    if os.fork():
+    if not os.fork():
         print("held", flush=True)
     time.sleep(60)
 """

@@ -868,7 +868,7 @@ def test_a_device_out_of_memory_is_one_line(message, words, tiny, tmp_path, monk
     def full(*_, **__):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(qerl_jax.training.step, "_update", full)
+    monkeypatch.setattr(qerl_jax.training.step, "update", full)
     config = tiny.config({"eval.every": 0})
     expected = UserError if words else jax.errors.JaxRuntimeError
     with pytest.raises(expected, match=words) as caught:

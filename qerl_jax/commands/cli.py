@@ -70,7 +70,7 @@ _PRESETS = (
 _CONFIG_MODULES = "config_config", "sweep_config"
 _SAVED = "\0saved:"  # begins what stands for the config of a run, which no file is named
 # Packages whose exits have said why.
-_MAY_EXIT = "qerl_jax", "experiments", "benchmarks", "argparse", "absl", "__main__"
+_MAY_EXIT = re.compile("qerl_jax|experiments|benchmarks|argparse|absl|__main__")
 _FULL = errno.ENOSPC, errno.EDQUOT  # a full disk, and a full quota of the user
 # What the second error for an unreadable config file begins with.
 _EARLIER_FAILURE = "Configuration is not available because of an earlier failure to load: "
@@ -338,7 +338,7 @@ def _report_exit(stopped: SystemExit) -> None:
         for frame, line in traceback.walk_tb(stopped.__traceback__)
     ]
     module, place = [frame for frame in frames if frame[0] != "_sitebuiltins"][-1]
-    if module.partition(".")[0] in _MAY_EXIT:
+    if _MAY_EXIT.fullmatch(module.partition(".")[0]):
         return
     line = visible(f"{place}: SystemExit: {stopped.code}; it must return, or raise another error")
     print(f"error: {line}", file=sys.stderr)

@@ -270,8 +270,6 @@ def _complete(
     that has ended. An evaluation of very many tokens is divided into several rollouts. All of them
     use the same programs, which are compiled before, and so does an evaluation that is continued.
 
-    Returns the lines of the file for P prompts, with S samples each.
-
     Returns:
         The lines of the file for P prompts, with S samples each.
     """

@@ -10,7 +10,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import NESTED_TYPES, ModelConfig, from_hf_config
-from qerl_jax.policy.layers.kinds import PACKED
+from qerl_jax.policy.layers.kinds import PACKED, stack_shapes
 from qerl_jax.system import json_file
 from qerl_jax.weights import gguf, names, packed, safetensors, tokenizer
 from qerl_jax.weights.model_source import locate
@@ -147,11 +147,11 @@ def _not_a_model(path: pathlib.Path, what: str, field: str) -> UserError:
 def _check_tensors(checkpoint: Checkpoint) -> None:
     """Checks the stored tensors against the architecture before any tensor is read."""
     path, config, shapes = checkpoint.path, checkpoint.config, checkpoint.shapes
-    experts = 1 if config.experts is None else config.experts.count
+    experts = max((count for count, _, _ in stack_shapes(config, 0).values()), default=1)
     if config.num_layers * experts > len(shapes):  # Before all of their names are made.
         raise UserError(
             f"{path}: the config asks for {config.num_layers} layers"
-            + (f" of {experts} experts" if config.experts else "")
+            + (f" of {experts} experts" if experts > 1 else "")
             + f", the checkpoint holds only {len(shapes)} tensors"
         )
     _check_packed(checkpoint)

@@ -2,7 +2,7 @@
 
 The folders are checkpoints as published on a model hub, in float32: of Qwen3-MoE with a tensor for
 each projection of each expert, of Qwen3.5-MoE with all experts of a layer in one tensor, below the
-names of a model with a vision tower. Beside them lies outputs.safetensors, with
+names of a model with a vision tower. Next to them is outputs.safetensors, with
 
     ids_0, ids_1             rows of token ids of different lengths
     logits_0, ...            float32 [T, V], of each row alone
