@@ -20,6 +20,7 @@ import tiny_run
 
 from qerl_jax.compile.run_cache import set_cache_folder
 from qerl_jax.run import plots
+from qerl_jax.system.signals import STOP_SIGNALS
 
 # XLA's CPU compiler is faster with its older emitters of fusions, and when it does not divide a
 # program into parts: the first run of the tiny model then takes 16 seconds of CPU time instead of
@@ -44,6 +45,12 @@ os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # Workers share the key of the process of pytest.
     os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="qerl-jax-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
+
+# Tests send these signals, and under nohup or in the background of a shell some are ignored.
+for number in STOP_SIGNALS:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        is_int = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if is_int else signal.SIG_DFL)
 
 # No test asks a model hub; the tests of its answers replace the functions that ask.
 os.environ["HF_HUB_OFFLINE"] = "1"
