@@ -110,7 +110,6 @@ def main(
                         check_overrides(flags.FLAGS.config, overrides)
                     return rest
         except SystemExit as stopped:
-            _report_exit(stopped)
             wants_help = any(
                 argument.lstrip("-").startswith(("help", "?")) for argument in argv[1:]
             )
