@@ -5,7 +5,7 @@ import json
 import pytest
 from refusal import refused
 
-from qerl_jax.run.plots import plot_run
+from qerl_jax.run.plots import plot_run, plot_sweep
 
 
 def write(folder, rows):
@@ -46,7 +46,7 @@ def test_curves_are_a_png(tmp_path, rows):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def drawn(folder, monkeypatch, *, below=None):
+def drawn(folder, monkeypatch, *, below=None, draw=plot_run):
     """The panels of a run's picture: their labels, and the values of each line.
 
     `below` is the text below the panels.
@@ -58,7 +58,7 @@ def drawn(folder, monkeypatch, *, below=None):
         path.touch()
 
     monkeypatch.setattr("qerl_jax.run.plots._save", keep)
-    plot_run(folder)
+    draw(folder)
     (figure,) = figures
     if below is not None:
         assert figure.axes[-1].get_xlabel() == below
@@ -105,6 +105,16 @@ def test_what_never_changes_is_named_below_the_panels(tmp_path, monkeypatch):
     assert len(drawn(tmp_path, monkeypatch, below="step")) == 6
     write(tmp_path, [{"step": step, "reward": 0.5} for step in (1, 2)])
     assert [label for label, _ in drawn(tmp_path, monkeypatch)] == ["reward"]
+
+
+def test_a_sweep_without_noise_has_no_panels_of_noise(tmp_path, monkeypatch):
+    runs = {name: [tmp_path / name] for name in ("a", "b")}
+    for number, (folder,) in enumerate(runs.values()):
+        folder.mkdir()
+        rows = [{"reward": 0.5, "entropy": number, "sigma": 0.0, "step": n} for n in (1, 2)]
+        write(folder, rows)
+    panels = drawn(tmp_path, monkeypatch, draw=lambda path: plot_sweep(runs, path / "c.png"))
+    assert [label for label, _ in panels] == ["entropy (nats)"]
 
 
 def test_no_curve_hides_another(tmp_path, monkeypatch):

@@ -91,7 +91,8 @@ def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -
     """Draws the runs of a sweep by setting: reward, entropy, sigma and noise KL over the steps.
 
     Each setting has one line, the mean over its runs, with a band of the 95 % interval where there
-    are several runs. The axes fit the lines and may cut a band: the band of two runs is wide.
+    are several runs. The axes fit the lines and may cut a band: the band of two runs is wide. What
+    no run logged, or what is the same in all steps of all runs, is left out.
 
     Returns:
         Whether there was anything to draw.
@@ -112,6 +113,13 @@ def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -
         ("sigma", "sigma"),
         ("noise_kl", "KL(noisy, clean)"),
     ]
+    changing = []
+    for key, label in panels:
+        series = [_series(run, key)[1] for runs in rows.values() for run in runs]
+        values = np.concatenate(series)
+        if len(values) and not (max(map(len, series)) > 1 and _is_flat(values)):
+            changing.append((key, label))
+    panels = changing or panels[:1]
     figure, all_axes = _make_axes(len(panels))
     for axes, (key, label) in zip(all_axes, panels, strict=True):
         means: list[float] = []
