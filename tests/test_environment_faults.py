@@ -806,28 +806,26 @@ def test_tools_are_the_functions_of_a_class():
     assert worker._tools(environment).keys() == of_trl == {"method", "static"}
 
 
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        ("environment_cases:add", ["add"]),
-        ("environment_cases:add, environment_cases:later", ["add", "later"]),
-        ("environment_cases:TOOLS", ["add", "later"]),
-    ],
-)
-def test_functions_are_tools(paths, names):
-    pool = Pool({"tools": paths})
+def test_functions_are_tools():
+    add, later = "environment_cases:add", "environment_cases:later"
+    paths = {"one": add, "two": f"{add}, {later}", "list": "environment_cases:TOOLS"}
+    pool = Pool(paths | {"untyped": "os.path:join"})
     try:
-        answer = pool.ask({"op": "describe", "name": "tools"}, limit=20)
-        assert (answer["kind"], answer["rewards"]) == ("tools", False)
-        assert [tool["function"]["name"] for tool in answer["tools"]] == names
-        assert answer["tools"][0]["function"]["parameters"]["required"] == ["a", "b"]
-        reset = {"op": "reset", "name": "tools", "columns": {"answer": "3"}, "seed": 1}
-        assert pool.ask(reset, limit=20) == {"text": None}
-        calls = [(name, {"a": 1, "b": 2}) for name in ("add", "reset")]
-        results = pool.ask({"op": "calls", "calls": calls}, limit=20)["results"]
-        failed = str({"error": "Tool reset not found."})
-        assert results == [["3", True, None], [failed, False, None]]
-        assert pool.ask({"op": "finish"}, limit=20) == {"reward": None, "facts": {}}
+        with pytest.raises(CallError, match="TypeHintParsingException: Argument a is missing"):
+            pool.ask({"op": "describe", "name": "untyped"}, limit=60)
+        for name in paths:
+            answer = pool.ask({"op": "describe", "name": name}, limit=60)
+            assert (answer["kind"], answer["rewards"]) == ("tools", False)
+            functions = [tool["function"] for tool in answer["tools"]]
+            assert [one["name"] for one in functions] == ["add", "later"][: 1 + (name != "one")]
+            assert functions[0]["parameters"]["required"] == ["a", "b"]
+            reset = {"op": "reset", "name": name, "columns": {"answer": "3"}, "seed": 1}
+            assert pool.ask(reset, limit=20) == {"text": None}
+            calls = [(called, {"a": 1, "b": 2}) for called in ("add", "reset")]
+            results = pool.ask({"op": "calls", "calls": calls}, limit=20)["results"]
+            failed = str({"error": "Tool reset not found."})
+            assert results == [["3", True, None], [failed, False, None]]
+            assert pool.ask({"op": "finish"}, limit=20) == {"reward": None, "facts": {}}
     finally:
         pool.close()
 
@@ -835,7 +833,6 @@ def test_functions_are_tools(paths, names):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda query: query, "has no docstring"),
         ([], "at least one"),
         ([environment_cases.add, environment_cases.add], "functions of different names"),
         ([environment_cases.add, environment_cases.Echo], "functions of different names"),

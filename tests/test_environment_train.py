@@ -425,6 +425,8 @@ def first_command(tmp_path, monkeypatch):
     return flags
 
 
+@pytest.mark.e2e
+@pytest.mark.slow  # begins 129 environments
 def test_the_page_runs_from_its_first_line(first_command):
     """Without a hub; `--dry_run` begins the environments and calls the rewards."""
     config = sweep._parse(["--config=grpo_gsm8k", *first_command])
