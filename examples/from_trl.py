@@ -17,7 +17,7 @@ import sqlite3
 
 import qerl_jax as qj
 
-MODULE = "examples.from_trl"  # by which the processes of environments import the classes
+MODULE = "examples.from_trl"  # by which the processes of environments import their tools
 GAME = "Play 2048 on a board of 4 by 4. Call the tool `move` until the game is over."
 DATABASE = (
     "The SQLite table interactions(gene_a, gene_b) has genes that were seen to interact. Use the "
@@ -86,31 +86,17 @@ def game_score(environments):
     return [one.score for one in environments]
 
 
-class GeneDatabase:
-    """An environment with one tool, and what a reward reads of its calls."""
+def query(sql_command: str) -> list:
+    """Executes a query of SQL on the table interactions.
 
-    def reset(self):
-        """Begins with an empty record."""
-        self.queries, self.hits, self.errors = [], 0, 0
-
-    def query(self, sql_command: str) -> list:
-        """Executes a query of SQL on the table interactions.
-
-        Args:
-            sql_command: the query.
-        """
-        self.queries.append(sql_command.lower())
-        with sqlite3.connect(":memory:") as connection:
-            connection.execute("create table interactions(gene_a, gene_b)")
-            connection.executemany("insert into interactions values (?, ?)", INTERACTIONS)
-            connection.execute("pragma query_only = on")
-            try:
-                rows = connection.execute(sql_command).fetchall()
-            except sqlite3.Error:
-                self.errors += 1
-                raise
-        self.hits += len(rows)
-        return rows
+    Args:
+        sql_command: the query.
+    """
+    with sqlite3.connect(":memory:") as connection:
+        connection.execute("create table interactions(gene_a, gene_b)")
+        connection.executemany("insert into interactions values (?, ?)", INTERACTIONS)
+        connection.execute("pragma query_only = on")
+        return connection.execute(sql_command).fetchall()
 
 
 def right_answer(completions, answers):
@@ -120,14 +106,19 @@ def right_answer(completions, answers):
     return [-0.5 if not match else 0.6 if match[1] == right else -1.0 for match, right in pairs]
 
 
-def evidence(environments, answers):
+def evidence(conversations, answers):
     """Whether few, specific queries found what the answer says."""
     rewards = []
-    for one, right in zip(environments, answers, strict=True):
-        specific = sum(" where " in text for text in one.queries)
-        reward = 0.4 * min(specific, 3) - 0.5 * (len(one.queries) - specific)
-        reward -= 1.5 * (len(one.queries) > 3) + 2.0 * bool(one.errors)
-        supported = bool(one.queries) and not one.errors and (one.hits > 0) == (right == "yes")
+    for messages, right in zip(conversations, answers, strict=True):
+        calls = [call["function"] for m in messages for call in m.get("tool_calls", ())]
+        queries = [str(call["arguments"].get("sql_command", "")).lower() for call in calls]
+        results = [m["content"] for m in messages if m["role"] == "tool"]
+        rows = [row for found in results if isinstance(found, list) for row in found]
+        has_failed = any(isinstance(found, str) for found in results)  # A result is a list.
+        specific = sum(" where " in text for text in queries)
+        reward = 0.4 * min(specific, 3) - 0.5 * (len(queries) - specific)
+        reward -= 1.5 * (len(queries) > 3) + 2.0 * has_failed
+        supported = bool(queries) and not has_failed and bool(rows) == (right == "yes")
         rewards.append(reward + (2.0 if supported else -1.5))
     return rewards
 
@@ -148,7 +139,7 @@ def play(config, **options):
 
 def ask(config, **options):
     """Trains on questions about a database: grpo_agent.py."""
-    config.environment.function = f"{MODULE}:GeneDatabase"
+    config.environment.function = f"{MODULE}:query"
     known = {frozenset(pair) for pair in INTERACTIONS}
     problems = [
         {"question": DATABASE.format(a=a, b=b), "answer": "yes" if {a, b} in known else "no"}

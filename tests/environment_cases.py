@@ -58,6 +58,28 @@ class Calculator:
         return float(len(self.results))
 
 
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first number.
+        b: the second number.
+    """
+    return a + b
+
+
+async def later(text: str = "") -> str:
+    """Returns a text later.
+
+    Args:
+        text: the text.
+    """
+    return text.upper()
+
+
+TOOLS = [add, later]
+
+
 class BrokenTool:
     """A tool whose argument names a failure."""
 

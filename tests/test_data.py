@@ -425,7 +425,7 @@ def test_a_number_of_a_table_has_no_more_digits_than_its_type(tmp_path, kind):
     assert [p.answer for p in problems] == ["0.1", "", "3"]
 
 
-@pytest.mark.parametrize("missing", [None, float("nan")])
+@pytest.mark.parametrize("missing", [None, float("nan"), ["a"], {"a": 1}, True])
 def test_an_answer_that_nobody_reads_may_be_missing(tmp_path, missing):
     path = write(tmp_path / "a.jsonl", [{"question": "q", "answer": missing}])
     assert load_problems("", path=path, rewards=[by_length]) == [Problem("q", "")]

@@ -28,7 +28,7 @@ from qerl_jax.environments.episodes import Contract, Environments, Episode, Epis
 from qerl_jax.environments.pool import CallError, Pool
 from qerl_jax.environments.replies import ReplyWriter
 from qerl_jax.environments.roles import ANSWER, CONTEXT, DONE, FAILURE, OPEN, TOKENS, TURNS, Turn
-from qerl_jax.environments.tools import NO_ID, read_calls, tool_format
+from qerl_jax.environments.tools import NO_ID, message_of, read_calls, tool_format
 from qerl_jax.environments.worker import LONGEST_TEXT
 from qerl_jax.system.signals import STOP_SIGNALS
 from qerl_jax.training.dry_run import read_description
@@ -479,6 +479,25 @@ def test_a_prompt_may_have_opened_the_reasoning():
     assert len(read_calls(f"x</think>{ADD}", "hermes", in_reasoning=True)) == 1
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "opened", "content", "reasoning", "count"),
+    [
+        ("hermes", " so \n", False, "so", None, 0),
+        ("hermes", f"<think>\nno {ADD}", False, "", f"no {ADD}", 0),
+        ("hermes", f"x</think>\n\nso {ADD} {ADD}", True, "so", "x", 2),
+        ("hermes", f"<think>x</think>{ADD}{ADD[:40]}", False, None, None, 1),  # as in TRL, a text
+        ("mistral", '[TOOL_CALLS] [{"name": "f"}]', False, "", None, 1),
+        ("llama", '{"name": "f", "parameters": {}}', False, "", None, 1),
+    ],
+)
+def test_a_turn_is_a_message(form, text, opened, content, reasoning, count):
+    calls = read_calls(text, form, in_reasoning=opened)
+    message = message_of(text, calls, form, in_reasoning=opened)
+    assert message["content"] == (text if content is None else content)
+    assert message.get("reasoning_content") == reasoning
+    assert len(message.get("tool_calls", [])) == count
+
+
 def test_the_id_of_a_call_is_kept():
     text = '[TOOL_CALLS] [{"name": "a", "arguments": {}, "id": "%s"}]'
     assert read_calls(text % "abc123XYZ", "mistral")[0].id == "abc123XYZ"
@@ -785,6 +804,59 @@ def test_tools_are_the_functions_of_a_class():
     functions = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     of_trl = {n for n, _ in functions if n not in ("reset", "get_reward") and n[0] != "_"}
     assert worker._tools(environment).keys() == of_trl == {"method", "static"}
+
+
+def test_functions_are_tools():
+    add, later = "environment_cases:add", "environment_cases:later"
+    paths = {"one": add, "two": f"{add}, {later}", "list": "environment_cases:TOOLS"}
+    pool = Pool(paths | {"untyped": "os.path:join"})
+    try:
+        with pytest.raises(CallError, match="TypeHintParsingException: Argument a is missing"):
+            pool.ask({"op": "describe", "name": "untyped"}, limit=60)
+        for name in paths:
+            answer = pool.ask({"op": "describe", "name": name}, limit=60)
+            assert (answer["kind"], answer["rewards"]) == ("tools", False)
+            functions = [tool["function"] for tool in answer["tools"]]
+            assert [one["name"] for one in functions] == ["add", "later"][: 1 + (name != "one")]
+            assert functions[0]["parameters"]["required"] == ["a", "b"]
+            reset = {"op": "reset", "name": name, "columns": {"answer": "3"}, "seed": 1}
+            assert pool.ask(reset, limit=20) == {"text": None}
+            calls = [(called, {"a": 1, "b": 2}) for called in ("add", "reset")]
+            results = pool.ask({"op": "calls", "calls": calls}, limit=20)["results"]
+            failed = str({"error": "Tool reset not found."})
+            assert results == [["3", True, None], [failed, False, None]]
+            assert pool.ask({"op": "finish"}, limit=20) == {"reward": None, "facts": {}}
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ([], "at least one"),
+        ([environment_cases.add, environment_cases.add], "functions of different names"),
+        ([environment_cases.add, environment_cases.Echo], "functions of different names"),
+    ],
+)
+def test_what_is_no_list_of_tools_is_refused(made, message):
+    with pytest.raises(Exception, match=message):
+        worker._Host({"tools": made}).describe("tools")
+
+
+def test_a_list_is_the_content_of_its_message():
+    tools = [lambda: [(1, "a"), (2, "b")], lambda: [{1}], lambda: ["x" * 20_000], lambda: ()]
+    for number, tool in enumerate(tools):
+        tool.__name__ = f"t{number}"
+    host = worker._Host({"tools": tools})
+    host.reset("tools", {}, 0)
+    results = host.calls([(tool.__name__, {}) for tool in tools])["results"]
+    assert [kept for _, _, kept in results] == [[(1, "a"), (2, "b")], None, None, None]
+    assert [text for text, _, _ in results] == [str(tool())[:LONGEST_TEXT] for tool in tools]
+
+
+def test_a_function_without_arguments_makes_an_environment():
+    host = worker._Host({"game": lambda: environment_cases.Echo()})
+    assert host.describe("game")["kind"] == "text"
 
 
 def test_a_reply_that_is_cut_is_counted(pool, tokenizer):

@@ -86,6 +86,7 @@ def test_ids_and_masks_are_those_of_trl(pool, family):
     np.testing.assert_array_equal(ids, case["completion_ids"])
     np.testing.assert_array_equal(mask, case["mask"])
     assert reply.ending == ANSWER
+    assert episode.messages == case.get("messages", episode.messages)
     rewards = {"qwen3": 3, "qwen3_5_think": 3}
     assert episode.reward == rewards.get(family, 2)
 

@@ -5,7 +5,9 @@ import itertools
 import json
 import pathlib
 import re
+import shlex
 import shutil
+import textwrap
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from refusal import refused
 
 from benchmarks import environments
 from benchmarks.result_tables import environment_table
+from qerl_jax.commands import sweep
 from qerl_jax.data import environment_config
 from qerl_jax.environments import episodes
 from qerl_jax.environments.roles import SAMPLED
@@ -54,10 +57,13 @@ CHANGES = {
 }
 
 
-def turns_of(prompts, completions, turns, environments):
+def turns_of(prompts, completions, turns, environments, conversations):
     """A reward that takes lists, and what an environment was in the end."""
     assert [one[-1] for one in turns] == completions
     assert [list(one.turns) for one in environments] == turns
+    for messages, texts in zip(conversations, turns, strict=True):
+        assert [m["content"] for m in messages if m["role"] == "assistant"] == texts
+        assert {m["role"] for m in messages[1::2]} <= {"user"}
     return [len(one) for one in turns]
 
 
@@ -402,6 +408,45 @@ def test_roles_keep_tokens_of_environments_out_of_the_loss(talker, tmp_path):
     np.testing.assert_array_equal(batch.loss_mask, batch.sampled)
     assert (batch.weights[roles != SAMPLED] == 0).all()
     assert (roles > SAMPLED).any()
+
+
+@pytest.fixture
+def first_command(tmp_path, monkeypatch):
+    """The flags of the first command of docs/environments.md, in a folder with its module."""
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "environments.md").read_text()
+    blocks = re.findall(r"(?<=\n\n)(?:    .*\n|\n(?=    ))+", page)
+    code, command = map(textwrap.dedent, blocks[:2])
+    _, _, module, *flags = shlex.split(command.removeprefix("uv run "))
+    assert (command[:14], module) == ("uv run python ", "experiments.grpo_gsm8k")
+    (tmp_path / "calculator.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return flags
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # begins 129 environments
+def test_the_page_runs_from_its_first_line(first_command):
+    """Without a hub; `--dry_run` begins the environments and calls the rewards."""
+    config = sweep._parse(["--config=grpo_gsm8k", *first_command])
+    said = []
+    dry_run(config, write=said.append)
+    text = "\n".join(said)
+    assert '{"name": "add", "description": "Adds two numbers."' in text
+    assert "</tool_call><|im_end|>\n<|im_start|>user\nWhat is " in text
+    assert "called 0" in text  # no made-up completion is a call
+
+
+@pytest.mark.slow  # compiles the default model, and takes its steps
+def test_the_first_command_of_the_page_trains(first_command, tmp_path):
+    config = sweep._parse(["--config=grpo_gsm8k", *first_command])
+    config.steps, config.rollout.prompts_per_step = 1, 2
+    (row,) = tiny_run.results(train(config, workdir=tmp_path / "run"))
+    assert row["environment/failures"] == 0
+    assert row["rewards_missing"] == 0
+    assert row["environment/calls"] > 0
+    assert row["reward/called"] <= row["environment/rows_with_right_call"]
 
 
 def test_show_draws_the_roles(run):

@@ -9,7 +9,7 @@ import sys
 import pytest
 import tiny_run
 
-from qerl_jax.config.describe import SECTIONS
+from qerl_jax.config.describe import SECTIONS, similar_fields
 from qerl_jax.config.fields import ROWS
 from qerl_jax.system.jsonl import read_jsonl
 
@@ -19,7 +19,8 @@ PAGE = (ROOT / "docs" / "from_trl.md").read_text()
 TABLES = PAGE.partition("\n## Rewards\n")[0]
 CELLS = re.findall(r"^\| (\w+) \| (.*?) \| (.*?) \|$", TABLES, re.MULTILINE)
 # A field in backticks: a name with a dot, an override of one, or a field without a section.
-NAMED = re.findall(r"`(?:config\.)?([a-z]+\.[\w.]+|steps|seed)(?:=[^`]*)?`", PAGE)
+FIELD = re.compile(r"`(?:config\.)?([a-z]+\.[\w.]+|steps|seed)(?:=[^`]*)?`")
+NAMED = FIELD.findall(PAGE)
 FAMILY = "qwen2_5"  # of the chat template with tools
 
 
@@ -47,6 +48,13 @@ def test_the_fields_that_the_page_names_exist():
     names = [name for name in NAMED if not name.endswith((".py", ".md", ".jsonl"))]
     assert len(names) > 60
     assert [name for name in names if name not in ROWS and name not in SECTIONS] == []
+
+
+def test_a_name_of_the_page_leads_to_its_field():
+    """That of --explain=NAME."""
+    rows = {name: FIELD.findall(here) for name, here, _ in CELLS}
+    wrong = {n: f for n, f in rows.items() if f and not {*f} & {*similar_fields(n)}}
+    assert wrong == {}
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +103,25 @@ def test_a_game_merges_tiles_once_and_ends(ports):
         game.move("up")
 
 
-def test_the_rewards_of_the_database_read_its_record(ports):
-    right, wrong = ports.GeneDatabase(), ports.GeneDatabase()
-    for one in (right, wrong):
-        one.reset()
-    found = right.query("SELECT * FROM interactions WHERE gene_a = 'TP53'")
-    assert found == [("TP53", "MDM2")]
-    for text in ("drop table interactions", "select"):
-        with pytest.raises(ports.sqlite3.Error):
-            wrong.query(text)
-    assert ports.evidence([right, wrong], ["yes", "no"]) == pytest.approx([2.4, -4.5])
+def test_the_rewards_of_the_database_read_its_messages(ports):
+    def conversation(*queries):
+        messages = []
+        for text in queries:
+            call = {"type": "function", "function": {"name": "query", "arguments": {}}}
+            call["function"]["arguments"]["sql_command"] = text
+            try:
+                content = ports.query(text)
+            except ports.sqlite3.Error as error:
+                content = str({"error": str(error)})
+            messages += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+            messages += [{"role": "tool", "name": "query", "content": content}]
+        return [*messages, {"role": "assistant", "content": "*yes*"}]
+
+    right = conversation("SELECT * FROM interactions WHERE gene_a = 'TP53'")
+    assert right[1]["content"] == [("TP53", "MDM2")]
+    wrong = conversation("drop table interactions", "select")
+    rewards = ports.evidence([right, wrong, conversation()], ["yes", "no", "no"])
+    assert rewards == pytest.approx([2.4, -4.5, -1.5])
     said = ["So *Yes*.", "*no*", "yes"]
     assert ports.right_answer(said, ["yes", "yes", "yes"]) == [0.6, -1.0, -0.5]
     assert ports.last_number(["#### 1,200", "1200"], ["1200", "1200"]) == [1.0, 0.0]

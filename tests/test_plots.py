@@ -5,7 +5,7 @@ import json
 import pytest
 from refusal import refused
 
-from qerl_jax.run.plots import plot_run
+from qerl_jax.run.plots import plot_run, plot_sweep
 
 
 def write(folder, rows):
@@ -46,8 +46,11 @@ def test_curves_are_a_png(tmp_path, rows):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def drawn(folder, monkeypatch):
-    """The panels of a run's picture: their labels, and the values of each line."""
+def drawn(folder, monkeypatch, *, below=None, draw=plot_run):
+    """The panels of a run's picture: their labels, and the values of each line.
+
+    `below` is the text below the panels.
+    """
     figures = []
 
     def keep(figure, path):
@@ -55,8 +58,10 @@ def drawn(folder, monkeypatch):
         path.touch()
 
     monkeypatch.setattr("qerl_jax.run.plots._save", keep)
-    plot_run(folder)
+    draw(folder)
     (figure,) = figures
+    if below is not None:
+        assert figure.axes[-1].get_xlabel() == below
     return [
         (axes.get_ylabel(), {line.get_label(): line.get_xydata().tolist() for line in axes.lines})
         for axes in figure.axes
@@ -68,8 +73,8 @@ NOISE = ["sigma of the noise", "KL(noisy, clean)"]
 
 def test_each_of_several_rewards_has_a_panel(tmp_path, monkeypatch):
     rows = [
-        row | {"reward/format": 0.5, "reward/correctness": row["step"] / 4, "reward/judge": judged}
-        for row, judged in zip(FULL[:3], (None, 0.25, 0.75), strict=True)
+        row | {"reward/format": part / 9, "reward/correctness": part / 4, "reward/judge": judged}
+        for part, row, judged in zip((1, 2, 3), FULL[:3], (None, 0.25, 0.75), strict=True)
     ]
     write(tmp_path, rows)
     panels = drawn(tmp_path, monkeypatch)
@@ -87,6 +92,29 @@ def test_one_reward_has_no_panel_of_its_own(tmp_path, monkeypatch):
     assert [label for label, _ in drawn(tmp_path, monkeypatch)] == [
         *("reward", "accuracy", "entropy (nats)", *NOISE),
     ]
+
+
+def test_what_never_changes_is_named_below_the_panels(tmp_path, monkeypatch):
+    constant = {"sigma": 0.0, "noise_kl": 0.0, "reward/format": 1.0}
+    rows = [row | constant | {"reward/correctness": row["accuracy"]} for row in FULL]
+    write(tmp_path, rows)
+    below = "step\nunchanged: reward/format 1, sigma of the noise 0, KL(noisy, clean) 0"
+    panels = drawn(tmp_path, monkeypatch, below=below)
+    assert [label for label, _ in panels] == ["reward", "accuracy", "entropy (nats)"]
+    write(tmp_path, rows[:1])
+    assert len(drawn(tmp_path, monkeypatch, below="step")) == 6
+    write(tmp_path, [{"step": step, "reward": 0.5} for step in (1, 2)])
+    assert [label for label, _ in drawn(tmp_path, monkeypatch)] == ["reward"]
+
+
+def test_a_sweep_without_noise_has_no_panels_of_noise(tmp_path, monkeypatch):
+    runs = {name: [tmp_path / name] for name in ("a", "b")}
+    for number, (folder,) in enumerate(runs.values()):
+        folder.mkdir()
+        rows = [{"reward": 0.5, "entropy": number, "sigma": 0.0, "step": n} for n in (1, 2)]
+        write(folder, rows)
+    panels = drawn(tmp_path, monkeypatch, draw=lambda path: plot_sweep(runs, path / "c.png"))
+    assert [label for label, _ in panels] == ["entropy (nats)"]
 
 
 def test_no_curve_hides_another(tmp_path, monkeypatch):

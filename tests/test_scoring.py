@@ -72,6 +72,12 @@ def of_trl(completions, answer, **columns):
     return [float(text.endswith("5")) for text in answer]
 
 
+def of_messages(conversations, answers):
+    """Without an environment a conversation is the completion alone."""
+    assert [one[0]["content"] for one in conversations] == ["text 0", "text 1"]
+    return [len(one) + int(a) for one, a in zip(conversations, answers, strict=True)]
+
+
 async def awaited_lists(prompts, completions):
     return np.array([0.5, 1.5])
 
@@ -86,6 +92,7 @@ async def awaited_lists(prompts, completions):
         (awaited, [2, 1]),
         (lists, [7, 7]),
         (of_trl, [1, 0]),
+        (of_messages, [6, 7]),
         (awaited_lists, [0.5, 1.5]),
         (functools.partial(wanted, tests=[]), [3, 4]),
         (Timed(awaited, 2.0), [2, 1]),
@@ -189,6 +196,7 @@ def test_no_column_has_the_name_of_an_argument_that_is_bound(reward):
         (lists, "answers"),
         (awaited_lists, "prompts"),
         (of_environments, "environments"),
+        (of_messages, "conversations"),
         (environment_reward, "environment_reward"),
     ],
 )

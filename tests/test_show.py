@@ -338,6 +338,22 @@ def test_a_page_holds_the_values_of_its_curves(tmp_path):
     assert drawn["eval_accuracy"][1]["curves"] == [[[0, 0.25]], [[0, 0.25]]]
 
 
+def test_what_never_changes_has_no_curve(tmp_path):
+    """But a line with its value; where runs differ, or after the first step, it has a curve."""
+    run, other = tmp_path / "a", tmp_path / "b"
+    for folder, entropy in ((run, 1.5), (other, 0.5)):
+        rows = [{"step": n, "reward": n / 10, "entropy": entropy, "sigma": 0.0} for n in (1, 2)]
+        write_run(folder, rows=rows)
+    text = page(open_views([str(run)]))
+    assert figures(text).keys() == {"reward"}
+    assert "<p class=note>unchanged: entropy 1.5, sigma 0</p>" in text
+    assert "unchanged: entropy 1.5, sigma 0\n" in printed(run)
+    assert "sigma                " not in printed(run)
+    assert figures(page(open_views([str(run), str(other)]))).keys() == {"reward", "entropy"}
+    write_run(tmp_path / "c", rows=[{"step": 1, "reward": 0.1, "sigma": 0.0}])
+    assert figures(page(open_views([str(tmp_path / "c")]))).keys() == {"reward", "sigma"}
+
+
 # What page.js needs of a browser: elements with attributes, children and listeners.
 BROWSER = """
 class Element {

@@ -106,6 +106,20 @@ def test_links_lead_to_pages_of_the_site(hooks, text, source, expected):
     assert hooks.with_links(text, source, uri) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\n\n    def f():\n\n        g\n\nb", "a\n\n```python\ndef f():\n\n    g\n```\n\nb\n"),
+        ("a:\n\n    uv run x  # y", "a:\n\n```bash\nuv run x  # y\n```\n"),
+        ("a\n\n    3 of 4", "a\n\n```text\n3 of 4\n```\n"),
+        ("- a\n\n    b", "- a\n\n    b\n"),
+        ("```\nx\n\n    y\n```", "```\nx\n\n    y\n```\n"),
+    ],
+)
+def test_indented_blocks_name_their_language(hooks, text, expected):
+    assert hooks.with_languages(text) == expected
+
+
 def test_an_example_becomes_a_page(hooks, tmp_path, monkeypatch):
     monkeypatch.setattr(hooks, "ROOT", tmp_path)
     module, notebook = tmp_path / "a.py", tmp_path / "b.ipynb"

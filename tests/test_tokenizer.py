@@ -507,6 +507,7 @@ def test_end_tokens_of_any_type_are_special(tmp_path):
 
 def write_files(built, folder):
     for name, content in tokenizer.to_files(built).items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     return folder
 
@@ -558,6 +559,7 @@ def test_a_tokenizer_can_be_read_from_its_exported_files(tmp_path):
     built = smollm2()
     read = tokenizer.from_folder(write_files(built, tmp_path))
     assert read.chat_template == built.chat_template
+    assert read.tool_template == built.tool_template
     assert read.special_tokens == built.special_tokens
     assert (read.eos_ids, read.pad_id, read.vocab_size) == (built.eos_ids, 2, built.vocab_size)
     for case in GOLDEN["texts"]:

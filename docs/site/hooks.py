@@ -1,13 +1,15 @@
 """Pages of the site whose source lies outside docs/: the README, notes for contributors, examples.
 
 MkDocs calls the functions whose names begin with `on_`. Links and paths in backticks lead to the
-pages, from wherever the text stands, so one source serves the repository and the site.
+pages, from wherever the text stands, so one source serves the repository and the site. Indented
+blocks get the colors of their language.
 """
 
 import ast
 import json
 import posixpath
 import re
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +22,9 @@ ELSEWHERE = {
 }
 _LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)")
 _PATH = re.compile(r"(?<![\[`])`([\w./]+\.(?:md|py|ipynb))`(?![\]`])")
+_INDENTED = re.compile(r"(?<=\n\n)(?:    .*\n|\n(?=    ))+")
+_SHELL = re.compile(r"^(?:uv|pip|python|echo|sbatch|git|\.\.\.|--config\S+)(?= )", re.MULTILINE)
+_CODE = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 
 
 def on_files(files, config):
@@ -37,7 +42,7 @@ def on_page_markdown(markdown, page, config, files):
     """Makes links and paths in backticks lead to pages of the site."""
     sources = {uri: name for name, uri in site_paths().items()}
     uri = page.file.src_uri
-    return with_links(markdown, sources.get(uri, f"docs/{uri}"), uri)
+    return with_languages(with_links(markdown, sources.get(uri, f"docs/{uri}"), uri))
 
 
 def site_paths():
@@ -76,6 +81,30 @@ def with_links(markdown, source, uri):
         is_code = in_block or line.startswith("    ")
         lines.append(line if is_code else _PATH.sub(path, _LINK.sub(link, line)))
     return "\n".join(lines)
+
+
+def with_languages(markdown):
+    """The text of a page whose indented blocks are fenced ones that name their language."""
+
+    def fenced(match):
+        _, _, before = match.string[: match.start()].rstrip().rpartition("\n")
+        if re.match(r"\s|[-*] |\d+\. ", before):
+            return match[0]  # It is a part of a list.
+        code = textwrap.dedent(match[0]).rstrip()
+        return f"```{_language(code)}\n{code}\n```\n"
+
+    parts = re.split(r"(^```.*?^```$)", f"{markdown}\n", flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [_INDENTED.sub(fenced, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _language(code):
+    try:
+        if any(isinstance(node, _CODE) for node in ast.parse(code).body):
+            return "python"
+    except SyntaxError:
+        pass
+    return "bash" if _SHELL.search(code) else "text"
 
 
 def example_page(path):

@@ -459,8 +459,9 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "environment.function",
         "",
-        "'package.module:Class', or several, 'NAME=package.module:Class, ...', among which the "
-        "column `environment` of a problem chooses. '': none; a completion has one turn.",
+        "'package.module:Class'; functions that are tools, 'package.module:f, package.module:g', "
+        "or the name of a list of them; or several, 'NAME=package.module:Class, ...', among which "
+        "the column `environment` of a problem chooses. '': none; a completion has one turn.",
     ),
     Field(
         "environment.max_turns",

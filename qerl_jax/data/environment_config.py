@@ -34,8 +34,9 @@ def environment_functions(config: ConfigDict) -> dict[str, str]:
     functions = {name.strip(): path.strip() for name, _, path in entries}
     if len(functions) != len(entries) or not all(functions) or not all(functions.values()):
         raise UserError(
-            f"environment.function={text!r}: write package.module:Class, or several with the names "
-            "that the column `environment` has, such as 'sums=my_env:Sums, game=my_env:Game'"
+            f"environment.function={text!r}: write package.module:Class, functions such as "
+            "'my:search, my:add', or several environments with the names that the column "
+            "`environment` has, such as 'sums=my_env:Sums, game=my_env:Game'"
         )
     return functions
 
@@ -58,7 +59,8 @@ def _open(functions: Mapping[str, str]) -> tuple[Pool, dict[str, Contract]]:
             raise UserError(
                 f"environment.function={path}: {reason}; an environment has a method "
                 "reset, and public methods with type hints and Google docstrings, or a "
-                "method step (docs/environments.md)"
+                "method step, or it is functions with such hints and docstrings "
+                "(docs/environments.md)"
             ) from error
         contracts[name] = Contract(answer["kind"], tuple(answer["tools"]), answer["rewards"])
     _opened[key] = pool, contracts

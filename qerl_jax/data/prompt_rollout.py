@@ -39,8 +39,15 @@ class Ended(NamedTuple):
         columns: Mapping[str, Any] = problem.columns
         if self.episode is not None:
             columns = {**columns, **conversation_columns(self.episode)}
-        text, tokens, finished = self.text, self.tokens, self.finished
-        return Completion(self.prompt.text, text, problem.answer, tokens, finished, columns)
+        return Completion(
+            prompt=self.prompt.text,
+            completion=self.text,
+            answer=problem.answer,
+            num_tokens=self.tokens,
+            finished=self.finished,
+            columns=columns,
+            conversation=() if self.episode is None else self.episode.messages,
+        )
 
 
 class PromptRollout:

@@ -91,8 +91,9 @@ class Selection:
             )
         needed = bool(self.scorers)
         name, value = self._read_field(row, "answer", _ANSWER_FIELDS, where, optional=not needed)
-        lacks = _is_missing(value) and not needed
-        answer = "" if lacks else text_of(value, f"{where}: {name}")
+        # Rewards that need no answer may still get the column, whatever it holds.
+        is_text = isinstance(value, str) or _number_text(value) is not None
+        answer = text_of(value, f"{where}: {name}") if needed or is_text else ""
         self._check_level(row, where)
         answer = _short_answer(answer, name == "solution", needed)
         return self.keep(Problem(question, answer, messages, row))

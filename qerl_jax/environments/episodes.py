@@ -24,7 +24,7 @@ from qerl_jax.environments.roles import (
     Reply,
     Turn,
 )
-from qerl_jax.environments.tools import Call, read_calls
+from qerl_jax.environments.tools import Call, message_of, read_calls
 from qerl_jax.environments.worker import LONGEST_TEXT
 from qerl_jax.errors import visible
 
@@ -117,6 +117,8 @@ class Episode:
 
     # Role ('assistant' or 'environment') and text of everything after the prompt.
     parts: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    # The same as chat messages, as TRL gives them to rewards.
+    messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     turns: int = 0  # number of turns of the policy
     calls: int = 0  # number of calls of tools
     failed_calls: int = 0  # number of those that failed or could not be read
@@ -198,6 +200,7 @@ class Episodes:
             self._request(row, self._all.reset_request(self._columns[row], self._seeds[row]))
         calls: list[Call] = []
         if self._all.contracts[self._names[row]].kind == "text":
+            episode.messages.append({"role": "assistant", "content": text})
             self._request(row, {"op": "step", "text": text})
         else:
             marked = self._all.tokenizer.decode(ids, skip_special=False)
@@ -207,6 +210,10 @@ class Episodes:
                 in_reasoning=self._in_reasoning[row],
                 tools=self._all.contracts[self._names[row]].tools,
             )
+            message = message_of(
+                marked, calls, self._all.form, in_reasoning=self._in_reasoning[row]
+            )
+            episode.messages.append(message)
             ending = self._ending_of_calls(turn, calls, episode)
             if ending != OPEN:
                 self._finish(row, ending)
@@ -303,16 +310,18 @@ class Episodes:
         elif episode.turns >= self._all.max_turns:
             self._finish(row, TURNS)
         else:
-            self._reply(row, [answer["text"]], ())
+            self._reply(row, [answer["text"]], (), [answer["text"]])
 
     def _take_calls(self, row: int, answer: dict[str, Any]) -> None:
-        results, texts = iter(answer["results"]), []
+        results, texts, contents = iter(answer["results"]), list[str](), list[Any]()
         episode, (_, calls) = self.episodes[row], self._turn[row]
         for call in calls:
-            text, succeeded = (str({"error": call.error}), False) if call.error else next(results)
+            failed = str({"error": call.error}), False, None
+            text, succeeded, value = failed if call.error else next(results)
             episode.failed_calls -= succeeded
             texts.append(text)
-        self._reply(row, texts, [(call.name or "unknown", call.id) for call in calls])
+            contents.append(text if value is None else value)
+        self._reply(row, texts, [(call.name or "unknown", call.id) for call in calls], contents)
 
     def _take_finish(self, row: int, answer: dict[str, Any]) -> None:
         episode = self.episodes[row]
@@ -322,8 +331,17 @@ class Episodes:
         self._out.append(Reply(row, (), episode.ending))
         self._all.pool.give(self._process.pop(row))
 
-    def _reply(self, row: int, texts: Sequence[str], calls: Sequence[tuple[str, str]]) -> None:
-        """Sends an environment's texts to the policy, or ends a row that has no tokens for them."""
+    def _reply(
+        self,
+        row: int,
+        texts: Sequence[str],
+        calls: Sequence[tuple[str, str]],
+        contents: Sequence[Any],
+    ) -> None:
+        """Sends an environment's texts to the policy, or ends a row that has no tokens for them.
+
+        `contents` are those of the messages.
+        """
         writer, (turn, _) = self._all.writers[self._names[row]], self._turn[row]
         end = []
         if turn.ids[-1] not in self._all.tokenizer.eos_ids:
@@ -337,6 +355,10 @@ class Episodes:
         # A text that was cut is what the policy reads, and what the page of a run shows.
         text = "\n".join(texts) if not cut else self._all.tokenizer.decode(ids)
         self.episodes[row].parts.append(("environment", text))
+        frames = [{"role": "tool", "name": name} for name, _ in calls] or [{"role": "user"}]
+        self.episodes[row].messages += [
+            {**frame, "content": one} for frame, one in zip(frames, contents, strict=True)
+        ]
         self._out.append(Reply(row, [*end, *ids], OPEN))
 
     def _fail(self, row: int, error: str, *, dead: bool = False) -> None:

@@ -98,7 +98,8 @@ class Pool:
     def __init__(self, functions: Mapping[str, str]):
         """Starts the parent of the processes, which imports the user's modules.
 
-        `functions` are import paths of classes, `package.module:Class`, by name.
+        `functions` are import paths of classes, `package.module:Class`, by name; or of functions
+        that are tools, separated by commas.
 
         Raises:
             UserError: a module cannot be imported, or has no such class.
@@ -135,8 +136,9 @@ class Pool:
         if error:
             self.close()
             raise UserError(
-                f"environment.function={error}: name a class, package.module:Class, that Python "
-                "finds: start where the file of the module lies, or add that folder to PYTHONPATH"
+                f"environment.function={error}: name a class, package.module:Class, or a function, "
+                "that Python finds: start where the file of the module lies, or add that folder to "
+                "PYTHONPATH"
             )
 
     def take(self) -> Process:

@@ -83,19 +83,13 @@ def read_calls(
     """
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     calls: list[Call] = []
-    # Each search begins where the last one ended: a policy that repeats itself writes thousands of
-    # tags, and the thread that trains reads them.
     position = _after(text, _END_THINK, 0) if in_reasoning else 0
-    while position >= 0:
-        if form == "llama" and (match := _LLAMA.match(text, position)):
-            return _objects(text, match.end())
-        if (mark := _MARKS[form].search(text, position)) is None:
-            break
-        if mark[0] == _THINK:
-            position = _after(text, _END_THINK, mark.end())
-        elif form == "mistral":
+    while (mark := _next_call(text, form, position)) is not None:
+        if form == "llama":
+            return _objects(text, mark.end())
+        if form == "mistral":
             return _array(text[mark.end() :])
-        elif (position := _after(text, _END, mark.end())) < 0:
+        if (position := _after(text, _END, mark.end())) < 0:
             calls.append(Call("", {}, error=f"the call has no end, {_END}"))
         else:
             body = text[mark.end() : position - len(_END)]
@@ -104,6 +98,45 @@ def read_calls(
             except _NO_JSON as error:
                 calls.append(_unreadable(error))
     return calls
+
+
+def message_of(
+    text: str, calls: Sequence[Call], form: str, *, in_reasoning: bool = False
+) -> dict[str, Any]:
+    """Returns a turn as the message that TRL gives rewards, from its text and its calls.
+
+    It has `content`, `reasoning_content` where the policy has reasoned, and `tool_calls` with the
+    calls that can be read. With a call that cannot be read the content is the whole text.
+    """
+    message: dict[str, Any] = {"role": "assistant"}
+    if all(not call.error for call in calls):
+        position = _after(text, _END_THINK, 0) if in_reasoning else 0
+        if mark := _next_call(text, form, position):
+            text = text[: mark.start()]
+        if in_reasoning or text.lstrip().startswith(_THINK):
+            reasoning, _, text = text.partition(_END_THINK)
+            message["reasoning_content"] = reasoning.lstrip().removeprefix(_THINK).strip()
+    message["content"] = text.strip()
+    functions = [{"name": c.name, "arguments": c.arguments} for c in calls if not c.error]
+    if functions:
+        message["tool_calls"] = [{"type": "function", "function": one} for one in functions]
+    return message
+
+
+def _next_call(text: str, form: str, position: int) -> re.Match[str] | None:
+    """The mark of the next call that is not in reasoning; None without one, or before the text.
+
+    Each search begins where the last one ended: a policy that repeats itself writes thousands of
+    tags, and the thread that trains reads them.
+    """
+    while position >= 0:
+        if form == "llama" and (match := _LLAMA.match(text, position)):
+            return match
+        mark = _MARKS[form].search(text, position)
+        if mark is None or mark[0] != _THINK:
+            return mark
+        position = _after(text, _END_THINK, mark.end())
+    return None
 
 
 def _after(text: str, tag: str, start: int) -> int:

@@ -37,9 +37,10 @@ from typing import Any
 from qerl_jax.system.signals import PARENT_DEATH_SIGNAL, STOP_SIGNALS
 
 LONGEST_TEXT = 200_000  # characters of a text that an environment returns; the rest is cut off
-_LONGEST_FACT = 10_000  # characters, as JSON, of an attribute that rewards may read
+_LONGEST_FACT = 10_000  # characters, as JSON, of an attribute or a list that rewards may read
 _CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
 _KILL_SECONDS = 2.0  # how long a supervisor tries to end processes, such as those of another user
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NOT_TOOLS = ("reset", "get_reward", "step", "init", "close")
 
 
@@ -179,12 +180,15 @@ def main(control: socket.socket) -> None:
         signal.signal(number, _ignore)
     _supervise(os.getppid())
     makers, error = {}, ""
-    for name, path in receive(control).items():
+    for name, paths in receive(control).items():
         try:
-            module, _, attribute = path.partition(":")
-            makers[name] = getattr(importlib.import_module(module), attribute)
+            found = []
+            for path in paths.split(","):
+                module, _, attribute = path.strip().partition(":")
+                found.append(getattr(importlib.import_module(module), attribute))
+            makers[name] = found if len(found) > 1 else found[0]
         except BaseException as failure:
-            error = f"{path}: {_line(failure)}"
+            error = f"{paths}: {_line(failure)}"
             break
     # Modules may close the standard streams, whose numbers a connection would get, and ignore
     # SIGCHLD or reap what has ended.
@@ -335,16 +339,23 @@ class _Host:
         return {"text": None if text is None else text[:LONGEST_TEXT]}
 
     def calls(self, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-        """Calls tools one after the other; the text of each, and whether it succeeded."""
+        """Calls tools one after the other.
+
+        Returns:
+            Of each the text, whether it succeeded, and a list that it returned, which is data.
+        """
         tools, results = _tools(self._environment), []
         for name, arguments in calls:
             try:
                 if name not in tools:
                     raise ValueError(f"Tool {name} not found.")
-                text, succeeded = str(_awaited(tools[name](**arguments))), True
+                value = _awaited(tools[name](**arguments))
+                text, succeeded = str(value), True
             except BaseException as error:
-                text, succeeded = str({"error": str(error)}), False
-            results.append((text[:LONGEST_TEXT], succeeded))
+                value, text, succeeded = None, str({"error": str(error)}), False
+            # As in TRL a list is the content of its message, and anything else its text.
+            kept = value if isinstance(value, list) and _is_data(value) else None
+            results.append((text[:LONGEST_TEXT], succeeded, kept))
         return {"results": results}
 
     def step(self, text: str) -> dict[str, Any]:
@@ -373,19 +384,54 @@ class _Host:
         environment, reward = self._environment, None
         if hasattr(environment, "get_reward"):
             reward = _awaited(environment.get_reward())
-        facts = {}
-        for name, value in dict(getattr(environment, "__dict__", {})).items():
-            with contextlib.suppress(TypeError, ValueError, RecursionError):
-                if not name.startswith("_") and len(json.dumps(value)) <= _LONGEST_FACT:
-                    facts[name] = value
+        values = dict(getattr(environment, "__dict__", {}))
+        facts = {k: v for k, v in values.items() if not k.startswith("_") and _is_data(v)}
         return {"reward": None if reward is None else float(reward), "facts": facts}
 
     def _make(self, name: str, columns: Mapping[str, Any]) -> Any:
         make: Any = self._makers[name]
+        if functions := _functions(make):
+            return _Functions(functions)
         if _is_skyrl(make):
             extras = {"reward_spec": {"ground_truth": columns.get("answer", "")}} | dict(columns)
             return make({}, extras)
         return make()
+
+
+class _Functions:
+    """The environment whose tools are plain functions, and which keeps nothing."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]):
+        self._functions = functions
+
+    def reset(self) -> None:
+        """Begins an episode."""
+
+
+def _functions(make: Any) -> dict[str, Callable[..., Any]]:
+    """The functions that are tools, by name: those of a list, or one with a required argument.
+
+    A function without a required argument makes an environment, as a class does.
+    """
+    if not isinstance(make, list | tuple):
+        if not inspect.isroutine(make):
+            return {}
+        parameters = inspect.signature(make).parameters.values()
+        if all(p.default is not p.empty or p.kind in _VARIABLE for p in parameters):
+            return {}
+        make = [make]
+    names = [one.__name__ for one in make if inspect.isroutine(one)]
+    if len(set(names)) < len(make) or not names:
+        raise TypeError("a list of tools has functions of different names, and at least one")
+    return dict(zip(names, make, strict=True))
+
+
+def _is_data(value: Any) -> bool:
+    """Whether rewards may read a value: JSON has it, in few characters."""
+    try:
+        return len(json.dumps(value)) <= _LONGEST_FACT
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def _seed(seed: int) -> None:
@@ -404,6 +450,8 @@ def _tools(environment: Any) -> dict[str, Callable[..., Any]]:
 
     That leaves class methods out, and does not evaluate properties.
     """
+    if isinstance(environment, _Functions):
+        return dict(environment._functions)
     members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     names = [name for name, _ in members if not name.startswith("_") and name not in _NOT_TOOLS]
     return {name: getattr(environment, name) for name in names}

@@ -481,6 +481,7 @@ def _draft(job: _Job, problems: list[int], row: int, ended: Ended) -> dict[str, 
         "ending": ENDINGS[episode.ending],
         "environment_reward": episode.reward,
         "environments": episode.facts,
+        "messages": episode.messages,
         **({"error": episode.error} if episode.error else {}),
     }
 
@@ -536,7 +537,8 @@ def _to_score(job: _Job, draft: Mapping[str, Any]) -> Completion:
     episode = None
     if job.environments is not None:
         parts = [(turn["role"], turn["text"]) for turn in draft["conversation"]]
-        episode = Episode(parts, reward=draft["environment_reward"], facts=draft["environments"])
+        reward, facts = draft["environment_reward"], draft["environments"]
+        episode = Episode(parts, draft.get("messages", []), reward=reward, facts=facts)
     prompt, text = job.prompts[draft["problem"]], draft["completion"]
     return Ended(prompt, text, draft["tokens"], draft["finished"], episode).to_score()
 

@@ -5,10 +5,12 @@
     async def f(...)                                                  all are awaited at once
     def f(...): return g(...)                                         so is what a wrapper returns
     def f(completions, answers, tests)                                lists: a call for a rollout
+    def f(conversations, answers)                                     lists of chat messages, too
     http://localhost:8000/score                                       a POST for a rollout
 
-A function with an argument named `completions` or `environments` takes lists, by name: any of
-`prompts`, `completions`, `answers`, `num_tokens` and `finished`, and columns. A function of one
+A function with an argument named `completions`, `conversations` or `environments` takes lists, by
+name: any of `prompts`, `completions`, `answers`, `num_tokens` and `finished`, the messages after
+each prompt as `conversations`, and columns. A function of one
 completion takes its first five arguments by position. Further arguments are columns of the row, by
 name; one with a default value may be missing in a row, and `**columns` gets all columns. As in TRL,
 the columns are the raw ones: the list `answers` holds the short reference answers, the column
@@ -29,6 +31,7 @@ from qerl_jax.rewards.url import UrlReward, check_json, is_url
 from qerl_jax.system.import_path import import_function, path_of
 
 LISTS = ("prompts", "completions", "answers", "num_tokens", "finished")
+CONVERSATIONS = "conversations"  # the list that only a reward with an argument of this name gets
 _ARGUMENTS = "(prompt, completion, answer, num_tokens, finished)"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -52,7 +55,8 @@ class Call:
     function: Reward  # the reward
     takes_lists: bool  # whether one call scores all completions
     waits: bool  # whether a call returns an awaitable
-    lists: tuple[str, ...]  # those of `LISTS` that it has arguments for, if it takes lists
+    # Those of `LISTS`, and `CONVERSATIONS`, that it has arguments for, if it takes lists.
+    lists: tuple[str, ...]
     needed: tuple[str, ...]  # columns without which it cannot be called
     optional: tuple[str, ...]  # columns that it gets where a row has them
     takes_all: bool  # whether it gets every column, and every one of `LISTS`
@@ -84,12 +88,13 @@ def call_of(reward: Reward) -> Call:
     except (TypeError, ValueError):  # some functions in C have no signature
         parameters = []
     keywords = [parameter for parameter in parameters if parameter.kind in _NAMED]
-    takes_lists = any(parameter.name in ("completions", "environments") for parameter in keywords)
+    marks = ("completions", CONVERSATIONS, "environments")
+    takes_lists = any(parameter.name in marks for parameter in keywords)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     if takes_lists:
         names = {parameter.name for parameter in keywords}
-        lists = tuple(name for name in LISTS if name in names)
-        reserved = frozenset(LISTS)
+        lists = tuple(name for name in (*LISTS, CONVERSATIONS) if name in names)
+        reserved = frozenset((*LISTS, *lists))
     else:
         keyword_only = [p for p in keywords if p.kind is inspect.Parameter.KEYWORD_ONLY]
         positional = [

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import os
 import signal
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.errors import UserError, first_line, visible
-from qerl_jax.rewards.calls import LISTS, Call, call_of
+from qerl_jax.rewards.calls import CONVERSATIONS, LISTS, Call, call_of
 from qerl_jax.rewards.functions import LARGEST, Reward
 from qerl_jax.rewards.scored import Completion, Scores
 from qerl_jax.rewards.table import Rewards, table_of
@@ -98,7 +99,7 @@ def score(
     rows = [{}] * len(prompts) if columns is None else columns
     records = zip(prompts, completions, answers, lengths, flags, rows, strict=True)
     with Scoring(rewards, len(prompts), time_limit=time_limit, on_wait=on_wait) as scoring:
-        completed = enumerate(map(Completion._make, records))
+        completed = enumerate(itertools.starmap(Completion, records))
         scoring.add({i: completion for i, completion in completed if i not in unscored})
         return scoring.finish()
 
@@ -158,7 +159,7 @@ class Scoring:
             if call.takes_lists:
                 continue
             for index, completion in completions.items():
-                arguments, columns = completion[:-1], call.columns(completion.columns)
+                arguments, columns = completion[: len(LISTS)], call.columns(completion.columns)
                 self._start(name, call, [index], arguments, columns)
         self._seconds += time.perf_counter() - began
 
@@ -176,6 +177,11 @@ class Scoring:
                     if call.takes_all or plural in call.lists
                 }
                 keywords |= call.columns_of_all([completion.columns for completion in completions])
+                if CONVERSATIONS in call.lists:
+                    keywords[CONVERSATIONS] = [
+                        one.conversation or [{"role": "assistant", "content": one.completion}]
+                        for one in completions
+                    ]
                 self._start(name, call, indices, (), keywords)
         self._wait()
         self._seconds += time.perf_counter() - began

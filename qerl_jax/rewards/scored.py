@@ -1,7 +1,7 @@
 """What is scored, and the scores."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ class Completion(NamedTuple):
     num_tokens: int
     finished: bool
     columns: Mapping[str, Any]
+    # The chat messages after the prompt, as TRL has them; () where the completion is the only one.
+    conversation: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclasses.dataclass

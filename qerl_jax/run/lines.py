@@ -68,7 +68,7 @@ def _step_parts(row: Mapping[str, Any]) -> list[tuple[int, str]]:
         (6, number("format", "format" if "format" in row else "reward/format", ".2f")),
         (4, number("len", "length", "5.1f")),
         (5, number("entropy", "entropy", ".3f")),
-        (7, number("sigma", "sigma", ".1e")),
+        (7, number("sigma", "sigma", ".1e") if row.get("sigma") else ""),
         (8, number("grad", "grad_norm", ".3g")),
         (9, " ".join(rates) + " tok/s" if rates else ""),
         (2, f"left {_duration(remaining)}" if "remaining_seconds" in row else ""),

@@ -33,8 +33,9 @@ def plot_run(folder: str | Path) -> Path | None:
     A panel each over the steps for the reward, the accuracy (with the evaluations as points, that
     before the first step at 0), the entropy, sigma, and the KL between the noisy and the clean
     policy. Where the accuracy is the reward in every step, the two share a panel and a curve. Where
-    a run has several rewards, each has a panel of its own after the first. A quantity that was not
-    logged is left out.
+    a run has several rewards, each has a panel of its own after the first, but for that which is
+    the accuracy. A quantity that was not logged is left out, and one with the same value in all
+    steps is named below the panels.
 
     Returns:
         The path of the picture; None when there is nothing to draw.
@@ -51,6 +52,11 @@ def plot_run(folder: str | Path) -> Path | None:
     ]
     if not panels:
         return None
+    unchanged = [
+        panel for panel in panels if all(_is_flat(series[key][1]) for key, _, _ in panel[1])
+    ]
+    if len(unchanged) < len(panels):
+        panels = [panel for panel in panels if panel not in unchanged]
 
     figure, all_axes = _make_axes(len(panels))
     for axes, (label, curves, scale) in zip(all_axes, panels, strict=True):
@@ -67,17 +73,26 @@ def plot_run(folder: str | Path) -> Path | None:
         axes.set_ylabel(label)
         if len(curves) > 1:
             _legend_above(axes, len(curves))
+    values = [f"{label} {series[curves[0][0]][1][0]:.3g}" for label, curves, _ in unchanged]
+    if values:
+        all_axes[-1].set_xlabel(f"step\nunchanged: {', '.join(values)}")
     all_axes[0].set_title(run.path.resolve().name, fontsize="medium", loc="left")
     figure.align_ylabels()
     _save(figure, run.curves)
     return run.curves
 
 
+def _is_flat(values: np.ndarray) -> bool:
+    """Whether a metric was logged several times, always with the same value."""
+    return len(values) > 1 and values.min() == values.max()
+
+
 def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -> bool:
     """Draws the runs of a sweep by setting: reward, entropy, sigma and noise KL over the steps.
 
     Each setting has one line, the mean over its runs, with a band of the 95 % interval where there
-    are several runs. The axes fit the lines and may cut a band: the band of two runs is wide.
+    are several runs. The axes fit the lines and may cut a band: the band of two runs is wide. What
+    no run logged, or what is the same in all steps of all runs, is left out.
 
     Returns:
         Whether there was anything to draw.
@@ -98,6 +113,13 @@ def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -
         ("sigma", "sigma"),
         ("noise_kl", "KL(noisy, clean)"),
     ]
+    changing = []
+    for key, label in panels:
+        series = [_series(run, key)[1] for runs in rows.values() for run in runs]
+        values = np.concatenate(series)
+        if len(values) and not (max(map(len, series)) > 1 and _is_flat(values)):
+            changing.append((key, label))
+    panels = changing or panels[:1]
     figure, all_axes = _make_axes(len(panels))
     for axes, (key, label) in zip(all_axes, panels, strict=True):
         means: list[float] = []
@@ -174,11 +196,16 @@ def _panels(series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[_Panel]
     """The panels of a run, with one for each reward where there are several."""
     rewards = [key for key in series if key.startswith("reward/")]
     first = [_REWARD, _ACCURACY]
-    if len(series["reward"][0]) and all(
-        np.array_equal(*pair) for pair in zip(series["reward"], series["accuracy"], strict=True)
-    ):
+
+    def is_accuracy(key: str) -> bool:
+        return all(
+            np.array_equal(*pair) for pair in zip(series[key], series["accuracy"], strict=True)
+        )
+
+    if len(series["reward"][0]) and is_accuracy("reward"):
         first = [("reward = accuracy", _ACCURACY[1], "linear")]
-    parts = [(key, ((key, "-", key),), "linear") for key in rewards if len(rewards) > 1]
+    others = [key for key in rewards if len(rewards) > 1 and not is_accuracy(key)]
+    parts = [(key, ((key, "-", key),), "linear") for key in others]
     return [*first, *parts, *_OTHERS]
 
 

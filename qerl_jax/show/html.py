@@ -48,7 +48,11 @@ def page(
     and then whole steps are left out, and the page says so.
     """
     style, script = (_HERE.joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
-    figures = "".join(_figure(key, views) for key in curves(views))
+    keys, unchanged = curves(views)
+    figures = "".join(_figure(key, views) for key in keys)
+    if unchanged:
+        values = ", ".join(f"{visible(key)} {_value_text(v)}" for key, v in unchanged.items())
+        figures += f"<p class=note>unchanged: {html.escape(values)}</p>"
     fixed = len((style + script + figures).encode()) + _MARGIN_BYTES * len(views)
     runs, notes = _completions(views, conditions, steps, limit, limit_bytes - fixed)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

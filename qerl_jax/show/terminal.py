@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ def _advice(views: Sequence[View]) -> str:
 
 def _curve_lines(views: Sequence[View], columns: int, blocks: str) -> list[str]:
     """A line for each metric and run: first and last value, and the curve."""
-    lines, keys, rows = [], curves(views), []
+    (keys, unchanged), lines, rows = curves(views), [], []
     end = max((step for view in views for key in keys for step, _ in view.series(key)), default=0)
     for key in keys:
         series = [view.series(key) for view in views]
@@ -103,6 +104,9 @@ def _curve_lines(views: Sequence[View], columns: int, blocks: str) -> list[str]:
     for name, suffix, text, curve, limits in rows:
         head = f"{pad(shorten(name, label - width(suffix)) + suffix, label)} {pad(text, numbers)} "
         lines.append((head + _bars(curve, end, bar_columns, limits, blocks)).rstrip())
+    if unchanged:
+        values = ", ".join(f"{visible(key)} {_number(v)}" for key, v in unchanged.items())
+        lines += textwrap.wrap(f"unchanged: {values}", columns)
     if len(views) > 1 and lines:
         names = ", ".join(f"({number}) {visible(v.name)}" for number, v in enumerate(views, 1))
         lines.append(f"runs: {names}")

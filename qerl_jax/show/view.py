@@ -169,11 +169,24 @@ def _is_step(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= LAST_STEP
 
 
-def curves(views: Sequence[View]) -> list[str]:
-    """The names of the metrics of which a run has a value, in the order in which they are shown."""
+def curves(views: Sequence[View]) -> tuple[list[str], dict[str, float]]:
+    """The metrics of which a run has a value, in the order in which they are shown.
+
+    Returns:
+        The names of those that have a curve; and by name the value of those that are the same in
+        all steps of all runs.
+    """
     logged = dict.fromkeys(key for view in views for row in view.rows for key in row)
     parts = [key for key in logged if key.startswith(_PARTS)]
-    return [key for key in ("reward", *parts, *_CURVES) if any(view.series(key) for view in views)]
+    names = ("reward", *parts, *_CURVES)
+    series = {key: [view.series(key) for view in views] for key in names}
+    values = {key: [value for curve in series[key] for _, value in curve] for key in names}
+    same = {
+        key: found[0]
+        for key, found in values.items()
+        if max(map(len, series[key]), default=0) > 1 and min(found) == max(found)
+    }
+    return [key for key in names if values[key] and key not in same], same
 
 
 def parts_of(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,8 @@ _SPLITS = {
 # Files of SentencePiece and of mistral-common (Tekken), which hold a tokenizer in other forms.
 _OTHER_FILES = ("tokenizer.model", "tokenizer.model.v3", "tekken.json")
 TEMPLATES = "additional_chat_templates"  # folder with the templates of a model by their names
+# What conversations with tools have with SmolLM2, whose own chat template knows none.
+_SMOLLM_TOOLS = pathlib.Path(__file__).with_name("smollm_tools.jinja")
 # Token types in GGUF.
 _CONTROL = 3
 _USER_DEFINED = 4
@@ -258,15 +260,18 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     }
     if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
         backend.post_processor = _bos_first(special_tokens.get("bos_token"), ids["bos"])
+    templates = {
+        name: (metadata.get(key), f"{key} of the GGUF file")
+        for name, key in (
+            ("default", "tokenizer.chat_template"),
+            ("tool_use", "tokenizer.chat_template.tool_use"),
+        )
+    }
+    if pre == "smollm" and "<|im_start|>" in vocabulary and templates["tool_use"][0] is None:
+        templates["tool_use"] = _SMOLLM_TOOLS.read_text("utf-8"), _SMOLLM_TOOLS.name
     return _finish(
         backend,
-        templates={
-            name: (metadata.get(key), f"{key} of the GGUF file")
-            for name, key in (
-                ("default", "tokenizer.chat_template"),
-                ("tool_use", "tokenizer.chat_template.tool_use"),
-            )
-        },
+        templates=templates,
         special_tokens=special_tokens,
         eos_ids=[ids["eos"], metadata.get("tokenizer.ggml.eot_token_id")],
         pad_id=backend.token_to_id(special_tokens.get("pad_token", "")),

@@ -6,9 +6,10 @@ templates of Qwen3 and Qwen3.5 are not prefix-preserving, and TRL takes its trai
 them. TRL knows no tools of Mistral: its ids are those of the whole conversation in the template,
 where what the policy writes is exactly what the template writes; its mask follows from the parts.
 
-    {family: {template, source, turns: [text], prompt_ids, completion_ids, mask}}
+    {family: {template, source, turns: [text], prompt_ids, completion_ids, mask, messages}}
 
 `completion_ids` and `mask` are of everything after the prompt; the mask is 1 for what was sampled.
+`messages` are what TRL gives rewards as the completion, but for Mistral.
 The chat templates but Mistral's are those of the package trl==1.16.0 (trl/chat_templates);
 Mistral's is that of Mistral-7B-Instruct-v0.3 as vllm-project/vllm has it
 (examples/tool_chat_template_mistral_official.jinja), whose path is the argument.
@@ -160,7 +161,7 @@ def with_trl(family):
     results = GRPOTrainer._tool_call_loop(
         trainer, [list(PROMPT)], [prompt_ids], [turns[0]], [[first]], None, None, {}
     )
-    mask, completion_ids = results[0][0], results[2][0]
+    mask, messages, completion_ids = results[0][0], results[1][0], results[2][0]
     return {
         "template": original,
         "source": f"trl/chat_templates/{family}.jinja",
@@ -168,6 +169,7 @@ def with_trl(family):
         "prompt_ids": prompt_ids,
         "completion_ids": completion_ids,
         "mask": mask,
+        "messages": messages,
     }
 
 
