@@ -9,7 +9,9 @@ Its arrays are
     shared_gate [1, D]                              the sigmoid of its product multiplies that
 
 of which models without a shared expert lack the last three. The router multiplies in float32, and
-of equal logits it takes the expert of the lower id. Router and routed experts are frozen.
+of equal logits it takes the expert of the lower id. Router and routed experts are frozen; an
+adapter of routed experts has A [E, r, K] and B [E, N, r] by the name of a stack, so that gate and
+up share A.
 
 Where the experts of tokens are given, as a rollout recorded them, the router's logits over these
 give their weights (https://arxiv.org/abs/2510.11370).
@@ -23,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.experts import (
     DENSE_NUMBERS,
+    grouped_lora,
     grouped_matmul,
     table,
     tile_bound,
@@ -176,7 +179,10 @@ def _routed(own: Own, h: jax.Array, weights: jax.Array, routes: jax.Array) -> ja
         weight = own.layer[stack.name]
         packed = kernel_weight(weight) if isinstance(weight, QuantTensor) else weight
         outputs = stack.shape(own.config)[1]
-        return grouped_matmul(rows, packed, own_table, outputs=outputs)
+        y = grouped_matmul(rows, packed, own_table, outputs=outputs)
+        if stack.name in own.adapters:
+            y = y + grouped_lora(rows, own.adapters[stack.name], own_table)
+        return y
 
     rows = to_rows(h.reshape(-1, width), own_table)
     gate_up = checkpoint_name(product(rows, _EXPERTS_GATE_UP), _GATE_UP.product)

@@ -43,7 +43,7 @@ class Weight(NamedTuple):
 class Stack(NamedTuple):
     """A frozen weight [E N, K] that has the weights [N, K] of E experts, one after the other.
 
-    A format of 4 bits packs it. No adapter changes it, and no mesh cuts it.
+    A format of 4 bits packs it, and no mesh cuts it. An adapter has A [E, r, K] and B [E, N, r].
     """
 
     name: str  # its name in the parameters of a layer
