@@ -160,6 +160,7 @@ def test_adapters_of_routed_experts(family, tmp_path):
         ({"rank_pattern": dict.fromkeys(PARAMETERS, "4")}, "one rank"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is {'q_proj': 4}, the config"),
         ({"r": 0}, "one rank"),
+        ({"lora_alpha": 10**400}, "one rank"),
     ],
 )  # fmt: skip
 def test_options_of_adapters_of_experts(changes, expert_rank, tmp_path):

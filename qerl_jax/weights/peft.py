@@ -419,7 +419,7 @@ def _expert_rank(folder: pathlib.Path, options: dict[str, Any], *, stacked: bool
         pairs: list[Any] = [defaults, *zip(*own, strict=True)]
         scale, *scales = (float(of_alpha) / root(of_rank) for of_rank, of_alpha in pairs)
         fits = all(math.isclose(other, scale, rel_tol=1e-6) for other in scales)
-    except (TypeError, ValueError, ZeroDivisionError):
+    except (TypeError, ValueError, ArithmeticError):  # also of integers that no float can hold
         fits = False
     if not fits or type(rank) is not int or any(other != rank for other in own[0]):
         raise UserError(
