@@ -114,7 +114,7 @@ def test_grouped_product_and_its_gradient(case, outputs, order, tiles_at_once, m
 def test_adapters_of_experts_and_their_gradients(case, at_once, monkeypatch):
     """They are those of each pair with the adapter of its expert, in parts of tiles as well."""
     (routes, count), (inputs, outputs, rank) = ROUTES[case], (16, 12, 3)
-    monkeypatch.setattr(api, "_PRODUCT_NUMBERS", at_once)
+    monkeypatch.setattr(api, "PRODUCT_NUMBERS", at_once)
     rng = np.random.default_rng(0)
     x, a, b, gradient = (
         jnp.asarray(rng.standard_normal(shape, np.float32))

@@ -19,7 +19,7 @@ from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 # 11 % longer, as the host begins each block.
 DENSE_NUMBERS = 1 << 27
 # Numbers of products of tiles, in float32, that exist at a time in the gradient of an adapter.
-_PRODUCT_NUMBERS = 1 << 25
+PRODUCT_NUMBERS = 1 << 25
 
 Weight = jax.Array | Fp4Weight | Fp4Tiles
 
@@ -106,7 +106,7 @@ def _weight_gradient(x, dy, table, experts):
     """The gradients float32 [E, N, K] of the weights: products of tiles, added up by experts."""
     count, owners = len(table.owner), jnp.arange(experts)[:, None]
     x, dy = (rows.reshape(count, -1, rows.shape[1]) for rows in (x, dy))
-    size = min(count, max(1, _PRODUCT_NUMBERS // (x.shape[2] * dy.shape[2])))
+    size = min(count, max(1, PRODUCT_NUMBERS // (x.shape[2] * dy.shape[2])))
 
     def step(number, total):
         # The last block begins earlier, where the one before has added its tiles already.

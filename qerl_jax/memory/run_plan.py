@@ -260,6 +260,7 @@ def plan_run(
         recompute=recomputation(config.train.recompute),
         free=None if free is None else free - gradient,
         kernel=device.attends(model, compute),
+        adapts_experts=config.lora.expert_rank > 0 and not full,
     )
     plan = functools.partial(
         _plan_rollout, config, model, device, policy_copy=policy_copy, free=free

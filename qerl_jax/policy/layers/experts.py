@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.experts import (
     DENSE_NUMBERS,
+    PRODUCT_NUMBERS,
     grouped_lora,
     grouped_matmul,
     table,
@@ -111,7 +112,9 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     XLA keeps gate and up where rows [R, D] were, and what D leaves of these is lost: with 16 layers
     of Qwen3-30B-A3B (D 2048, 2 F 1536, 8,320 tokens), compiled for an H200, 10.0 GB and not 8.9.
     The backward pass has the gradients of the rows, of gate and up, and of their product; and what
-    is dequantized at a time. In a prefill of many tokens the padding is at most half of the pairs.
+    is dequantized at a time. Where experts have adapters it also has the rows, the input of down,
+    what adapters add to gate and up, and products of tiles. In a prefill of many tokens the padding
+    is at most half of the pairs.
     """
     experts = _of(config)
     pairs = tokens * experts.top_k
@@ -125,6 +128,7 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     return Memory(
         kept={"gate_up_proj": -(-rows * (2 * width + lost) // tokens) + 2 * shared},
         backward=itemsize * backward + block,
+        adapter=itemsize * rows * (config.embed_dim + 3 * width) + 2 * 4 * PRODUCT_NUMBERS,
         prefill=itemsize * (padded + 3 * shared),
         block=block,
     )
