@@ -225,7 +225,7 @@ FIELDS: tuple[Section | Field, ...] = (
         ModelDefault(
             "('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'), with "
             "'in_proj_qkv', 'in_proj_z', 'out_proj' after them of Qwen3.5 and Qwen3.6; a mixture "
-            "of experts has those of its shared expert instead of those of the MLP",
+            "of experts has those of its shared expert, if it has one, instead of those of the MLP",
             lora_targets,
         ),
         "Projections that have an adapter. Those from in_proj_qkv on are of recurrent layers; a "
