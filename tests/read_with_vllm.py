@@ -2,33 +2,49 @@
 
     python tests/read_with_vllm.py adapter FOLDER MAX_LORA_RANK
     python tests/read_with_vllm.py checkpoint FOLDER
+    python tests/read_with_vllm.py experts FOLDER MAX_LORA_RANK COUNT IS_3D_LORA_WEIGHT
+    python tests/read_with_vllm.py names FOLDER COUNT
 
 Prints one JSON object: for an adapter its options and the shapes of each module's A and B, for a
-checkpoint the quantization that vLLM detects.
+checkpoint the quantization that vLLM detects; for an adapter of a number of routed experts also A
+and the scaled B of gate, down and up [E, ., .] by the name of a layer; for the names of a
+checkpoint the parameters of routed experts that they fill, with the expert and the shard.
 """
 
 import json
 import pathlib
 import sys
+import types
 
+import safetensors
 import torch
 from vllm.config.lora import LoRAConfig
 from vllm.lora import lora_model
+from vllm.lora.lora_weights import PackedLoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
 
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MODULES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+)
 
 
-def read_adapter(folder, max_lora_rank):
+def load_adapter(folder, max_lora_rank, modules):
     helper = PEFTHelper.from_local_dir(str(folder), max_position_embeddings=None)
     helper.validate_legal(LoRAConfig(max_lora_rank=max_lora_rank))
     lora_model.PIN_MEMORY = False  # pinned memory needs a GPU
     model = lora_model.LoRAModel.from_local_checkpoint(
-        str(folder), set(MODULES), helper, lora_model_id=1, device="cpu", dtype=torch.float32
-    )
+        str(folder), {*MODULES, *modules}, helper, lora_model_id=1, device="cpu",
+        dtype=torch.float32,
+    )  # fmt: skip
+    return helper, model
+
+
+def read_adapter(folder, max_lora_rank):
+    helper, model = load_adapter(folder, max_lora_rank, ())
     return {
         "rank": helper.r,
         "scale": helper.vllm_lora_scaling_factor,
@@ -37,6 +53,62 @@ def read_adapter(folder, max_lora_rank):
             for name, weights in model.loras.items()
         },
     }
+
+
+def expert_mapping(count, **options):
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    return RoutedExperts.build_expert_params_mapping(
+        "gate_proj", "down_proj", "up_proj", count, **options
+    )
+
+
+def read_experts(folder, max_lora_rank, count, stacked):
+    """What `LoRAModelManager` makes of the adapters of experts, and `FusedMoEWithLoRA` takes."""
+    from vllm.lora.model_manager import LoRAModelManager
+
+    replaced = [name.rstrip(".") for _, name, *_ in expert_mapping(count)]
+    _, model = load_adapter(folder, max_lora_rank, {"experts", *replaced})
+    layers = {name.partition(".experts")[0] for name in model.loras if ".experts" in name}
+    config = types.SimpleNamespace(architectures=["Qwen3_5MoeForCausalLM"])
+    manager = types.SimpleNamespace(
+        model=types.SimpleNamespace(config=config),
+        _get_lora_layer_weights=lambda lora, name: lora.get_lora(name),
+        _pop_lora_weights=lambda lora, names: None,
+    )
+    module = types.SimpleNamespace(local_num_experts=count, global_num_experts=count, ep_rank=0)
+    found = {}
+    for layer in sorted(layers):
+        name = f"{layer}.experts"
+        if stacked:
+            for pair in (model.loras[name], model.loras[f"{name}.base_layer"]):
+                pair.optimize()
+            LoRAModelManager._convert_3d_to_2d_moe_lora(manager, model, module, name)
+            packed = model.loras[name]
+        else:
+            parts = [model.get_lora(f"{layer}.{part}") for part in replaced]
+            packed = PackedLoRALayerWeights.pack_moe(parts, name)
+            packed.optimize()
+        pairs = zip(packed.lora_a, packed.lora_b, strict=True)
+        found[layer] = [[a.tolist(), b.tolist()] for a, b in pairs]
+    return found
+
+
+def read_names(folder, count):
+    """The parameters that the tensors of routed experts fill, as `RoutedExperts.load_weights`."""
+    found = {}
+    with safetensors.safe_open(folder / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            if ".experts." not in name:
+                continue
+            is_fused = len(file.get_slice(name).get_shape()) == 3
+            mapping = expert_mapping(count, include_fused=is_fused)
+            found[name] = [
+                [name.replace(part, param).rpartition("routed_experts.")[2], expert, shard]
+                for param, part, expert, shard in mapping
+                if part in name
+            ]
+    return found
 
 
 def read_checkpoint(folder):
@@ -55,6 +127,11 @@ def read_checkpoint(folder):
 
 
 if __name__ == "__main__":
-    kind, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-    found = read_adapter(folder, int(sys.argv[3])) if kind == "adapter" else read_checkpoint(folder)
-    print(json.dumps(found))
+    kind, folder, *numbers = sys.argv[1], pathlib.Path(sys.argv[2]), *map(int, sys.argv[3:])
+    readers = {
+        "adapter": read_adapter,
+        "checkpoint": read_checkpoint,
+        "experts": read_experts,
+        "names": read_names,
+    }
+    print(json.dumps(readers[kind](folder, *numbers)))

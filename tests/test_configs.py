@@ -18,6 +18,8 @@ from qerl_jax.config.recipes import RECIPES
 from qerl_jax.config.resume import moves_only_memory
 from qerl_jax.data.splits import HELD_OUT
 from qerl_jax.errors import UserError
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.layers.kinds import projection_shapes
 from qerl_jax.rewards import functions
 from qerl_jax.run.folder import config_dict, default_folder
 from qerl_jax.training.loop import train
@@ -120,6 +122,13 @@ def test_presets_have_the_papers_hyperparameters(preset):
     )
     assert (config.steps, config.data.max_prompt_tokens) == (600, 320)
     assert config.train.parameters == "lora"
+
+
+def test_default_targets_are_all_projections_of_a_model():
+    """But the gates of recurrent layers, and routed experts."""
+    for model, architecture in ARCHITECTURES.items():
+        names = projection_shapes(architecture).keys() - {"in_proj_b", "in_proj_a"}
+        assert set(models.lora_targets(model)) == names, model
 
 
 @pytest.mark.parametrize("model", [models.STAND_IN, "qwen2.5-7b"])

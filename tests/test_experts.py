@@ -109,6 +109,37 @@ def test_grouped_product_and_its_gradient(case, outputs, order, tiles_at_once, m
     np.testing.assert_allclose(vjp(gradient)[0], want_vjp(gradient)[0], atol=1e-4)
 
 
+@ALL_ROUTES
+@pytest.mark.parametrize("at_once", [1, 200, 1 << 25])
+def test_adapters_of_experts_and_their_gradients(case, at_once, monkeypatch):
+    """They are those of each pair with the adapter of its expert, in parts of tiles as well."""
+    (routes, count), (inputs, outputs, rank) = ROUTES[case], (16, 12, 3)
+    monkeypatch.setattr(api, "PRODUCT_NUMBERS", at_once)
+    rng = np.random.default_rng(0)
+    x, a, b, gradient = (
+        jnp.asarray(rng.standard_normal(shape, np.float32))
+        for shape in (
+            *((len(routes), inputs), (count, rank, inputs), (count, outputs, rank)),
+            (routes.size, outputs),
+        )
+    )
+    own_table = experts.table(jnp.asarray(routes), experts=count)
+
+    def grouped(x, a, b):
+        y = experts.grouped_lora(experts.to_rows(x, own_table), (a, b), own_table)
+        return experts.to_pairs(y, own_table)
+
+    def plain(x, a, b):
+        pairs, expert = jnp.repeat(x, routes.shape[1], axis=0), routes.reshape(-1)
+        return jnp.einsum("pk,prk,pnr->pn", pairs, a[expert], b[expert])
+
+    y, vjp = jax.vjp(grouped, x, a, b)
+    want, want_vjp = jax.vjp(plain, x, a, b)
+    np.testing.assert_allclose(y, want, atol=1e-4)
+    for found, expected in zip(vjp(gradient), want_vjp(gradient), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-3, rtol=1e-5)
+
+
 def test_rows_without_a_pair_are_zeros():
     routes, count = ROUTES["several blocks of pairs"]
     own_table = experts.table(jnp.asarray(routes), experts=count)
@@ -147,13 +178,14 @@ def test_a_product_in_blocks_begins_with_zeros_of_its_own(monkeypatch):
 def test_gradients_have_no_scatter_add():
     """Atomics would add in another order every time."""
     config, params = tiny_policy("qwen3_5_moe", quantized=True, num_layers=1, recurrent_layers=())
-    own = Own(params["layers"][0], {}, config)
+    lora = random_lora(config, expert_rank=2)
     mlp = kinds.layer_of(config, 0).mlp.mlp
 
-    def added(x):
-        return mlp(own, x)[0].sum()
+    def added(x, lora):
+        adapters = lora_lib.fuse(lora, config, jnp.float32)[0]
+        return mlp(Own(params["layers"][0], adapters, config), x)[0].sum()
 
-    program = str(jax.make_jaxpr(jax.grad(added))(jnp.ones((2, 9, config.embed_dim))))
+    program = str(jax.make_jaxpr(jax.grad(added, (0, 1)))(jnp.ones((2, 9, 32)), lora))
     assert "scatter" in program  # of the table, at rows of one pair each
     assert "scatter-add" not in program
     assert "scatter_add" not in program
@@ -179,7 +211,7 @@ def test_of_equal_logits_the_lower_experts_are_taken():
 def test_bfloat16_and_adapters(family):
     """A mixture in bfloat16 with adapters computes about what it does in float32."""
     config, params = tiny_policy(family)
-    lora, tokens = random_lora(config), random_tokens(2, 7)
+    lora, tokens = random_lora(config, expert_rank=3), random_tokens(2, 7)
     lengths = jnp.array([7, 3])
     want = transformer.forward(params, lora, tokens, lengths, config=config)
     plain = transformer.forward(params, None, tokens, lengths, config=config)
@@ -213,11 +245,17 @@ def test_sizes_are_those_of_a_random_policy(family, format):
     assert found == sizes.packed_bytes(config, format)
     targets = tuple(kinds.projection_shapes(config))
     lora = lora_lib.init(
-        jax.random.key(0), config, lora_lib.LoraConfig(rank=2, alpha=2.0, targets=targets)
+        jax.random.key(0),
+        config,
+        lora_lib.LoraConfig(rank=2, alpha=2.0, targets=targets, expert_rank=3),
     )
-    options = {"parameters": "lora", "rank": 2, "targets": targets}
-    trained = sizes.trained_numbers(config, **options)
+    options = {"rank": 2, "targets": targets, "expert_rank": 3}
+    trained = sizes.trained_numbers(config, parameters="lora", **options)
     assert trained == sum(x.size for x in jax.tree.leaves(lora))
+    fused = sizes.fused_adapter_bytes(config, itemsize=4, **options)
+    fused -= sizes.fused_adapter_bytes(config, itemsize=4, **options | {"expert_rank": 0})
+    made_of = [layer[stack] for layer in lora.layers for stack in kinds.STACKS]
+    assert fused == sum(x.nbytes for x in jax.tree.leaves(made_of))
     logits = transformer.forward(made, lora, random_tokens(1, 5), jnp.array([5]), config=config)
     assert np.isfinite(logits).all()
 
@@ -230,6 +268,9 @@ def test_what_mixtures_refuse():
             **full)  # fmt: skip
     refused("train.parameters='full' trains the weights, but those of experts", trained_params,
             params, "full")  # fmt: skip
-    refused("a qwen3_moe has no gate_proj", lora_lib.check_targets, config, ("gate_proj",))
+    words = "a qwen3_moe has no gate_proj: .*; lora.expert_rank adapts its routed experts"
+    refused(words, lora_lib.check_targets, config, ("gate_proj",))
+    words = "lora.expert_rank=2: a qwen3 has no routed experts; pass 0"
+    refused(words, lora_lib.check_targets, model_config("qwen3"), ("q_proj",), 2)
     changed = {"count": 0}
     refused("count of the experts is 0", dataclasses.replace, config.experts, **changed)

@@ -33,7 +33,7 @@ from qerl_jax.export.model_card import Card, serve_lines
 from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.policy import transformer
 from qerl_jax.policy.layers.kinds import projection_shapes
-from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.training.saving import save_policy
@@ -68,9 +68,9 @@ def run(tiny, tmp_path_factory):
 # --- Mixtures of experts --------------------------------------------------------------------------
 
 
-def mixture_export(family, form, folder, **options):
-    """An export of PEFT's adapter with the default targets of a tiny mixture."""
-    adapter = GOLDEN / "peft_experts" / family / "default"
+def mixture_export(family, form, folder, name="default", **options):
+    """An export of PEFT's adapter of a tiny mixture: of its default targets, or experts as well."""
+    adapter = GOLDEN / "peft_experts" / family / name
     out = run_export(adapter, form, base=str(GOLDEN / family), out=str(folder), **options)
     policy = open_policy(str(adapter), base=str(GOLDEN / family), format="bf16", dtype="float32")
     return out, policy
@@ -132,6 +132,42 @@ def test_an_adapter_of_a_mixture_with_its_base(family, tmp_path):
     else:
         assert names == theirs
     assert open_policy(str(out), base=str(GOLDEN / family)).lora is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_an_adapter_of_routed_experts(family, tmp_path, capsys):
+    """It is written as vLLM reads the family."""
+    out, policy = mixture_export(family, "peft", tmp_path / "out", "stacked")
+    names = safetensors.read_file(out / "adapter_model.safetensors").keys()
+    stacked = family == "qwen3_5_moe"
+    assert any(".experts.5.up_proj.lora_A" in name for name in names) != stacked
+    again = open_policy(str(out), base=str(GOLDEN / family), format="bf16", dtype="float32")
+    trees.assert_equal(again.lora, policy.lora)
+    assert again.lora_config.expert_rank == 2
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("vllm serve"))
+    assert ("--enable-mixed-moe-lora-format" in line) == stacked
+    assert ('"is_3d_lora_weight": true' in line) == stacked
+    assert "adapter of rank 2, and 2 of routed experts," in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("form", ["merged", "nvfp4"])
+def test_routed_experts_with_an_adapter_are_merged(family, form, tmp_path):
+    out, policy = mixture_export(family, form, tmp_path / "out", "stacked")
+    card = (out / "README.md").read_text()
+    assert all(f"| experts.{name} " in card for name in ("gate_proj", "up_proj", "down_proj"))
+    model, base, lora = load(str(out), format="stored"), policy.model.params, policy.lora
+    for number, adapters in enumerate(lora.layers):
+        for name in ("experts_gate_up", "experts_down"):
+            a, b = (np.float32(adapters[name][matrix]) for matrix in "ab")
+            update = lora.scale * np.einsum("enr,erk->enk", b, a)
+            want = base["layers"][number][name] + update.reshape(-1, update.shape[2])
+            found = model.params["layers"][number][name]
+            if form == "nvfp4":
+                found = dequantize(found, np.float32)
+            error = np.linalg.norm(np.float32(found) - want) / np.linalg.norm(want)
+            assert error < {"merged": 2**-8, "nvfp4": 0.15}[form]
+            assert np.linalg.norm(update) > 0.15 * np.linalg.norm(want)
 
 
 # --- The three formats ----------------------------------------------------------------------------

@@ -3,29 +3,27 @@
 Generators: golden/make_peft_logits.py and golden/make_peft_experts.py.
 """
 
+import dataclasses
 import json
 import pathlib
+import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import trees
 from refusal import refused
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.trainable import current_policy
-from qerl_jax.weights import names
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import (
-    expert_tensors,
+    fill_peft_adapter,
     load_peft_adapter,
     read_peft_config,
     save_peft_adapter,
-    take_experts,
 )
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -75,6 +73,7 @@ def test_exports_equal_the_files_that_peft_writes(name, tmp_path):
 # --- Mixtures of experts --------------------------------------------------------------------------
 
 EXPERTS = GOLDEN / "peft_experts"
+PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 MIXTURE_TARGETS = {
     "qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "qwen3_5_moe": (
@@ -110,50 +109,80 @@ def test_default_targets_of_a_mixture(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", MIXTURE_TARGETS)
-def test_adapters_of_routed_experts(family):
-    """W + scale B A of each expert are what PEFT computes, and both layouts hold the same."""
+def test_adapters_of_routed_experts(family, tmp_path):
+    """The logits are those of PEFT, and both layouts hold the same."""
     model, options, expected = mixture(family)
-    config, folder = model.config, EXPERTS / family / "stacked"
-    stored = load_file(folder / "adapter_model.safetensors")
-    lora = load_adapter_of(stored, config, options)
-    for number, layer in enumerate(model.params["layers"]):
-        tensors = dict(stored)
-        adapters = take_experts(folder, tensors, config, number, rank=2)
-        assert len(stored) - len(tensors) == 4
-        written = expert_tensors(adapters, config, number, stacked=True)
-        assert written.keys() == stored.keys() - tensors.keys()
-        for name, value in written.items():
-            assert value.tobytes() == stored[name].tobytes()
-        whole = expert_tensors(adapters, config, number, stacked=False)
-        assert len(whole) == 2 * 3 * config.experts.count
-        module = f"base_model.model.model.layers.{number}.mlp.experts.5.up_proj"
-        assert whole[f"{module}.lora_B.weight"].shape == (config.experts.width, 2)
-        other = dict(whole)
-        again = take_experts(folder, other, config, number, rank=2)
-        assert not other
-        trees.assert_equal(again, adapters)
-        whole[f"{module}.lora_A.weight"] = 2 * whole[f"{module}.lora_A.weight"]
-        refused(
-            "gate_proj and up_proj of an expert",
-            *(take_experts, folder, whole, config, number),
-            rank=2,
-        )
-        for stack, pair in adapters.items():
-            update = options.scale * jnp.einsum("enr,erk->enk", pair["b"], pair["a"])
-            layer[stack] = layer[stack] + update.reshape(layer[stack].shape)
-    assert_logits(model.params, lora, config, expected, "stacked")
-    words = "target_parameters .*this is no plain LoRA"
-    refused(words, load_peft_adapter, folder, config, options)
+    options, folder = dataclasses.replace(options, expert_rank=2), EXPERTS / family / "stacked"
+    assert read_peft_config(folder)[0] == dataclasses.replace(
+        options, targets=tuple(sorted(options.targets))
+    )
+    adapter = load_peft_adapter(folder, model.config, options)
+    assert_logits(model.params, adapter.lora, model.config, expected, "stacked")
+    save_peft_adapter(tmp_path / "stacked", adapter, options, base_model=family)
+    files = [path / "adapter_model.safetensors" for path in (tmp_path / "stacked", folder)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    ours = json.loads((tmp_path / "stacked" / "adapter_config.json").read_text())
+    theirs = json.loads((folder / "adapter_config.json").read_text())
+    for config in (ours, theirs):
+        config["target_modules"].sort()
+        config["target_parameters"].sort()
+    assert ours == {key: theirs[key] for key in ours}
+
+    other = tmp_path / "other"
+    other.mkdir()
+    fill_peft_adapter(other, adapter, options, base_model=family, stacked=False)
+    trees.assert_equal(load_peft_adapter(other, model.config, options), adapter)
+    assert set(read_peft_config(other)[0].targets) == set(options.targets)
+    stored = load_file(other / "adapter_model.safetensors")
+    up = "base_model.model.model.layers.1.mlp.experts.5.up_proj.lora_{}.weight".format
+    matrices = model.config.num_layers * model.config.experts.count * 3 * 2
+    assert sum(".experts." in name for name in stored) == matrices
+    assert stored[up("B")].shape == (model.config.experts.width, 2)
+    save_file(stored | {up("A"): 2 * stored[up("A")]}, other / "adapter_model.safetensors")
+    refused("gate_proj and up_proj of an expert", load_peft_adapter, other, model.config, options)
+    none = dataclasses.replace(options, expert_rank=0)
+    refused(
+        "expert_rank is 2, the config asks for 0", load_peft_adapter, folder, model.config, none
+    )
 
 
-def load_adapter_of(stored, config, options):
-    """The adapter on the projections of a file that has others, too."""
-    lora = lora_lib.init(jax.random.key(0), config, options)
-    layers = [
-        {
-            projection: {m: stored[names.peft_tensor(number, projection, m)] for m in "ab"}
-            for projection in layer
-        }
-        for number, layer in enumerate(lora.layers)
-    ]
-    return lora.replace(layers=layers)
+@pytest.mark.parametrize(
+    ("changes", "expert_rank"),
+    [
+        ({"target_parameters": ["experts.down_proj", "gate_up_proj"]}, 2),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+        ({"target_parameters": [*PARAMETERS, "mlp.gate.weight"]}, "target_parameters"),
+        ({"target_modules": None}, 2),
+        ({"rank_pattern": {r".*\.experts\.gate_up_proj": 4}}, "one rank"),
+        ({"rank_pattern": dict.fromkeys(PARAMETERS, 4)}, "lora_alpha / r of the projections"),
+        ({"rank_pattern": dict.fromkeys(PARAMETERS, 4),
+          "alpha_pattern": dict.fromkeys(PARAMETERS, 8)}, 4),
+        ({"rank_pattern": dict.fromkeys(PARAMETERS, "4")}, "one rank"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is {'q_proj': 4}, the config"),
+        ({"r": 0}, "one rank"),
+        ({"lora_alpha": 10**400}, "one rank"),
+    ],
+)  # fmt: skip
+def test_options_of_adapters_of_experts(changes, expert_rank, tmp_path):
+    """What other files than ours may say, and what is refused."""
+    path = EXPERTS / "qwen3_moe" / "stacked" / "adapter_config.json"
+    options = json.loads(path.read_text()) | changes
+    (tmp_path / "adapter_config.json").write_text(json.dumps(options))
+    if isinstance(expert_rank, str):
+        refused(expert_rank, read_peft_config, tmp_path)
+    else:
+        assert read_peft_config(tmp_path)[0].expert_rank == expert_rank
+
+
+def test_names_of_projections_are_those_of_the_shared_expert(tmp_path):
+    """So PEFT writes target_modules=['gate_proj'] of Qwen3.5-MoE, whose experts are no modules."""
+    folder = EXPERTS / "qwen3_5_moe" / "default"
+    options = json.loads((folder / "adapter_config.json").read_text())
+    options["target_modules"] = [name.rpartition(".")[2] for name in options["target_modules"]]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(options))
+    shutil.copy(folder / "adapter_model.safetensors", tmp_path)
+    found = read_peft_config(tmp_path)[0]
+    assert (set(found.targets), found.expert_rank) == (set(MIXTURE_TARGETS["qwen3_5_moe"]), 0)
+    model, own, expected = mixture("qwen3_5_moe")
+    adapter = load_peft_adapter(tmp_path, model.config, own)
+    assert_logits(model.params, adapter.lora, model.config, expected, "default")

@@ -118,6 +118,7 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_does(quantized):
         ({"targets": ("o_proj", "k_proj", "o_proj")}, r"lora\.targets="),
         ({"alpha": float("nan")}, r"lora\.alpha="),
         ({"alpha": 1e7}, r"lora\.alpha="),
+        ({"expert_rank": -1}, r"lora\.expert_rank=-1"),
     ],
 )
 def test_bad_configs(options, message):

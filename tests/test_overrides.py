@@ -90,6 +90,7 @@ MODES = {
 OTHERS = {
     "model.calibration": "gptq",
     "lora.rank": 2,
+    "lora.expert_rank": 2,
     "lora.alpha": 3.0,
     "lora.rslora": True,
     "lora.targets": ("q_proj",),

@@ -17,7 +17,7 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.weights.load import load
-from qerl_jax.weights.peft import save_peft_adapter
+from qerl_jax.weights.peft import fill_peft_adapter
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -33,6 +33,11 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
         ("qwen3_5", {}),
         ("qwen3_moe", {}),
         ("qwen3_5_moe", {}),
+        ("qwen3_moe", {"expert_rank": 4}),
+        ("qwen3_5_moe", {"expert_rank": 3, "rslora": True}),
+        ("qwen3_5_moe", {"expert_rank": 6, "targets": ()}),
+        ("qwen3_moe, a pair for each expert", {"expert_rank": 3}),
+        ("qwen3_moe, a pair for each expert", {"expert_rank": 4, "rslora": True}),
     ],
 )
 def test_peft_computes_the_same_logits(base, options, tmp_path):
@@ -40,14 +45,16 @@ def test_peft_computes_the_same_logits(base, options, tmp_path):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
 
+    base, _, of_each = base.partition(", ")
     folder = GOLDEN / (base if (GOLDEN / base).exists() else f"logits_{base}")
     model = load(str(folder), format="bf16", dtype="float32")
     options = {"targets": tuple(kinds.projection_shapes(model.config))} | options
     lora_config = lora_lib.LoraConfig(rank=4, alpha=8, **options)
     lora = lora_lib.init(jax.random.key(0), model.config, lora_config)
     lora = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(1), x.shape), lora)
-    adapter = Trainable(lora, {})
-    save_peft_adapter(tmp_path / "adapter", adapter, lora_config, base_model=str(folder))
+    fill_peft_adapter(
+        tmp_path, Trainable(lora, {}), lora_config, base_model=str(folder), stacked=not of_each
+    )
 
     ids = np.arange(2, 15, dtype=np.int32)[None]
     lengths = jnp.array([ids.shape[1]])
@@ -55,7 +62,7 @@ def test_peft_computes_the_same_logits(base, options, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         without = theirs(torch.tensor(ids, dtype=torch.long)).logits.numpy()
-        adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+        adapted = peft.PeftModel.from_pretrained(theirs, tmp_path)
         expected = adapted(torch.tensor(ids, dtype=torch.long)).logits.numpy()
     assert np.abs(expected - without).max() > 0.1
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)

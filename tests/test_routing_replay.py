@@ -22,6 +22,8 @@ from tiny_model import random_lora, tiny_policy
 from tiny_rollout import KEY, PROMPTS, TURNS, Dialog
 
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.load_policy import open_policy
+from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ExpertsConfig
 from qerl_jax.policy.policy import Policy
@@ -220,6 +222,7 @@ RUN = {
     "steps": 4,
     "seed": 3,
     "lora.targets": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "lora.expert_rank": 2,
     "aqn.sigma_start": 0.3,
     "aqn.sigma_end": 0.3,
     "rl.kl_coef": 0.1,
@@ -284,6 +287,48 @@ def test_a_run_learns(mixture, tmp_path):
     assert max(row["logprob_diff_mean"] for row in rows) < 1e-4
     rewards = [row["reward"] for row in rows]
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1
+
+
+@pytest.mark.slow  # 90 s
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_adapters_of_experts_alone_learn(family, tmp_path, compile_cache):
+    """The reward rises against a control; a killed run resumes, and its export is the policy."""
+    layers = {"num_layers": 2, "recurrent_layers": (0,)} if family == "qwen3_5_moe" else {}
+    tiny = tiny_run.write_tiny(tmp_path, compile_cache, model_type=family, **layers)
+    changes = {"steps": 10, "aqn.schedule": "off", "optimizer.learning_rate": 2e-2, "eval.every": 0}
+    changes |= {"rollout.prompts_per_step": 8, "rollout.group_size": 8, "checkpoint.every": 4}
+    changes |= {"lora.targets": (), "lora.expert_rank": 4}
+    low = tiny_run.low_fraction
+    runs = {
+        name: train(
+            tiny.config(changes | {"optimizer.learning_rate": rate}),
+            workdir=tmp_path / name,
+            rewards={"correctness": (low, 1.0)},
+        )
+        for name, rate in (("run", 2e-2), ("control", 1e-9))
+    }
+    rewards = {
+        name: np.mean([row["reward"] for row in tiny_run.results(run)[-3:]])
+        for name, run in runs.items()
+    }
+    assert rewards["run"] > rewards["control"] + 0.1
+    again = resumed(tiny, changes, tmp_path / "killed", reward=low, at=6 * 64 + 5)
+    assert tiny_run.results(again) == tiny_run.results(runs["run"])
+    assert weights(again) == weights(runs["run"])
+
+    policy = open_policy(str(again))
+    out = export(ExportConfig(str(again), "peft", out=str(tmp_path / "out"), score_problems=0))
+    exported = open_policy(str(out), base=str(tiny.model), format="nvfp4", dtype="float32")
+    ids = np.arange(2, 14, dtype=np.int32)[None]
+    logits = [
+        transformer.forward(p.model.params, p.lora, ids, np.array([12]), config=p.model.config)
+        for p in (policy, exported)
+    ]
+    np.testing.assert_array_equal(*logits)
+    without = transformer.forward(
+        policy.model.params, None, ids, np.array([12]), config=policy.model.config
+    )
+    assert abs(logits[0] - without).max() > 0.1
 
 
 @pytest.mark.slow  # 20 s

@@ -291,6 +291,24 @@ def test_replies_extend_rows_in_bounded_memory(model, name, new_tokens, position
     assert planned(model, card(name), **longer)[0].rollout.extension < 2.1 * GB
 
 
+def test_routes_and_adapters_of_experts_are_planned():
+    changes = {"rollout__prompts_per_step": 8, "rollout__max_new_tokens": 2048}
+    options = changes | {"rollout__group_size": 32, "data__max_prompt_tokens": 256}
+    plan, config = planned("qwen3.6-35b-a3b", card("h200-141gb"), **options)
+    assert plan.rollout.routes == 8 * (256 + 32 * 2048) * 320  # 40 layers with 8 experts
+    assert "on the host, routes       0.2 GB" in format_plan(plan, config)
+    none, config = planned(
+        "qwen3.6-35b-a3b", card("h200-141gb"), **options, rl__routing_replay="none"
+    )
+    assert none.rollout.routes == 0
+    assert "routes" not in format_plan(none, config)
+    more, _ = planned("qwen3.6-35b-a3b", card("h200-141gb"), **options, lora__expert_rank=8)
+    numbers = 40 * 256 * 8 * (1024 + 2048 + 2048 + 512)
+    assert more.training - plan.training == 3 * 4 * numbers
+    assert more.gradient - plan.gradient >= 4 * numbers
+    assert more.rollout.policy_copy - plan.rollout.policy_copy == 2 * numbers
+
+
 def test_the_sizes_of_a_user_are_kept_and_refused_where_they_do_not_fit():
     plan, _ = planned("qwen2.5-7b", rollout__max_rows=48, train__buffer_tokens=5000)
     assert (plan.rollout.rows, plan.buffer_tokens) == (48, 5120)

@@ -75,6 +75,21 @@ def test_the_bytes_of_mixtures_are_about_those_of_the_program(model, layers, rec
     assert 0.93 * measured < found.bytes < 1.08 * measured
 
 
+@pytest.mark.parametrize(
+    ("layers", "rank", "measured"), [(4, 8, 4159216184), (4, 32, 4705508152), (8, 32, 7364482360)]
+)
+def test_the_bytes_of_adapters_of_experts_are_planned(layers, rank, measured):
+    """The same of Qwen3-30B-A3B with adapters of experts, which add 1.1 to 2 GB."""
+    model = "qwen3-30b-a3b"
+    config = dataclasses.replace(ARCHITECTURES[model], num_layers=layers)
+    options = {"rank": 32, "targets": lora_targets(model), "expert_rank": rank}
+    adapter = sizes.fused_adapter_bytes(config, itemsize=2, **options)
+    found = update_memory(
+        config, tokens=8320, recompute=(), itemsize=2, adapter=adapter, adapts_experts=True
+    )
+    assert 0.98 * measured < found.bytes < 1.15 * measured
+
+
 def test_experts_computed_again_take_the_time_of_those_chosen():
     # A token has 8 experts of gate, up and down, and attention of 32 heads and 2 x 4 for keys.
     third, attention = 8 * 768 * 2048, 2048 * (40 + 32) * 128

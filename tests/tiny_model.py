@@ -13,7 +13,7 @@ from qerl_jax.policy.layers.kinds import (
     projection_shapes,
     stack_shapes,
 )
-from qerl_jax.policy.lora import Lora, targets_of
+from qerl_jax.policy.lora import Lora, LoraConfig, matrix_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 
 KINDS = ("qwen2", "qwen3", "llama")
@@ -80,18 +80,19 @@ def rounded_to_bfloat16(params):
     return {**params, "layers": layers}
 
 
-def random_lora(config, *, rank=4, scale=0.5, targets=None, seed=1):
+def random_lora(config, *, rank=4, scale=0.5, targets=None, seed=1, expert_rank=0):
     """Returns adapters with random numbers in both factors, by default of all projections."""
     rng = np.random.default_rng(seed)
     shapes = projection_shapes(config)
     targets = [name for name in ALL_PROJECTIONS if name in shapes] if targets is None else targets
+    options = LoraConfig(rank, 1.0, targets=tuple(targets), expert_rank=expert_rank)
 
-    def factor(*shape):
-        return jnp.asarray(rng.standard_normal(shape, np.float32) / shape[1] ** 0.5)
+    def factor(shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32) / shape[-1] ** 0.5)
 
     layers = [
-        {name: {"a": factor(rank, shapes[name][1]), "b": factor(shapes[name][0], rank)}
-         for name in targets_of(config, layer, targets)}
+        {name: {matrix: factor(shape) for matrix, shape in own.items()}
+         for name, own in matrix_shapes(config, layer, options).items()}
         for layer in range(config.num_layers)
     ]  # fmt: skip
     return Lora(layers=layers, scale=scale)

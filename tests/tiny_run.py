@@ -164,6 +164,7 @@ def adapter(run, name="adapter"):
         alpha=saved["alpha"],
         rslora=saved["rslora"],
         targets=tuple(saved["targets"]),
+        expert_rank=saved["expert_rank"],
     )
     return load_peft_adapter(run / name, architecture(config["model"]["source"]), lora_config).lora
 

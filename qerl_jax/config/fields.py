@@ -200,6 +200,14 @@ FIELDS: tuple[Section | Field, ...] = (
     Section("lora"),
     Field("lora.rank", 32, "Rank of the adapter.", limits=(1, 2**16), read_if=_ADAPTER),
     Field(
+        "lora.expert_rank",
+        0,
+        "Rank of the adapters of the routed experts of a mixture, 0 for none. They are scaled as "
+        "the others; gate and up of an expert share A, as with target_parameters of PEFT.",
+        limits=(0, 2**16),
+        read_if=_ADAPTER,
+    ),
+    Field(
         "lora.alpha",
         32.0,
         "The adapter is scaled by alpha / rank.",
@@ -217,11 +225,12 @@ FIELDS: tuple[Section | Field, ...] = (
         ModelDefault(
             "('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'), with "
             "'in_proj_qkv', 'in_proj_z', 'out_proj' after them of Qwen3.5 and Qwen3.6; a mixture "
-            "of experts has those of its shared expert instead of those of the MLP",
+            "of experts has those of its shared expert, if it has one, instead of those of the MLP",
             lora_targets,
         ),
         "Projections that have an adapter. Those from in_proj_qkv on are of recurrent layers; a "
-        "mixture of experts has none of 'gate_proj', 'up_proj', 'down_proj'.",
+        "mixture of experts has none of 'gate_proj', 'up_proj', 'down_proj', and lora.expert_rank "
+        "adapts its routed experts.",
         choices=(
             *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
             *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),

@@ -44,7 +44,7 @@ _ATTENTION_AND_MLP = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_p
 _OF_RECURRENCE = ("in_proj_qkv", "in_proj_z", "out_proj")
 
 
-# Those of a mixture, whose routed experts have no adapter.
+# Those of a mixture, whose routed experts have an adapter by lora.expert_rank alone.
 _ATTENTION = _ATTENTION_AND_MLP[:4]
 _OF_SHARED_EXPERT = tuple(f"shared_expert.{name}" for name in _ATTENTION_AND_MLP[4:])
 

@@ -9,7 +9,7 @@ weights; `card_scores.probe_kl` measures the effect on the policy.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 
 from qerl_jax.policy.aqn import LAYER_NORMS
 from qerl_jax.policy.layers.kinds import ALL_FUSED, FUSED, STACKS, member_bounds, stack_shapes
-from qerl_jax.policy.lora import Lora, merge_layer
+from qerl_jax.policy.lora import Lora, expert_update, merge_layer
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, dequantize, quantize
 from qerl_jax.weights.load import LoadedModel
 
@@ -59,8 +59,8 @@ def merged_layers(
 
     With `packed` the weights are rounded to NVFP4, as llm-compressor would round the merged
     bfloat16 weights, instead of to bfloat16; only those of `kinds.PACKED` are. The measures of
-    the kept update go into `retention` by projection, where there is an update. Experts are rounded
-    one after the other.
+    the kept update go into `retention` by projection, where there is an update. Experts are merged
+    and rounded one after the other.
 
     Raises:
         UserError: a merged weight cannot be packed.
@@ -68,12 +68,19 @@ def merged_layers(
     scale = 0.0 if lora is None else lora.scale
     merge = jax.jit(functools.partial(merge_layer, config=model.config, scale=scale))
     for number, layer in enumerate(model.params["layers"]):
-        experts = {
-            name: _round_experts(layer[name], shape, name, packed=packed)
-            for name, shape in stack_shapes(model.config, number).items()
-        }
+        adapters = {} if lora is None else lora.layers[number]
+        experts = {}
+        for name, shape in stack_shapes(model.config, number).items():
+            update = (
+                functools.partial(expert_update, adapters[name], scale)
+                if name in adapters
+                else None
+            )
+            experts[name] = _round_experts(
+                layer[name], shape, name, update, packed=packed, retention=retention
+            )
         layer = {name: array for name, array in layer.items() if name not in experts}
-        merged, updates = merge(layer, {} if lora is None else lora.layers[number])
+        merged, updates = merge(layer, adapters)
         for fused, members in ALL_FUSED.items():
             if fused not in layer:
                 continue
@@ -81,10 +88,7 @@ def merged_layers(
             bounds = member_bounds(fused, model.config)
             before = _round(layer[fused], bounds, packed=packs)
             after = _round(merged[fused], bounds, packed=packs)
-            sums = np.asarray(_row_sums(before, after, updates[fused]), np.float64)
-            for member, rows in zip(members, np.split(sums, bounds, axis=1), strict=True):
-                if rows[1].any():
-                    retention.setdefault(member, UpdateRetention()).add(rows.sum(axis=1).tolist())
+            _retain(retention, members, bounds, (before, after, updates[fused]))
             merged[fused] = jax.device_get(after)
         yield merged | experts
 
@@ -120,23 +124,52 @@ def _round(
 
 
 def _round_experts(
-    weight: jax.Array | QuantTensor, shape: tuple[int, int, int], name: str, *, packed: bool
+    weight: jax.Array | QuantTensor,
+    shape: tuple[int, int, int],
+    name: str,
+    update: Callable[[int], jax.Array] | None,
+    *,
+    packed: bool,
+    retention: dict[str, UpdateRetention],
 ) -> np.ndarray | QuantTensor:
-    """Rounds a stack of experts of a shape (E, N, K), as `_round` does with a fused weight."""
+    """Rounds a stack of experts of a shape (E, N, K), as `_round` does with a fused weight.
+
+    `update` returns what is added to an expert, float32 [N, K]; None for nothing.
+    """
     if isinstance(weight, QuantTensor):
         weight = jax.device_get(checkpoint_order(weight))
-        if packed and weight.format == "nvfp4":
+        if packed and weight.format == "nvfp4" and update is None:
             return weight
-    members = len(STACKS[name].members)
-    bounds = [shape[1] // members * member for member in range(1, members)]
+    members = [f"experts.{member}" for member in STACKS[name].members]
+    bounds = [shape[1] // len(members) * member for member in range(1, len(members))]
 
     def rounded(expert: int) -> np.ndarray | QuantTensor:
         rows = slice(expert * shape[1], (expert + 1) * shape[1])
         own = jax.tree.map(lambda array: array[rows], weight)
-        return _round(own, bounds, packed=packed)
+        before = _round(own, bounds, packed=packed)
+        if update is None:
+            return before
+        added = update(expert)
+        dense = _dense(own) if isinstance(own, QuantTensor) else jnp.asarray(own, jnp.float32)
+        after = _round(dense + added, bounds, packed=packed)
+        _retain(retention, members, bounds, (before, after, added))
+        return after
 
     parts = map(rounded, range(shape[0]))
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def _retain(
+    retention: dict[str, UpdateRetention],
+    members: Sequence[str],
+    bounds: Sequence[int],
+    weights: tuple,
+) -> None:
+    """Adds the measures of a weight before and after its update, and of that, by its members."""
+    sums = np.asarray(_row_sums(*weights), np.float64)
+    for member, rows in zip(members, np.split(sums, bounds, axis=1), strict=True):
+        if rows[1].any():
+            retention.setdefault(member, UpdateRetention()).add(rows.sum(axis=1).tolist())
 
 
 @jax.jit

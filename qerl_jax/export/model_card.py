@@ -44,6 +44,8 @@ class Card:
     run: Mapping[str, Any] | None  # content of config.json of the run
     steps: int | None  # of the run; None if it is not finished
     weights: str = ""  # which ones of the run, such as 'the best adapter, of step 4'
+    expert_rank: int = 0  # of the adapters of routed experts; 0 without
+    stacked_experts: bool = False  # whether the adapters of all experts are in one pair of matrices
     norms: str = ""  # dtype of the written norms; '' is that of the other dense weights
     problems: int = 0  # that the scores were measured on
     scores: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # policy, pass@1
@@ -101,13 +103,17 @@ def serve_lines(card: Card) -> list[str]:
     if card.trained_norms:
         reason = "vLLM accepts no adapter with norms: --with-base puts the norms into the base"
         return [*lines, f"# {reason}"]
-    rank = str(vllm_rank(card.rank))
+    rank = str(vllm_rank(max(card.rank, card.expert_rank)))
     serve = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", rank]
     # The sampling of the base, such as a repetition penalty, is not that of the scores.
     serve += ["--generation-config", "vllm"]
     # vLLM divides the form NAME=PATH at its equals signs, and takes one with a comma for JSON.
-    module = json.dumps({"name": card.name, "path": card.folder})
-    return [*lines, shlex.join([*serve, "--lora-modules", module])]
+    module: dict[str, Any] = {"name": card.name, "path": card.folder}
+    if card.expert_rank and card.stacked_experts:
+        # vLLM does not see the layout of a file, and a text model expects the other one.
+        serve += ["--enable-mixed-moe-lora-format"]
+        module["is_3d_lora_weight"] = True
+    return [*lines, shlex.join([*serve, "--lora-modules", json.dumps(module)])]
 
 
 def vllm_rank(rank: int) -> int:

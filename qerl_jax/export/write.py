@@ -43,6 +43,7 @@ from qerl_jax.export.model_card import (
 from qerl_jax.export.push import check_name, check_names_no_folder, check_push, push
 from qerl_jax.policy.layers.kinds import PACKED
 from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.trainable import checksum
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.system import json_file
 from qerl_jax.system.command import command_name
@@ -314,8 +315,19 @@ def _export_adapter(
         # A base that is written here is the text model alone.
         nested = base_out is None and is_nested(base.path)
         peft.fill_peft_adapter(
-            staged, trainable, policy.lora_config, base_model=base_model, nested=nested
+            staged,
+            trainable,
+            policy.lora_config,
+            base_model=base_model,
+            nested=nested,
+            stacked=card.stacked_experts,
         )
+        written = peft.load_peft_adapter(staged, base.config, policy.lora_config)
+        if checksum(written) != checksum(trainable):
+            raise UserError(
+                f"{out}: the adapter that was written is not the one that was to be exported; "
+                "check the disk, and export it again"
+            )
         write_files(staged, files)
     return card
 
@@ -408,6 +420,8 @@ def _make_card(
         served_base=served,
         onto=onto,
         rank=0 if policy.lora_config is None else policy.lora_config.rank,
+        expert_rank=0 if policy.lora_config is None else policy.lora_config.expert_rank,
+        stacked_experts=names.stacks_experts(base.config),
         trained_norms=trained_norms,
         run=policy.run,
         steps=steps,

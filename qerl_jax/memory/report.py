@@ -158,6 +158,7 @@ def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
             buffer_tokens=0,
             recompute=None,
             free=int(_LESS * plan.update.bytes),
+            adapts_experts=config.lora.expert_rank > 0,
         )
     buffer = "lower --config.train.buffer_tokens"
     if smaller and smaller.bytes < plan.update.bytes:
@@ -241,6 +242,9 @@ def format_plan(plan: RunPlan, config: ConfigDict) -> str:
         waiting = rollout.all_rows - rollout.rows
         note = f"keys and values of {waiting} rows, while they wait for an environment; not a part"
         rows.append(("on the host, pinned", rollout.host, f"{note} of the peak"))
+    if rollout.routes:
+        note = "the experts of every token, for updates; not a part of the peak"
+        rows.append(("on the host, routes", rollout.routes, note))
     lines = [f"{name:<22}{_gb(size):>7} GB  {note}".rstrip() for name, size, note in rows]
     if plan.device.usable is not None:
         verdict = "fits into" if plan.fits else "does not fit into"

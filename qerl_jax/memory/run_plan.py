@@ -89,6 +89,7 @@ class RolloutPlan:
     extension: int = 0  # bytes of an extension of rows by what environments wrote, 0 without them
     # Bytes of the host, pinned, for what rows keep that wait for an environment without a slot.
     host: int = 0
+    routes: int = 0  # bytes of the host for the experts of all tokens, where they are recorded
 
     @property
     def bytes(self) -> int:
@@ -220,7 +221,11 @@ def plan_run(
     compute, groups = jnp.dtype(config.model.dtype), config.mesh.data
     model = shard_of(model, config.mesh.tensor, format=config.model.format)
     prompt = prompt or config.data.max_prompt_tokens
-    lora = {"rank": config.lora.rank, "targets": tuple(config.lora.targets)}
+    lora = {
+        "rank": config.lora.rank,
+        "targets": tuple(config.lora.targets),
+        "expert_rank": config.lora.expert_rank,
+    }
     trained_numbers = sizes.trained_numbers(model, parameters=config.train.parameters, **lora)
     full = config.train.parameters == "full"
     if full:
@@ -255,12 +260,16 @@ def plan_run(
         recompute=recomputation(config.train.recompute),
         free=None if free is None else free - gradient,
         kernel=device.attends(model, compute),
+        adapts_experts=config.lora.expert_rank > 0 and not full,
     )
     plan = functools.partial(
         _plan_rollout, config, model, device, policy_copy=policy_copy, free=free
     )
     sampled = dataclasses.replace(longest, num_prompts=rollout_prompts(config))
     rollout = plan(sampled, max_rows=config.rollout.max_rows)
+    if config.rl.routing_replay == "rollout":
+        tokens = sampled.num_prompts * (prompt + sampled.group_size * sampled.new_tokens)
+        rollout = dataclasses.replace(rollout, routes=tokens * sizes.route_bytes(model))
     evaluation = None
     if config.eval.every:
         evaluation_rows = LongestRows(

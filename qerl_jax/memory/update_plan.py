@@ -75,13 +75,15 @@ def plan_update(
     recompute: tuple[str, ...] | None,
     free: int | None,
     kernel: bool = True,
+    adapts_experts: bool = False,
 ) -> MemoryPlan:
     """Chooses the buffers of the update.
 
     `adapter` and `itemsize` are the bytes of the adapter in the dtype of the computation and of an
     activation. A size of 0 and a recomputation of None are chosen, by the bytes that weights and
     training state leave `free` on the device; None where they are unknown, as on a CPU. `kernel`
-    says whether the device has one for packed attention.
+    says whether the device has one for packed attention, and `adapts_experts` whether routed
+    experts have adapters.
 
     Returns:
         The plan. Without a known memory a buffer is about one group. Where nothing fits, it is the
@@ -105,6 +107,7 @@ def plan_update(
             itemsize=itemsize,
             adapter=adapter,
             kernel=kernel,
+            adapts_experts=adapts_experts,
         )
 
     if free is None:
@@ -175,6 +178,7 @@ def update_memory(
     itemsize: int,
     adapter: int,
     kernel: bool = True,
+    adapts_experts: bool = False,
 ) -> MemoryPlan:
     """Returns the bytes of an update on a buffer of `tokens` positions.
 
@@ -202,15 +206,26 @@ def update_memory(
     recomputed_width = sum(widths[name] for name in recompute if name != "gate_up_proj")
     layer = itemsize * tokens * (states + recomputed_width)
     scores = 0 if kernel else max(costs[mixer].scores for mixer, _ in layers)
-    layer += max(scores, *(costs[mlp].backward for _, mlp in layers))
+    layer += max(
+        scores,
+        *(costs[mlp].backward + adapts_experts * costs[mlp].adapter for _, mlp in layers),
+    )
     mixing = max(costs[mixer].backward for mixer, _ in layers)
+    own_adapter = adapter // model.num_layers
+    if adapts_experts:
+        # The gradients of all layers in float32, which the totals are added to at the end; and of
+        # a layer what they are made of.
+        floats = 4 * adapter // itemsize
+        own_adapter = floats + 3 * floats // model.num_layers
     # Final states and their gradients; the logits of a chunk in float32, and their gradient.
     logits = min(logits_chunk(model.vocab_size), tokens) * model.vocab_size
     head = itemsize * 4 * tokens * model.embed_dim
+    # The experts that a rollout recorded and those that the routers choose, in int32.
+    routes = 2 * 4 * model.num_layers * model.experts.top_k if model.experts else 0
     return MemoryPlan(
-        activations=itemsize * tokens * kept_width,
+        activations=tokens * (itemsize * kept_width + routes),
         head=head + (4 + itemsize) * logits,
-        layer=max(layer, mixing) + adapter // model.num_layers,
+        layer=max(layer, mixing) + own_adapter,
         buffer_tokens=tokens,
         recompute=recompute,
     )

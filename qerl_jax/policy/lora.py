@@ -16,13 +16,16 @@ from qerl_jax.policy.layers.kinds import (
     ALL_FUSED,
     ALL_PROJECTIONS,
     PROJECTIONS,
+    STACKS,
     WEIGHTS,
     fused_of,
     projection_shapes,
+    stack_shapes,
 )
 from qerl_jax.policy.quant import QuantTensor, dequantize
 
 LARGEST_ALPHA = 1e6
+_KEY_STACKS = 1 << 16  # folded into the keys of stacks, above the numbers of all projections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,21 +33,27 @@ class LoraConfig:
     """Which projections are adapted, and how strongly.
 
     Attributes:
-        rank: rank R of every adapter.
+        rank: rank R of every adapter but those of routed experts.
         alpha: numerator of the scale.
         rslora: whether to divide alpha by sqrt(R) (https://arxiv.org/abs/2312.03732) instead of R.
         targets: Hugging Face names of the adapted projections.
+        expert_rank: rank of the adapters of routed experts, whose scale is that of the others; 0
+            for none. Gate and up of an expert share A.
     """
 
     rank: int
     alpha: float
     rslora: bool = False
     targets: tuple[str, ...] = PROJECTIONS
+    expert_rank: int = 0
 
     def __post_init__(self):
         unknown = set(self.targets) - set(ALL_PROJECTIONS)
         repeated = len(set(self.targets)) < len(self.targets)
-        if self.rank < 1 or unknown or repeated or not self.targets:
+        if self.expert_rank < 0:
+            raise UserError(f"lora.expert_rank={self.expert_rank}: must be at least 0")
+        nothing = not self.targets and not self.expert_rank
+        if self.rank < 1 or unknown or repeated or nothing:
             raise UserError(
                 f"lora.rank={self.rank}, lora.targets={self.targets}: the rank must be at least 1, "
                 f"the targets some of {ALL_PROJECTIONS}, each at most once"
@@ -66,7 +75,8 @@ class Lora:
     """The trainable low-rank update W + scale * B A of the adapted projections.
 
     Attributes:
-        layers: one dict per layer, from projection name to {'a': [R, K], 'b': [N, R]} in float32.
+        layers: one dict per layer, from projection name to {'a': [R, K], 'b': [N, R]} in float32;
+            from the name of a stack of E experts to {'a': [E, R', K], 'b': [E, N, R']}.
         scale: factor of the update B A.
     """
 
@@ -74,17 +84,22 @@ class Lora:
     scale: float = struct.field(pytree_node=False)
 
 
-def check_targets(config: ModelConfig, targets: Collection[str]) -> None:
-    """Checks that the layers of a model have the projections that an adapter is for.
+def check_targets(config: ModelConfig, targets: Collection[str], expert_rank: int = 0) -> None:
+    """Checks that the layers of a model have what an adapter is for.
 
     Raises:
-        UserError: no layer has one of the targets.
+        UserError: no layer has one of the targets, or there are no routed experts to adapt.
     """
     shapes = projection_shapes(config)
     if missing := set(targets) - shapes.keys():
+        experts = "" if config.experts is None else "; lora.expert_rank adapts its routed experts"
         raise UserError(
             f"lora.targets: a {config.model_type} has no {', '.join(sorted(missing))}: choose from "
-            f"{', '.join(shapes)}"
+            f"{', '.join(shapes)}{experts}"
+        )
+    if expert_rank and config.experts is None:
+        raise UserError(
+            f"lora.expert_rank={expert_rank}: a {config.model_type} has no routed experts; pass 0"
         )
 
 
@@ -107,26 +122,43 @@ def init(key: jax.Array, config: ModelConfig, lora_config: LoraConfig) -> Lora:
         config: the architecture.
         lora_config: rank, scale and targets of the adapters.
     """
-    shapes = projection_shapes(config)
     layers = []
     for layer in range(config.num_layers):
         layer_key = jax.random.fold_in(key, layer)
         adapters = {}
-        for name in targets_of(config, layer, lora_config.targets):
-            index = ALL_PROJECTIONS.index(name)
-            outputs, inputs = shapes[name]
-            bound = 1.0 / math.sqrt(inputs)
+        for name, shapes in matrix_shapes(config, layer, lora_config).items():
+            if name in STACKS:
+                index = _KEY_STACKS + list(STACKS).index(name)
+            else:
+                index = ALL_PROJECTIONS.index(name)
+            bound = 1.0 / math.sqrt(shapes["a"][-1])
             adapters[name] = {
                 "a": jax.random.uniform(
-                    jax.random.fold_in(layer_key, index),
-                    (lora_config.rank, inputs),
-                    minval=-bound,
-                    maxval=bound,
+                    jax.random.fold_in(layer_key, index), shapes["a"], minval=-bound, maxval=bound
                 ),
-                "b": jnp.zeros((outputs, lora_config.rank)),
+                "b": jnp.zeros(shapes["b"]),
             }
         layers.append(adapters)
     return Lora(layers=layers, scale=lora_config.scale)
+
+
+def matrix_shapes(
+    config: ModelConfig, layer: int, lora_config: LoraConfig
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Returns the shapes of the matrices of a layer of a `Lora`.
+
+    Raises:
+        UserError: as `check_targets`.
+    """
+    check_targets(config, lora_config.targets, lora_config.expert_rank)
+    shapes, rank, found = projection_shapes(config), lora_config.rank, {}
+    for name in targets_of(config, layer, lora_config.targets):
+        outputs, inputs = shapes[name]
+        found[name] = {"a": (rank, inputs), "b": (outputs, rank)}
+    if rank := lora_config.expert_rank:
+        for name, (experts, outputs, inputs) in stack_shapes(config, layer).items():
+            found[name] = {"a": (experts, rank, inputs), "b": (experts, outputs, rank)}
+    return found
 
 
 @jax.named_scope("lora")
@@ -148,7 +180,8 @@ def fuse(
         One dict per layer, from the names of its fused weights, as 'qkv_proj', to the pair
         (A, B); projections without an adapter are absent. Where the FP4 kernel runs, B is padded
         with columns of zeros to the multiple of 64 that the kernel reads. Where the weights of a
-        device are padded (see `tensor_parallel`), so are A and B.
+        device are padded (see `tensor_parallel`), so are A and B. Those of a stack of experts are
+        A [E, R, K] and B [E, N, R].
     """
     if lora is None:
         return [{} for _ in range(config.num_layers)]
@@ -173,6 +206,11 @@ def fuse(
             for fused, members in ALL_FUSED.items()
             if any(name in adapters for name in members)
         }
+        | {
+            name: ((lora.scale * own["a"]).astype(dtype), own["b"].astype(dtype))
+            for name, own in adapters.items()
+            if name in STACKS
+        }
         for adapters in lora.layers
     ]
 
@@ -194,6 +232,11 @@ def _stack(adapters, outputs, inputs, *, scale, dtype):
     return a, jnp.concatenate(blocks)
 
 
+def expert_update(adapter: dict[str, jax.Array], scale: float, expert: int) -> jax.Array:
+    """Returns the update scale * B A of one expert of a stack, float32 [N, K]."""
+    return scale * jnp.dot(adapter["b"][expert], adapter["a"][expert], precision="highest")
+
+
 def merge_layer(
     layer: dict, adapters: dict[str, dict[str, jax.Array]], config: ModelConfig, *, scale: float
 ) -> tuple[dict, dict[str, jax.Array]]:
@@ -206,9 +249,9 @@ def merge_layer(
         scale: factor of the update B A.
 
     Returns:
-        The layer with every projection dense in float32 and not rounded (packed projections are
-        dequantized), and the added updates scale * B A, float32 [N, K], under the same names. The
-        update of a projection without an adapter is zero.
+        The layer with every projection but those of routed experts dense in float32 and not rounded
+        (packed projections are dequantized), and the added updates scale * B A, float32 [N, K],
+        under the same names. The update of a projection without an adapter is zero.
     """
     shapes = projection_shapes(config)
     merged, updates = dict(layer), {}

@@ -70,8 +70,18 @@ def head_copy_bytes(config: ModelConfig, head_format: str) -> int:
     return _projection_bytes(config.vocab_size, config.embed_dim, head_format, 0)
 
 
+def route_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of the experts of a token in all layers, as a rollout records them."""
+    return 0 if config.experts is None else config.empty_routes().nbytes
+
+
 def trained_numbers(
-    config: ModelConfig, *, parameters: str, rank: int, targets: tuple[str, ...]
+    config: ModelConfig,
+    *,
+    parameters: str,
+    rank: int,
+    targets: tuple[str, ...],
+    expert_rank: int = 0,
 ) -> int:
     """Returns how many numbers are trained.
 
@@ -80,10 +90,11 @@ def trained_numbers(
         parameters: as in `trainable.trained_params`.
         rank: rank of the adapter.
         targets: projections with an adapter.
+        expert_rank: rank of the adapters of routed experts, 0 for none.
 
     Raises:
-        UserError: the model does not have a target, norms are to be trained whose scales its
-            checkpoints store minus 1, or experts are to be trained.
+        UserError: the model does not have a target, or routed experts to adapt; norms are to be
+            trained whose scales its checkpoints store minus 1; or experts are to be trained.
     """
     if parameters == "full" and any(stack_shapes(config, n) for n in range(config.num_layers)):
         raise UserError(
@@ -96,7 +107,7 @@ def trained_numbers(
             "1, which adapter folders do not have; pass train.parameters=lora or full"
         )
     if parameters != "full":
-        check_targets(config, targets)
+        check_targets(config, targets, expert_rank)
     sizes = list(_projections(config))
     if parameters == "full":
         projections = sum(count * math.prod(shape) for _, shape, count in sizes)
@@ -109,15 +120,15 @@ def trained_numbers(
         if name in targets
     )
     norms = 2 * config.embed_dim if parameters == "lora+norms" else 0
-    return adapter + config.num_layers * norms
+    return adapter + _expert_adapter_numbers(config, expert_rank) + config.num_layers * norms
 
 
 def fused_adapter_bytes(
-    config: ModelConfig, *, rank: int, targets: tuple[str, ...], itemsize: int
+    config: ModelConfig, *, rank: int, targets: tuple[str, ...], itemsize: int, expert_rank: int = 0
 ) -> int:
     """Returns the bytes of the adapter as `lora.fuse` stacks it for the Hopper kernel."""
     shapes = projection_shapes(config)
-    numbers = 0
+    numbers = _expert_adapter_numbers(config, expert_rank)
     for fused, count in fused_counts(config).items():
         members = ALL_FUSED[fused]
         ranks = rank * sum(name in targets for name in members)
@@ -126,6 +137,12 @@ def fused_adapter_bytes(
             of_layer = ranks * shapes[members[0]][1] + fp4_matmul.padded_rank(ranks) * rows
             numbers += count * of_layer
     return itemsize * numbers
+
+
+def _expert_adapter_numbers(config: ModelConfig, rank: int) -> int:
+    """Returns the numbers of the adapters of all routed experts."""
+    layers = (stack_shapes(config, layer).values() for layer in range(config.num_layers))
+    return sum(rank * count * (rows + columns) for own in layers for count, rows, columns in own)
 
 
 def _projections(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int], int]]:

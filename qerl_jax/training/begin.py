@@ -82,6 +82,7 @@ _SAME_FIELDS = (
     "lora.alpha",
     "lora.rslora",
     "lora.targets",
+    "lora.expert_rank",
     "train.parameters",
 )
 

@@ -104,10 +104,15 @@ def expert_modules(config: ModelConfig, layer: int) -> dict[str, list[str]]:
     """Returns by name of a stack the modules of its experts' projections, in the order of rows."""
     found = {}
     for name, (count, _, _) in kinds.stack_shapes(config, layer).items():
-        path = stacked_tensor(layer, name).rpartition(".")[0]
-        members = kinds.STACKS[name].members
-        found[name] = [f"{path}.{e}.{member}" for e in range(count) for member in members]
+        found[name] = modules_of_stack(layer, name, count)
     return found
+
+
+def modules_of_stack(layer: int, stack: str, experts: int) -> list[str]:
+    """Returns the modules of the projections of a number of experts, in the order of rows."""
+    path = stacked_tensor(layer, stack).rpartition(".")[0]
+    members = kinds.STACKS[stack].members
+    return [f"{path}.{e}.{member}" for e in range(experts) for member in members]
 
 
 def stacks_experts(config: ModelConfig) -> bool:

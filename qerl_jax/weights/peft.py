@@ -1,6 +1,7 @@
 """Adapters in PEFT's format, which transformers, PEFT and vLLM read."""
 
 import json
+import math
 import pathlib
 import re
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from safetensors.numpy import save_file
 from qerl_jax.errors import UserError
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.layers.kinds import ALL_PROJECTIONS, STACKS, projection_shapes, stack_shapes
-from qerl_jax.policy.lora import Lora, LoraConfig, targets_of
+from qerl_jax.policy.layers.kinds import ALL_PROJECTIONS, STACKS, stack_shapes
+from qerl_jax.policy.lora import Lora, LoraConfig, matrix_shapes
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.system import json_file
 from qerl_jax.system.paths import user_path
@@ -49,6 +50,10 @@ _WITHOUT_EFFECT = {
 # Initializations that leave the base as it is. Each other one changes the base (PiSSA, OLoRA,
 # CorDA, LoftQ) or is refused because its options are (EVA, MiCA).
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal")
+# The projections of experts, by which target_modules name them where they are modules; and a
+# pattern of their modules for readers that do not stack them.
+_EXPERT_MEMBERS = tuple(name for stack in STACKS.values() for name in stack.members)
+_EXPERT_MODULES = rf"experts\.\d+\.({'|'.join(_EXPERT_MEMBERS)})"
 
 
 def save_peft_adapter(
@@ -78,6 +83,7 @@ def fill_peft_adapter(
     *,
     base_model: str,
     nested: bool = False,
+    stacked: bool = True,
 ) -> None:
     """Writes the files of an adapter into an empty folder.
 
@@ -88,22 +94,27 @@ def fill_peft_adapter(
         base_model: hub id or path of the base model, written as base_model_name_or_path.
         nested: whether the text model is a part of the base, as vLLM and PEFT name its layers where
             the base also has a vision tower.
+        stacked: the layout of the adapters of routed experts, see `expert_tensors`.
     """
     assert trainable.lora is not None, "where every parameter is trained there is no adapter"
+    layers = jax.device_get(trainable.lora.layers)
     tensors = {
         names.peft_tensor(layer, projection, matrix): value
-        for layer, adapters in enumerate(trainable.lora.layers)
+        for layer, adapters in enumerate(layers)
         for projection, matrices in adapters.items()
+        if projection not in STACKS
         for matrix, value in matrices.items()
     } | {
         names.peft_norm(layer, norm): value
         for layer, norms in enumerate(trainable.params.get("layers", []))
         for norm, value in norms.items()
     }
+    for layer, adapters in enumerate(layers):
+        tensors |= expert_tensors(adapters, layer, stacked=stacked)
     tensors = {n: np.asarray(jax.device_get(value), np.float32) for n, value in tensors.items()}
     if nested:
         tensors = {names.nested_peft(name): value for name, value in tensors.items()}
-    options = _peft_config(lora_config, base_model, norms=bool(trainable.params))
+    options = _peft_config(lora_config, base_model, norms=bool(trainable.params), stacked=stacked)
     text = json.dumps(options, indent=2, sort_keys=True)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -111,11 +122,7 @@ def fill_peft_adapter(
 
 
 def expert_tensors(
-    adapters: Mapping[str, Mapping[str, np.ndarray]],
-    model_config: ModelConfig,
-    layer: int,
-    *,
-    stacked: bool,
+    adapters: Mapping[str, Mapping[str, np.ndarray]], layer: int, *, stacked: bool
 ) -> dict[str, np.ndarray]:
     """Returns PEFT's tensors of the adapters on the routed experts of a layer.
 
@@ -126,15 +133,15 @@ def expert_tensors(
 
     Args:
         adapters: by name of a stack its matrices: 'a' [E, R, K], 'b' [E, N, R]. Projections that
-            are stacked in N share A.
-        model_config: the architecture.
+            are stacked in N share A. Those of other names are left out.
         layer: number of the layer.
         stacked: whether all experts are in one pair, A [E R, K] and B [N, R E] in which the expert
             is the fastest axis. These are target_parameters in the options of PEFT.
     """
     found = {}
-    for stack, modules in names.expert_modules(model_config, layer).items():
+    for stack in (stack for stack in STACKS if stack in adapters):
         a, b = (np.asarray(adapters[stack][matrix]) for matrix in "ab")
+        modules = names.modules_of_stack(layer, stack, len(a))
         if stacked:
             found[names.peft_experts(layer, stack, "a")] = a.reshape(-1, a.shape[2])
             found[names.peft_experts(layer, stack, "b")] = np.moveaxis(b, 0, 2).reshape(
@@ -166,14 +173,13 @@ def take_experts(
         UserError: a tensor is missing or unusable, or projections that share A have others.
     """
     found = {}
-    shapes = stack_shapes(model_config, layer)
-    for stack, modules in names.expert_modules(model_config, layer).items():
-        experts, outputs, inputs = shapes[stack]
+    for stack, (experts, outputs, inputs) in stack_shapes(model_config, layer).items():
+        modules = names.modules_of_stack(layer, stack, experts)
         name_a, name_b = (names.peft_experts(layer, stack, matrix) for matrix in "ab")
         if name_a in tensors:
             a = _take(folder, tensors, name_a, (experts * rank, inputs))
             b = _take(folder, tensors, name_b, (outputs, rank * experts))
-            b = jnp.moveaxis(b.reshape(outputs, rank, experts), 2, 0)
+            b = np.moveaxis(b.reshape(outputs, rank, experts), 2, 0)
             found[stack] = {"a": a.reshape(experts, rank, inputs), "b": b}
             continue
         rows = outputs * experts // len(modules)
@@ -182,16 +188,16 @@ def take_experts(
             for matrix, shape in (("A", (rank, inputs)), ("B", (rows, rank))):
                 name = f"base_model.model.{module}.lora_{matrix}.weight"
                 pairs[matrix].append(_take(folder, tensors, name, shape))
-        a = jnp.stack(pairs["A"]).reshape(experts, -1, rank, inputs)
+        a = np.stack(pairs["A"]).reshape(experts, -1, rank, inputs)
         if not (a == a[:, :1]).all():
             members = " and ".join(STACKS[stack].members)
             raise UserError(
                 f"{folder}: layer {layer}: {members} of an expert have different lora_A; they must "
                 "be equal, as where PEFT trains target_parameters"
             )
-        b = jnp.stack(pairs["B"]).reshape(experts, outputs, rank)
+        b = np.stack(pairs["B"]).reshape(experts, outputs, rank)
         found[stack] = {"a": a[:, 0], "b": b}
-    return found
+    return jax.tree.map(jnp.asarray, found)
 
 
 def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
@@ -207,7 +213,7 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
         UserError: adapter_config.json cannot be read, or an option is not supported.
     """
     folder = user_path(folder)
-    options = _read_config(folder)
+    options = _without_experts(folder, _read_config(folder))
     rank, alpha, targets = (options.get(key) for key in ("r", "lora_alpha", "target_modules"))
     rslora, base = options.get("use_rslora", False), options.get("base_model_name_or_path") or ""
     if (
@@ -228,7 +234,13 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
             f"{', '.join(ALL_PROJECTIONS)}"
         )
     projections = tuple(dict.fromkeys(filter(None, map(_projection, targets))))
-    lora_config = LoraConfig(rank=rank, alpha=float(alpha), rslora=rslora, targets=projections)
+    lora_config = LoraConfig(
+        rank=rank,
+        alpha=float(alpha),
+        rslora=rslora,
+        targets=projections,
+        expert_rank=options["expert_rank"],
+    )
     _check_config(folder, options, lora_config)
     return lora_config, base
 
@@ -271,24 +283,23 @@ def load_peft_adapter(
             the message lists the differing fields.
     """
     folder = user_path(folder)
-    options = _read_config(folder)
+    options = _without_experts(folder, _read_config(folder))
     _check_config(folder, options, lora_config)
     stored = safetensors.read_file(folder / WEIGHTS_FILE)
     tensors = {names.plain_peft(name): tensor for name, tensor in stored.items()}
-    shapes = projection_shapes(model_config)
     layers = []
     for layer in range(model_config.num_layers):
-        adapters = {}
-        for projection in targets_of(model_config, layer, lora_config.targets):
-            outputs, inputs = shapes[projection]
-            adapters[projection] = {
+        adapters = {
+            projection: {
                 matrix: _take(folder, tensors, names.peft_tensor(layer, projection, matrix), shape)
-                for matrix, shape in (
-                    ("a", (lora_config.rank, inputs)),
-                    ("b", (outputs, lora_config.rank)),
-                )
+                for matrix, shape in shapes.items()
             }
-        layers.append(adapters)
+            for projection, shapes in matrix_shapes(model_config, layer, lora_config).items()
+            if projection not in STACKS
+        }
+        if rank := lora_config.expert_rank:
+            adapters |= take_experts(folder, tensors, model_config, layer, rank=rank)
+        layers.append(jax.tree.map(jnp.asarray, adapters))
     params = {}
     if options.get("modules_to_save"):
         shape = (model_config.embed_dim,)
@@ -298,11 +309,19 @@ def load_peft_adapter(
         ]
     if tensors:
         raise UserError(f"{folder}: {WEIGHTS_FILE} holds unknown tensors: '{min(tensors)}'")
+    params = jax.tree.map(jnp.asarray, params)
     return Trainable(lora=Lora(layers=layers, scale=lora_config.scale), params=params)
 
 
-def _peft_config(lora_config: LoraConfig, base_model: str, *, norms: bool) -> dict[str, Any]:
+def _peft_config(
+    lora_config: LoraConfig, base_model: str, *, norms: bool, stacked: bool = True
+) -> dict[str, Any]:
     alpha = lora_config.alpha
+    targets, experts = list(lora_config.targets), {}
+    if lora_config.expert_rank:
+        experts = _expert_patterns(lora_config, stacked=stacked)
+        experts |= {"target_parameters": list(_expert_parameters().values())} if stacked else {}
+        targets += [] if stacked else _EXPERT_MEMBERS
     return _PLAIN | {
         "base_model_name_or_path": base_model,
         "inference_mode": True,
@@ -312,10 +331,123 @@ def _peft_config(lora_config: LoraConfig, base_model: str, *, norms: bool) -> di
         "lora_dropout": 0.0,
         "modules_to_save": list(names.LAYER_NORMS) if norms else None,
         "r": lora_config.rank,
-        "target_modules": list(lora_config.targets),
+        "target_modules": targets,
         "task_type": "CAUSAL_LM",
         "use_rslora": lora_config.rslora,
+        **experts,
     }
+
+
+def _expert_parameters() -> dict[str, str]:
+    """Returns PEFT's names of the parameters with all experts, by the names of the stacks."""
+    return {stack: names.stacked_tensor(0, stack).partition(".0.")[2] for stack in STACKS}
+
+
+def _expert_patterns(lora_config: LoraConfig, *, stacked: bool) -> dict[str, Any]:
+    """Returns the options that give the adapters of experts their rank, and the common scale.
+
+    PEFT makes a stack of gate and up from a pair of matrices for each, of twice the rank.
+    """
+    ranks = {}
+    for stack, parameter in _expert_parameters().items():
+        ranks[parameter] = lora_config.expert_rank * (1 if stacked else len(STACKS[stack].members))
+    if not stacked:
+        ranks[_EXPERT_MODULES] = lora_config.expert_rank
+    ranks = {name: rank for name, rank in ranks.items() if rank != lora_config.rank}
+    alphas = {
+        name: lora_config.scale * (math.sqrt(rank) if lora_config.rslora else rank)
+        for name, rank in ranks.items()
+    }
+    return {"rank_pattern": ranks, "alpha_pattern": alphas}
+
+
+def _without_experts(folder: pathlib.Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of the adapters of projections, and 'expert_rank' of routed experts.
+
+    Experts are target_parameters, or modules that have the names of projections of an MLP: the
+    stored tensors then say which of both were meant.
+
+    Raises:
+        UserError: only a part of the experts has an adapter, or another rank or scale.
+    """
+    parameters, targets = options.get("target_parameters"), options.get("target_modules")
+    found = options | {"expert_rank": 0}
+    if isinstance(parameters, list) and parameters:
+        of_experts = _expert_parameters().values()
+        whole = {name for name in of_experts if any(_ends(name, given) for given in parameters)}
+        if len(parameters) > len(whole) or len(whole) < len(of_experts):
+            raise UserError(
+                f"{folder}: {CONFIG_FILE}: target_parameters is {parameters!r:.200}: this is no "
+                f"plain LoRA of routed experts, whose parameters are {', '.join(of_experts)}"
+            )
+        found |= {"target_parameters": None, "target_modules": targets or []}
+    elif isinstance(targets, list) and not {str(t) for t in targets}.isdisjoint(_EXPERT_MEMBERS):
+        modules = _stored_modules(folder)
+        if not any(re.search(r"\.(experts|shared_expert)\.", module) for module in modules):
+            return found
+        ends = {p: names.layer_module(0, p).partition(".0.")[2] for p in ALL_PROJECTIONS}
+        found["target_modules"] = [
+            p for p, end in ends.items() if any(_ends(module, end) for module in modules)
+        ]
+        if not any(".experts." in module for module in modules):
+            return found
+    else:
+        return found
+    return found | _expert_rank(folder, options, stacked=bool(parameters))
+
+
+def _expert_rank(folder: pathlib.Path, options: dict[str, Any], *, stacked: bool) -> dict[str, Any]:
+    """Returns 'expert_rank', and the patterns of ranks and scales without those of experts.
+
+    Raises:
+        UserError: the experts have several ranks, or another scale than the projections.
+    """
+    keys = "rank_pattern", "alpha_pattern"
+    defaults = options.get("r"), options.get("lora_alpha")
+    patterns = [options.get(key) or {} for key in keys]
+    if not all(isinstance(pattern, dict) for pattern in patterns):
+        return {}  # What reads the options refuses them.
+    wanted = list(_expert_parameters().values()) if stacked else [_EXPERT_MODULES]
+    own, rest = [], {}
+    for key, default, pattern in zip(keys, defaults, patterns, strict=True):
+        named = {name: _named_experts(name) for name in pattern}
+        rest[key] = {name: value for name, value in pattern.items() if not named[name]}
+        given = {expert: pattern[name] for name in pattern for expert in named[name]}
+        own.append([given.get(expert, default) for expert in wanted])
+    (rank, *_), root = own[0], math.sqrt if options.get("use_rslora") else float
+    try:
+        pairs: list[Any] = [defaults, *zip(*own, strict=True)]
+        scale, *scales = (float(of_alpha) / root(of_rank) for of_rank, of_alpha in pairs)
+        fits = all(math.isclose(other, scale, rel_tol=1e-6) for other in scales)
+    except (TypeError, ValueError, ArithmeticError):  # also of integers that no float can hold
+        fits = False
+    if not fits or type(rank) is not int or any(other != rank for other in own[0]):
+        raise UserError(
+            f"{folder}: {CONFIG_FILE}: rank_pattern is {patterns[0]!r:.200}, alpha_pattern "
+            f"{patterns[1]!r:.200}, r {defaults[0]!r:.50}, lora_alpha {defaults[1]!r:.50}: all "
+            "routed experts must have one rank, and lora_alpha / r of the projections"
+        )
+    return rest | {"expert_rank": rank}
+
+
+def _named_experts(pattern: str) -> list[str]:
+    """Returns the parameters of experts that a pattern of ranks names, or their modules."""
+    if pattern == _EXPERT_MODULES:
+        return [_EXPERT_MODULES]
+    end = pattern.replace("\\", "").removeprefix(".*.")
+    return [p for p in _expert_parameters().values() if "experts." in end and _ends(p, end)]
+
+
+def _stored_modules(folder: pathlib.Path) -> set[str]:
+    """Returns the modules of the tensors of an adapter folder; none where the file is missing."""
+    path = folder / WEIGHTS_FILE
+    tensors = safetensors.read_file(path) if path.exists() else {}
+    return {name.partition(".lora_")[0] for name in tensors}
+
+
+def _ends(path: str, end: str) -> bool:
+    """Whether a path of modules ends with another one."""
+    return f".{path}".endswith(f".{end}")
 
 
 def _read_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -338,6 +470,7 @@ def _check_config(folder: pathlib.Path, options: dict[str, Any], lora_config: Lo
         "lora_alpha": lora_config.alpha,
         "use_rslora": lora_config.rslora,
         "target_modules": sorted(lora_config.targets),
+        "expert_rank": lora_config.expert_rank,
     }
     actual = _PLAIN | {"use_rslora": False} | options
     # A target without a projection keeps its name and so differs.
@@ -387,7 +520,7 @@ def _projection(target: Any) -> str | None:
 
 def _take(
     folder: pathlib.Path, tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...]
-) -> jax.Array:
+) -> np.ndarray:
     """Removes one tensor from `tensors` and returns it in float32."""
     if name not in tensors:
         raise UserError(f"{folder}: {WEIGHTS_FILE} lacks '{name}'")
@@ -401,4 +534,4 @@ def _take(
     values = np.array(tensor, np.float32)
     if not np.isfinite(values).all():
         raise UserError(f"{folder}: '{name}' holds values that are not finite")
-    return jnp.asarray(values)
+    return values

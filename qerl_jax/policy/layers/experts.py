@@ -9,7 +9,9 @@ Its arrays are
     shared_gate [1, D]                              the sigmoid of its product multiplies that
 
 of which models without a shared expert lack the last three. The router multiplies in float32, and
-of equal logits it takes the expert of the lower id. Router and routed experts are frozen.
+of equal logits it takes the expert of the lower id. Router and routed experts are frozen; an
+adapter of routed experts has A [E, r, K] and B [E, N, r] by the name of a stack, so that gate and
+up share A.
 
 Where the experts of tokens are given, as a rollout recorded them, the router's logits over these
 give their weights (https://arxiv.org/abs/2510.11370).
@@ -23,6 +25,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.experts import (
     DENSE_NUMBERS,
+    PRODUCT_NUMBERS,
+    grouped_lora,
     grouped_matmul,
     table,
     tile_bound,
@@ -108,7 +112,9 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     XLA keeps gate and up where rows [R, D] were, and what D leaves of these is lost: with 16 layers
     of Qwen3-30B-A3B (D 2048, 2 F 1536, 8,320 tokens), compiled for an H200, 10.0 GB and not 8.9.
     The backward pass has the gradients of the rows, of gate and up, and of their product; and what
-    is dequantized at a time. In a prefill of many tokens the padding is at most half of the pairs.
+    is dequantized at a time. Where experts have adapters it also has the rows, the input of down,
+    what adapters add to gate and up, and products of tiles. In a prefill of many tokens the padding
+    is at most half of the pairs.
     """
     experts = _of(config)
     pairs = tokens * experts.top_k
@@ -122,6 +128,7 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     return Memory(
         kept={"gate_up_proj": -(-rows * (2 * width + lost) // tokens) + 2 * shared},
         backward=itemsize * backward + block,
+        adapter=itemsize * rows * (config.embed_dim + 3 * width) + 2 * 4 * PRODUCT_NUMBERS,
         prefill=itemsize * (padded + 3 * shared),
         block=block,
     )
@@ -176,7 +183,10 @@ def _routed(own: Own, h: jax.Array, weights: jax.Array, routes: jax.Array) -> ja
         weight = own.layer[stack.name]
         packed = kernel_weight(weight) if isinstance(weight, QuantTensor) else weight
         outputs = stack.shape(own.config)[1]
-        return grouped_matmul(rows, packed, own_table, outputs=outputs)
+        y = grouped_matmul(rows, packed, own_table, outputs=outputs)
+        if stack.name in own.adapters:
+            y = y + grouped_lora(rows, own.adapters[stack.name], own_table)
+        return y
 
     rows = to_rows(h.reshape(-1, width), own_table)
     gate_up = checkpoint_name(product(rows, _EXPERTS_GATE_UP), _GATE_UP.product)

@@ -43,7 +43,7 @@ class Weight(NamedTuple):
 class Stack(NamedTuple):
     """A frozen weight [E N, K] that has the weights [N, K] of E experts, one after the other.
 
-    A format of 4 bits packs it. No adapter changes it, and no mesh cuts it.
+    A format of 4 bits packs it, and no mesh cuts it. An adapter has A [E, r, K] and B [E, N, r].
     """
 
     name: str  # its name in the parameters of a layer
@@ -76,6 +76,7 @@ class Memory(NamedTuple):
     # Numbers of a token that the backward pass of an update reads, by names of `PRODUCTS`.
     kept: dict[str, int]
     backward: int = 0  # bytes of temporary arrays in the backward pass of a buffer
+    adapter: int = 0  # those that it has in addition where routed experts have adapters
     prefill: int = 0  # bytes of temporary arrays of a token in a prefill
     # Bytes of the scores in the backward pass of a buffer, on a device without a kernel for them.
     scores: int = 0
