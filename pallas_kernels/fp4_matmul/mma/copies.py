@@ -59,8 +59,8 @@ def start_x(
     """Starts to copy columns of x [M, K], from one on, to `Stages.x` of a stage.
 
     The columns from `end` on, and rows from M on, become zero. `chosen` says which rows of x they
-    are: an int32 [M'] in shared memory, and the number by which it is divided for the row. Those of
-    negative numbers become zero.
+    are: an int32 [M'] in shared memory, and the number by which it is divided for the row. Nothing
+    is copied for negative numbers: a token's product does not depend on those of others.
     """
     (m, k), (tokens, pitch) = x.shape, stage.shape
     width = pitch - pitch % TILE_COLUMNS
@@ -69,7 +69,8 @@ def start_x(
         whole = jnp.pad(x[...], ((0, max(0, tokens - m)), (0, 0)))
         if chosen is not None:
             found = chosen[0][...]
-            whole = jnp.where((found < 0)[:, None], 0, whole[jnp.maximum(found, 0) // chosen[1]])
+            whole = whole[jnp.maximum(found, 0) // chosen[1]]
+            whole = jnp.where((found < 0)[:, None], jnp.nan, whole)
         index = column + jnp.arange(width)
         stage[:, :width] = jnp.where(index < end, whole[:, jnp.minimum(index, k - 1)], 0)
         return
@@ -102,10 +103,9 @@ def start_x(
             if chosen is not None:
                 number = arith.addi(address(chosen_rows[0]), arith.muli(row, _i32(4)))
                 found = read_shared(number, 4 * first_row)
-                there = arith.cmpi(arith.CmpIPredicate.sge, found, _i32(0))
-                there = arith.andi(inside, there)
-                found = arith.divui(arith.maxsi(found, _i32(0)), _i32(chosen[1]))
-                _copy(target, source_of(found), 2 * first_row * pitch, 0, _CHUNK, there)
+                exists = arith.cmpi(arith.CmpIPredicate.sge, found, _i32(0))
+                found = source_of(arith.divui(found, _i32(chosen[1])))
+                _copy(target, found, 2 * first_row * pitch, 0, _CHUNK, inside, exists)
                 continue
             if first_row + rows > m:
                 exists = arith.cmpi(arith.CmpIPredicate.slt, row, _i32(m - first_row))
@@ -222,11 +222,18 @@ def start_tiles(
 
 
 def _copy(
-    target: ir.Value, source: ir.Value, to: int, start: int, size: int, inside: ir.Value
+    target: ir.Value,
+    source: ir.Value,
+    to: int,
+    start: int,
+    size: int,
+    inside: ir.Value,
+    exists: ir.Value | None = None,
 ) -> None:
     """Starts a copy of 4, 8 or 16 bytes to shared memory, or of zeros if they are not inside.
 
-    What is added to the addresses, `to` and `start`, is known when the kernel is compiled.
+    What is added to the addresses, `to` and `start`, is known when the kernel is compiled. Nothing
+    is copied if the bytes do not exist.
     """
     count = arith.select(inside, _i32(size), _i32(0))
     cached = "cg" if size == 16 else "ca"
@@ -235,6 +242,7 @@ def _copy(
         target,
         source,
         count,
+        predicate=exists,
         has_side_effects=True,
     )
 
