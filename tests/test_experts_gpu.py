@@ -55,9 +55,13 @@ def routes_of(tokens, count, skewed):
     return jnp.asarray(np.argsort(-scores, axis=1)[:, :8], jnp.int32)
 
 
-@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("skewed", [0, 0.3])
-@pytest.mark.parametrize("tokens", [1, 3, 8, 40, 64, 256])
+@pytest.mark.parametrize(
+    ("tokens", "skewed", "form"),
+    [
+        *((1, 0, "nvfp4"), (8, 0.3, "mxfp4"), (40, 0, "nvfp4"), (64, 0.3, "nvfp4")),
+        *((256, 0, "mxfp4"), (256, 0.3, "nvfp4")),
+    ],
+)
 def test_products_of_a_decode_step(tokens, skewed, form):
     """In the schedules that they get: against float32, and the same again."""
     count, inputs, width = 32, 2048, 192
@@ -96,12 +100,12 @@ def test_products_of_a_decode_step(tokens, skewed, form):
     "config",
     [
         GroupedConfig(64, 128, 2),
-        GroupedConfig(64, 256, 3, blocks=3),
+        GroupedConfig(64, 256, 3),
         GroupedConfig(64, 512, 2),
         GroupedConfig(16, 512, 3),
-        GroupedConfig(16, 512, 2, blocks=4),
+        GroupedConfig(16, 512, 2),
         GroupedConfig(64, 128, 4, tiles=2),
-        GroupedConfig(64, 128, 3, tiles=4, blocks=3),
+        GroupedConfig(64, 128, 3, tiles=4),
     ],
     ids=str,
 )

@@ -58,7 +58,6 @@ class GroupedConfig:
     columns: int = 256  # columns of a step: 128, 256 or 512, the last one with 16 outputs
     stages: int = 3  # number of steps that shared memory holds
     tiles: int = 1  # tiles of an expert that a CTA multiplies at a time
-    blocks: int = 1  # number of times that a CTA multiplies `rows`, one after the other
 
     @property
     def apart(self) -> bool:
@@ -93,9 +92,8 @@ class GroupedConfig:
 
     def problem(self, outputs: int, parts: int) -> str | None:
         """Why experts with so many outputs, those of gate and up together, cannot have it."""
-        rows = self.rows * self.blocks
-        if (self.rows % TILE_ROWS and not self.apart) or outputs % (rows * parts):
-            return f"rows is {rows}, expected 16 or a multiple of 64 that divides {outputs}"
+        if (self.rows % TILE_ROWS and not self.apart) or outputs % (self.rows * parts):
+            return f"rows is {self.rows}, expected 16 or a multiple of 64 that divides {outputs}"
         if self.columns not in ((512,) if self.apart else (128, 256, 512)):
             return f"columns is {self.columns}, expected 128, 256 or 512, with 16 rows 512"
         if self.stages < 2 or self.tiles < 1:
@@ -174,7 +172,7 @@ def _run(kernel, x, weight, table, extra, interpret):
     return warpgroup.run(
         functools.partial(_body, kernel),
         "experts_gated_matmul" if parts == 2 else "experts_matmul",
-        (whole, outputs // parts // config.rows // config.blocks),
+        (outputs // parts // config.rows, whole),  # CTAs of unused tiles are among the others.
         operands,
         jax.ShapeDtypeStruct((len(table.source), outputs // parts), x.dtype),
         scratch=config.shared(parts),
@@ -186,7 +184,7 @@ def _body(kernel: _Kernel, threads: Warpgroup, operands, _, y, **shared) -> None
     """What a CTA does: a tile, or an expert's tiles, some at a time."""
     tiles = kernel.config.tiles
     if tiles == 1:
-        tile = threads.cta[0]
+        tile = threads.cta[1]
         used, owner = _choose_rows(kernel, threads, operands, tile, shared["chosen"])
 
         @pl.when(tile < used)
@@ -194,7 +192,7 @@ def _body(kernel: _Kernel, threads: Warpgroup, operands, _, y, **shared) -> None
             _multiply(kernel, threads, operands, (tile, owner), y, shared)
 
         return
-    owner = threads.cta[0]
+    owner = threads.cta[1]
     first, count = _tiles_of(threads, operands, owner)
 
     def multiply_some(i, _):
@@ -216,16 +214,14 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared) -
     stages = copies.Stages(**{name: shared[name] for name in copies.Stages._fields})
     column_tiles, per_step = operands["codes"].shape[1], config.columns // TILE_COLUMNS
     steps = -(-column_tiles // per_step)
-    first_block = threads.cta[1] * config.blocks
+    block, x, parts = threads.cta[0], operands["x"], kernel.parts
+    rows = _row_tiles(kernel, owner, block)
 
     def start_copies(step):
-        """Of the blocks one after the other."""
-        block = first_block if config.blocks == 1 else first_block + step // steps
-        column = (step if config.blocks == 1 else lax.rem(step, steps)) * per_step
-        stage, x, start = stages.at(step), operands["x"], column * TILE_COLUMNS
-        end = column_tiles * TILE_COLUMNS
-        copies.start_x(threads, x, stage.x, start, end, (chosen, kernel.top_k or 1))
-        for i, row in enumerate(_row_tiles(kernel, owner, block)):
+        column, stage = step * per_step, stages.at(step)
+        start, end = column * TILE_COLUMNS, column_tiles * TILE_COLUMNS
+        copies.start_x(threads, x, stage.x, start, end, found)
+        for i, row in enumerate(rows):
             source = operands["codes"].at[row], operands["scales"].at[row]
             target = stage.codes.at[i], stage.scales.at[i]
             if config.apart:
@@ -235,37 +231,40 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared) -
                 copies.start_tiles(threads, source, target, column, column_tiles)
 
     threads.meet()  # All threads see which rows are chosen.
-    total = config.blocks * steps
-    ahead = min(total, config.stages - (total > config.stages))
+    found = copies.chosen_rows(threads, chosen, kernel.top_k or 1, config.columns)
+    ahead = min(steps, config.stages - (steps > config.stages))
     for step in range(ahead):
         start_copies(jnp.int32(step))
         copies.close_group(threads)
-    if kernel.parts == 2:
+    if parts == 2:
         _load_factors(threads, operands["row_weights"], chosen, shared["factors"])
 
     def multiply_step(step, sums):
         copies.wait(threads, ahead - 1)
         threads.meet()  # All copies are there, and the stage of the step before is free.
 
-        @pl.when(step + ahead < total)
+        @pl.when(step + ahead < steps)
         def start_next():
             start_copies(step + ahead)
 
         copies.close_group(threads)
         return multiply_stage(threads, stages.at(step), sums, apart=config.apart)
 
-    def multiply_block(i, _):
-        zeros = threads.cast(jnp.zeros((TILE_ROWS, config.tokens), jnp.float32), ACC)
-        sums = [zeros] * config.row_tiles(kernel.parts)
-        sums = lax.fori_loop(i * steps, (i + 1) * steps, multiply_step, sums)
-        sums = _whole_sums(kernel, threads, sums, shared)
-        _finish_block(kernel, threads, operands, (tile, owner, first_block + i), sums, y, shared)
-        return 0
-
-    if config.blocks == 1:
-        multiply_block(0, 0)
-    else:
-        lax.fori_loop(0, config.blocks, multiply_block, 0)
+    zeros = threads.cast(jnp.zeros((TILE_ROWS, config.tokens), jnp.float32), ACC)
+    sums = lax.fori_loop(0, steps, multiply_step, [zeros] * len(rows))
+    sums = _whole_sums(kernel, threads, sums, shared)
+    inside = lax.rem(block, WARPS) * STRIP if config.apart else 0
+    height, count = STRIP if config.apart else TILE_ROWS, config.row_tiles(1)
+    for i in range(count):
+        results = [
+            _divided(threads, operands["divisor"], total, row * TILE_ROWS + inside)
+            for row, total in zip(rows[i::count], sums[i::count], strict=True)
+        ]
+        if parts == 2:
+            gate, up = results
+            results = [_gated(threads, gate, up, shared["factors"])]
+        value = results[0].astype(y.dtype)
+        _store(threads, y, value, chosen, tile * TILE, (block * count + i) * height)
 
 
 def _row_tiles(kernel: _Kernel, owner, block) -> list:
@@ -275,24 +274,6 @@ def _row_tiles(kernel: _Kernel, owner, block) -> list:
     first += block // WARPS if config.apart else block * count
     per_part = kernel.outputs // kernel.parts // TILE_ROWS
     return [first + part * per_part + i for part in range(kernel.parts) for i in range(count)]
-
-
-def _finish_block(kernel: _Kernel, threads: Warpgroup, operands, place, sums, y, shared) -> None:
-    """Stores the results of the sums of a block; `place` are the tile, its owner and the block."""
-    config, (tile, owner, block) = kernel.config, place
-    count, rows = config.row_tiles(1), _row_tiles(kernel, owner, block)
-    inside = lax.rem(block, WARPS) * STRIP if config.apart else 0
-    height = STRIP if config.apart else TILE_ROWS
-    for i in range(count):
-        results = [
-            _divided(threads, operands["divisor"], total, row * TILE_ROWS + inside)
-            for row, total in zip(rows[i::count], sums[i::count], strict=True)
-        ]
-        if kernel.parts == 2:
-            gate, up = results
-            results = [_gated(threads, gate, up, shared["factors"])]
-        value = results[0].astype(y.dtype)
-        _store(threads, y, value, shared["chosen"], tile * TILE, (block * count + i) * height)
 
 
 def _whole_sums(kernel: _Kernel, threads: Warpgroup, sums, shared):
