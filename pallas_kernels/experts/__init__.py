@@ -4,6 +4,7 @@ from pallas_kernels.experts.api import (
     DENSE_NUMBERS,
     PART_NUMBERS,
     PRODUCT_NUMBERS,
+    gated_matmul,
     grouped_lora,
     grouped_matmul,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "PART_NUMBERS",
     "PRODUCT_NUMBERS",
     "Table",
+    "gated_matmul",
     "grouped_lora",
     "grouped_matmul",
     "has_hopper_kernel",

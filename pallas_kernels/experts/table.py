@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.fp4_matmul import dispatch
 
 _BLOCK = 256  # pairs that are compared with each other
-_MIN_TILE, _MAX_TILE = 8, 128  # rows of a tile: the kernels' smallest, and largest
+MIN_TILE, _MAX_TILE = 8, 128  # rows of a tile: the kernels' smallest, and largest
 HOPPER_TILE = 64  # rows of a tile of the Hopper kernel for many rows
 
 
@@ -55,7 +55,7 @@ def tile_rows(pairs: int, experts: int) -> int:
 
     The Hopper kernel has tiles of one size, and takes more of them for fewer pairs.
     """
-    rows = _MIN_TILE
+    rows = MIN_TILE
     if 4 * rows * experts <= pairs and has_hopper_kernel():
         return HOPPER_TILE
     while rows < _MAX_TILE and 4 * rows * experts <= pairs:
