@@ -219,8 +219,10 @@ def test_when_the_output_projection_computes_the_norm(change, expected, monkeypa
         for name, shape in {"o": (512, 128), "gate_up": (1280, 512)}.items()
     )
     attended, scale = layer.Activations(normal(4, 8, 128)), jnp.ones(512)
+    own = layer.Own({"post_attention_layernorm": scale}, {}, 1e-6, None)
+    mixed = layer.Mixed(normal(5, 8, 512), attended, o)
     with pytest.raises(StopTraceError, match="^with norm" if expected else "^without norm"):
-        layer._output(attended, o, normal(5, 8, 512), scale, gate_up, 1e-6)
+        layer._output(own, mixed, gate_up)
 
 
 PLAIN = "add_rmsnorm fp4 attend merge_parts fp4 add_rmsnorm fp4 swiglu fp4"
@@ -287,8 +289,7 @@ def test_the_kernels_of_a_layer(rows, kernel, expected, monkeypatch):
         weights,
         adapters,
         (array(rows, embed),) * 2,
-        cache,
-        cache,
+        (cache, cache),
         array(rows, dtype=jnp.int32),
         (angle, angle),
     )

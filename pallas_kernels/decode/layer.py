@@ -82,20 +82,43 @@ class Projection(NamedTuple):
         return None if self.adapter is None else self.adapter[0]
 
 
+class Own(NamedTuple):
+    """What the parts of a layer compute with."""
+
+    layer: dict[str, Any]  # the arrays of the layer by name
+    adapters: dict[str, Adapter]  # (A, B) of the projections that have an adapter, by name
+    eps: float  # epsilon of the norms
+    axis: str | None  # axis of a mesh whose devices have the layer together
+
+    def projection(self, name: str) -> Projection:
+        """A projection of the layer."""
+        return Projection(self.layer[name], self.adapters.get(name))
+
+
+class Mixed(NamedTuple):
+    """What a mixer leaves for the MLP of the layer, whose norm is computed with the last product.
+
+    The product of `activations` with `output` is still to be added to the residual.
+    """
+
+    residual: jax.Array  # bfloat16 [M, D]
+    activations: Activations  # what the output projection reads
+    output: Projection
+
+
 # One jit: the layers share a trace and a lowering.
 @functools.partial(jax.jit, static_argnames=("eps", "axis"))
 def decode_layer(
     layer: dict[str, Any],
     adapters: dict[str, Adapter],
     residual: tuple[jax.Array, jax.Array],
-    keys: jax.Array,
-    values: jax.Array,
+    kept: tuple[jax.Array, ...],
     lengths: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     *,
     eps: float,
     axis: str | None = None,
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     """One transformer layer over one new token per row, where `decode.supports_layer`.
 
     Args:
@@ -106,8 +129,8 @@ def decode_layer(
         adapters: (A, B) of the projections that have an adapter, by the name of the projection.
         residual: bfloat16 [M, D] twice, the residual and what is still to be added to it: the
             first kernel of a layer adds the last product of the layer before.
-        keys: [M, K, S, H] cached keys, bfloat16 or float8_e4m3fn; donated.
-        values: [M, K, S, H] cached values; donated.
+        kept: what rows keep of their tokens: cached keys and values [M, K, S, H], bfloat16 or
+            float8_e4m3fn; donated.
         lengths: int32 [M], number of filled cache positions of each row, less than S.
         angles: float32 [M, H/2] twice, cosines and sines of the rotation at the new positions.
         eps: epsilon of the norms.
@@ -115,12 +138,23 @@ def decode_layer(
             down_proj, adapters included, are parts that are added up along it. None on one device.
 
     Returns:
-        The residual and what is still to be added to it, and the updated keys and values.
+        The residual and what is still to be added to it, and what the rows keep.
     """
-    qkv, o, gate_up, down = (
-        Projection(layer[name], adapters.get(name))
-        for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    )
+    own = Own(layer, adapters, eps, axis)
+    mixed, kept = _mix_by_attention(own, residual, kept, lengths, angles)
+    return _gated_mlp(own, mixed), kept
+
+
+def _mix_by_attention(
+    own: Own,
+    residual: tuple[jax.Array, jax.Array],
+    kept: tuple[jax.Array, ...],
+    lengths: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+) -> tuple[Mixed, tuple[jax.Array, ...]]:
+    """The mixer of a layer with attention, and the updated keys and values."""
+    keys, values = kept
+    layer, qkv, o = own.layer, own.projection("qkv_proj"), own.projection("o_proj")
     norm = _norm(*residual, layer["input_layernorm"], qkv)
     inputs = AttentionInputs(
         qkv=_project(Activations(norm.scaled, norm.xa_partials), qkv),
@@ -134,15 +168,16 @@ def decode_layer(
         keys=keys,
         values=values,
     )
-    attended, keys, values = _attention(inputs, o, eps)
-    scale = layer["post_attention_layernorm"]
-    if axis is None:
-        norm = _output(attended, o, norm.residual, scale, gate_up, eps)
-    else:
-        # The sum lies between the product and the norm, which one kernel would compute.
-        norm = _norm(norm.residual, _sum(_project(attended, o), axis), scale, gate_up)
-    hidden = _mlp(norm, gate_up, down, eps)
-    return (norm.residual, _sum(_project(hidden, down), axis)), keys, values
+    attended, keys, values = _attention(inputs, o, own.eps)
+    return Mixed(norm.residual, attended, o), (keys, values)
+
+
+def _gated_mlp(own: Own, mixed: Mixed) -> tuple[jax.Array, jax.Array]:
+    """The MLP of a layer without experts: the residual and what is still to be added to it."""
+    gate_up, down = own.projection("gate_up_proj"), own.projection("down_proj")
+    norm = _output(own, mixed, gate_up)
+    hidden = _mlp(norm, gate_up, down, own.eps)
+    return norm.residual, _sum(_project(hidden, down), own.axis)
 
 
 def _sum(x: jax.Array, axis: str | None) -> jax.Array:
@@ -207,25 +242,23 @@ def _attention(
         return Activations(attended), keys, values
 
 
-def _output(
-    attended: Activations,
-    o: Projection,
-    residual: jax.Array,
-    scale: jax.Array,
-    gate_up: Projection,
-    eps: float,
-) -> DeferredNorm:
-    """The output projection added to the residual, and the norm of the sum.
+def _output(own: Own, mixed: Mixed, gate_up: Projection) -> DeferredNorm:
+    """The output projection of a mixer added to the residual, and the norm of the sum.
 
     The projection begins the norm only before a product of gate and up that computes x A^T itself
     and ends with SwiGLU: with a kernel for x A^T nothing would be saved.
     """
+    residual, attended, o = mixed
+    scale = own.layer["post_attention_layernorm"]
+    if own.axis is not None:
+        # The sum lies between the product and the norm, which one kernel would compute.
+        return _norm(residual, _sum(_project(attended, o), own.axis), scale, gate_up)
     epilogue = AddRmsNorm(residual, scale)
     fused = _supports(attended, o, epilogue) and _supports(
         # The scaled sum has the size of the residual.
         Activations(residual),
         gate_up,
-        Swiglu(None, eps),
+        Swiglu(None, own.eps),
     )
     if not fused:
         return _norm(residual, _project(attended, o), scale, gate_up)

@@ -471,16 +471,16 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
             name: kernel_weight(leaf) if isinstance(leaf, QuantTensor) else leaf
             for name, leaf in layer.items()
         }
-        residual, keys, values = decode_layer(
+        leaves, tree = jax.tree.flatten(kept)
+        residual, leaves = decode_layer(
             arrays,
             adapters,
             residual,
-            kept.keys,
-            kept.values,
+            tuple(leaves),
             cache.lengths,
             (cosines, sines),
             eps=config.norm_eps,
             axis=TENSOR if config.shards > 1 else None,
         )
-        layers.append(kept.replace(keys=keys, values=values))
+        layers.append(tree.unflatten(leaves))
     return residual[0] + residual[1], layers
