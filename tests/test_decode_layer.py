@@ -16,6 +16,7 @@ from pallas_kernels.decode import attention, attention_sm90, layer, norms
 from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, cases, dispatch, lora_shrink, mma
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
+from qerl_jax.policy.config import ExpertsConfig
 from qerl_jax.policy.layers.kinds import PROJECTIONS
 from qerl_jax.policy.quant import quantize, tile_order
 
@@ -28,10 +29,18 @@ from qerl_jax.policy.quant import quantize, tile_order
         *(pytest.param(k, PROJECTIONS, marks=pytest.mark.slow) for k in ("qwen2", "llama")),
         pytest.param("qwen2", ("k_proj", "down_proj"), marks=pytest.mark.slow),
         ("qwen3", ()),
+        ("qwen3_moe", ("q_proj", "o_proj")),
+        ("qwen3_moe with a shared expert", ()),
     ],
 )
 def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
-    config, params = tiny_model.tiny_policy(kind, embed_dim=64, head_dim=32)
+    changes = {}
+    if "shared" in kind:
+        # Adapters of the expert that all tokens have.
+        targets = ("gate_proj", "up_proj", "down_proj")
+        targets = tuple(f"shared_expert.{name}" for name in targets)
+        changes["experts"] = ExpertsConfig(40, 3, 16, shared_width=48, normalized=False)
+    config, params = tiny_model.tiny_policy(kind.split()[0], embed_dim=64, head_dim=32, **changes)
     norms = ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
     params = jax.tree.map_with_path(
         lambda path, x: x if path[-1].key in norms else x.astype(jnp.bfloat16), params
@@ -46,11 +55,13 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
 
     arguments = params, lora_layers, prompts[:, 0], cache
     monkeypatch.setattr(decode, "supports_device", lambda _: False)
-    expected, expected_cache = traced_step(config, *arguments)
+    expected, expected_cache, expected_routes = traced_step(config, *arguments)
     use_decode_kernels(monkeypatch, interpret)
     assert decode.supports_layer(jnp.dtype("bfloat16"), cache.layers[0].keys)
-    actual, actual_cache = traced_step(config, *arguments)
+    actual, actual_cache, routes = traced_step(config, *arguments)
     assert_close(actual, wide(expected), 2e-2)
+    if config.experts is not None:
+        np.testing.assert_array_equal(routes, expected_routes)
     layers = map(jax.tree.leaves, (actual_cache.layers, expected_cache.layers))
     for new, old in zip(*layers, strict=True):
         assert_close(new, wide(old), 2e-2)
@@ -93,7 +104,7 @@ def traced_step(config, *arguments):
     """A decode step that is traced anew, as the test has chosen its kernels since the last one."""
     jax.clear_caches()
     step = jax.jit(functools.partial(transformer.decode_step, config=config))
-    return step(*arguments)[:2]
+    return step(*arguments)
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)

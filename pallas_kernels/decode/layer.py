@@ -46,15 +46,19 @@ needed, after `decode.supports_layer`.
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import fp4_matmul, matvec
-from pallas_kernels.decode import attention, norms
+from pallas_kernels.decode import attention, norms, self_test
 from pallas_kernels.decode.attention import AttentionInputs
 from pallas_kernels.decode.norms import DeferredNorm
 from pallas_kernels.device import num_sms
+from pallas_kernels.experts import combine, gated_matmul, grouped_matmul, route
+from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.fp4_matmul import AddRmsNorm, Epilogue, Fp4Tiles, Fp4Weight, Swiglu
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
 
@@ -106,19 +110,34 @@ class Mixed(NamedTuple):
     output: Projection
 
 
+class Experts(NamedTuple):
+    """The shapes of a mixture of experts."""
+
+    count: int  # number E of experts
+    top_k: int  # experts of a token
+    width: int  # width F of an expert
+    normalized: bool  # whether the weights are a softmax over a token's experts, or over all
+
+
+# The residual and what is still to be added to it: the first kernel of a layer adds the last
+# product of the layer before, or what its experts computed.
+Residual = tuple[jax.Array, jax.Array | ExpertSums]
+
+
 # One jit: the layers share a trace and a lowering.
-@functools.partial(jax.jit, static_argnames=("eps", "axis"))
+@functools.partial(jax.jit, static_argnames=("eps", "experts", "axis"))
 def decode_layer(
     layer: dict[str, Any],
     adapters: dict[str, Adapter],
-    residual: tuple[jax.Array, jax.Array],
+    residual: Residual,
     kept: tuple[jax.Array, ...],
     lengths: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     *,
     eps: float,
+    experts: Experts | None = None,
     axis: str | None = None,
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+) -> tuple[Residual, tuple[jax.Array, ...], jax.Array | None]:
     """One transformer layer over one new token per row, where `decode.supports_layer`.
 
     Args:
@@ -126,28 +145,35 @@ def decode_layer(
             [2 F, D] and 'down_proj' [D, F], each a bfloat16 array, an Fp4Weight or an Fp4Tiles;
             float32 scales of the norms 'input_layernorm' and 'post_attention_layernorm' [D] and,
             if queries and keys have norms, 'q_norm' and 'k_norm' [H]; 'qkv_bias', if there is one.
+            A mixture of experts has in place of the last two products 'router' bfloat16 [E, D],
+            'experts_gate_up' [E 2F, D], 'experts_down' [E D, F] and, if a shared expert of width S
+            is there, 'shared_gate_up' [2 S, D], 'shared_down' [D, S] and 'shared_gate' [1, D].
         adapters: (A, B) of the projections that have an adapter, by the name of the projection.
-        residual: bfloat16 [M, D] twice, the residual and what is still to be added to it: the
-            first kernel of a layer adds the last product of the layer before.
+        residual: bfloat16 [M, D] twice, the residual and what is still to be added to it.
         kept: what rows keep of their tokens: cached keys and values [M, K, S, H], bfloat16 or
             float8_e4m3fn; donated.
         lengths: int32 [M], number of filled cache positions of each row, less than S.
         angles: float32 [M, H/2] twice, cosines and sines of the rotation at the new positions.
         eps: epsilon of the norms.
+        experts: shapes of a mixture of experts, or None for a layer with one MLP.
         axis: axis of a mesh whose devices have the layer together: the results of o_proj and of
             down_proj, adapters included, are parts that are added up along it. None on one device.
 
     Returns:
-        The residual and what is still to be added to it, and what the rows keep.
+        The residual and what is still to be added to it, what the rows keep, and the experts of
+        the tokens, int32 [M, k] or None.
     """
     own = Own(layer, adapters, eps, axis)
     mixed, kept = _mix_by_attention(own, residual, kept, lengths, angles)
-    return _gated_mlp(own, mixed), kept
+    if experts is None:
+        return _gated_mlp(own, mixed), kept, None
+    residual, routes = _mixture(own, mixed, experts)
+    return residual, kept, routes
 
 
 def _mix_by_attention(
     own: Own,
-    residual: tuple[jax.Array, jax.Array],
+    residual: Residual,
     kept: tuple[jax.Array, ...],
     lengths: jax.Array,
     angles: tuple[jax.Array, jax.Array],
@@ -180,15 +206,69 @@ def _gated_mlp(own: Own, mixed: Mixed) -> tuple[jax.Array, jax.Array]:
     return norm.residual, _sum(_project(hidden, down), own.axis)
 
 
+def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Array]:
+    """The MLP of a layer with experts, and the experts of the tokens, int32 [M, k]."""
+    layer, adapted = own.layer, None
+    weight = layer["router"]
+    if shared := "shared_gate_up" in layer:
+        adapted = own.projection("shared_gate_up")
+        weight = jnp.concatenate([weight, layer["shared_gate"]])
+    product = _project(mixed.activations, mixed.output)
+    norm = _norm(mixed.residual, product, layer["post_attention_layernorm"], adapted, weight)
+    routing = _route(norm, route.Router(*experts[:2], experts.normalized, shared, own.eps))
+    with jax.named_scope("experts"):
+        hidden = gated_matmul(
+            routing.states,
+            layer["experts_gate_up"],
+            routing.table,
+            routing.weights,
+            width=experts.width,
+        )
+        rows = grouped_matmul(
+            hidden, layer["experts_down"], routing.table, outputs=norm.residual.shape[1]
+        )
+    y = None
+    if adapted is not None:
+        down = own.projection("shared_down")
+        y = _project(_mlp(norm, adapted, down, own.eps), down)
+    sums = ExpertSums(rows, routing.table.place.reshape(routing.routes.shape), y, routing.opened)
+    return (norm.residual, sums if _experts_agree() else combine.total(sums)), routing.routes
+
+
+def _route(norm: DeferredNorm, router: route.Router) -> route.Routing:
+    """The experts of the tokens behind a norm."""
+    assert norm.logit_partials is not None, "the norm has the router's product"
+    scores = route.Scores(norm.scaled, norm.square_partials, norm.logit_partials)
+    with jax.named_scope("router"):
+        if route.supports(scores, router) and _experts_agree():
+            return route.route(scores, router)
+        return route.reference(scores, router)
+
+
+def total(residual: Residual) -> jax.Array:
+    """Returns the residual [M, D] with all that is to be added to it."""
+    x, y = residual
+    return x + (combine.total(y) if isinstance(y, ExpertSums) else y)
+
+
 def _sum(x: jax.Array, axis: str | None) -> jax.Array:
     with jax.named_scope("sums"):
         return x if axis is None else jax.lax.psum(x, axis)
 
 
-def _norm(x: jax.Array, y: jax.Array, scale: jax.Array, reader: Projection) -> DeferredNorm:
-    """The norm of x + y, which a projection reads."""
+def _norm(
+    x: jax.Array,
+    y: jax.Array | ExpertSums,
+    scale: jax.Array,
+    reader: Projection | None,
+    router: jax.Array | None = None,
+) -> DeferredNorm:
+    """The norm of x + y, which a projection reads, or a router, or both."""
+    a = None if reader is None else reader.a
     with jax.named_scope("norms"):
-        return norms.add_rmsnorm(x, y, scale, reader.a)
+        if router is None:
+            return norms.add_rmsnorm(x, y, scale, a)
+        return norms.add_rmsnorm(x, y, scale, a, router=router)
 
 
 def _project(
@@ -292,15 +372,30 @@ def _sm90_attention_agrees() -> bool:
 
     It uses an API of jax that may change.
     """
-    try:
-        from pallas_kernels.decode import attention_sm90, self_test
 
-        error = self_test.relative_error(attention_sm90.attend)
+    def relative_error():
+        from pallas_kernels.decode import attention_sm90
+
+        return self_test.relative_error(attention_sm90.attend)
+
+    return _agrees("attention without the kernel for Hopper GPUs", relative_error)
+
+
+@functools.cache
+def _experts_agree() -> bool:
+    """Whether the kernels that route tokens and add their experts up agree with the definition."""
+    return _agrees("experts without the kernels that route tokens", self_test.routing_error)
+
+
+def _agrees(consequence: str, relative_error: Callable[[], float]) -> bool:
+    """Whether an error is small; warns of the consequence where it is not, or there is none."""
+    try:
+        error = relative_error()
     except Exception as problem:  # Whatever an untested version of jax raises.
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
     else:
         if error < 1e-2:
             return True
         reason = f"it is off by {error:.1e}"
-    warnings.warn(f"attention without the kernel for Hopper GPUs ({reason})", stacklevel=2)
+    warnings.warn(f"{consequence} ({reason})", stacklevel=3)
     return False

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import fp4_matmul
-from pallas_kernels.experts.table import Table
+from pallas_kernels.experts.table import Table, to_rows
 from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
@@ -39,6 +39,26 @@ def grouped_matmul(x: jax.Array, weight: Weight, table: Table, *, outputs: int) 
     if isinstance(weight, Fp4Tiles) and outputs % TILE_ROWS:
         weight = fp4_matmul.from_tiles(weight)  # Tiles have rows of two experts.
     return _grouped(x, weight, table, outputs)
+
+
+def gated_matmul(
+    x: jax.Array, weight: Weight, table: Table, row_weights: jax.Array, *, width: int
+) -> jax.Array:
+    """Returns silu(gate) * up * w of each pair, where gate and up are x W_e^T; without a gradient.
+
+    Args:
+        x: [T, K], the tokens.
+        weight: [E 2F, K], the weights of the experts one after the other, of each first gate.
+        table: which expert a row belongs to.
+        row_weights: float32 [P], the weight w of each pair.
+        width: number F of outputs of gate and of up.
+
+    Returns:
+        [R, F] in x's dtype; undefined for rows without a pair.
+    """
+    gate_up = grouped_matmul(to_rows(x, table), weight, table, outputs=2 * width)
+    gate, up = jnp.split(gate_up, 2, axis=1)
+    return (jax.nn.silu(gate) * up * to_rows(row_weights[:, None], table)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -150,13 +150,13 @@ def shrink_tiles(
     value: Callable[[dict, Tile], jax.Array],
     operands: dict[str, jax.Array],
     results: dict[str, jax.ShapeDtypeStruct],
-    a: jax.Array | None,
+    a: jax.Array | tuple[jax.Array | None, jax.Array] | None,
     shape: tuple[int, int],
     *,
     block: int = COLUMNS,
     interpret: bool,
 ) -> dict[str, Any]:
-    """Computes x [M, K] tile by tile, and its product with A.
+    """Computes x [M, K] tile by tile, and its products with A and with a router.
 
     Args:
         name: name of the kernel.
@@ -164,26 +164,31 @@ def shrink_tiles(
             bfloat16 and may store results.
         operands: whole operands of `value` by name.
         results: shapes of the results of `value` by name.
-        a: bfloat16 [R, K], or None; not yet `padded`.
+        a: bfloat16 [R, K], or None; not yet `padded`. Or a pair of it and of a router's weight,
+            bfloat16 [E, K].
         shape: shape [M, K] of x, `padded`.
         block: number of columns of a tile.
         interpret: whether to simulate the kernel on a CPU.
 
     Returns:
-        The results by name, and "xa_partials" of `shrink`, None without A.
+        The results by name, "xa_partials" of `shrink`, None without A, and "logit_partials", the
+        same of a router.
     """
     m, width = shape
     rows, blocks = tile_rows(m), pl.cdiv(width, block)
     grid = pl.cdiv(m, rows), blocks
     ranks, scratch = 0, {}
+    columns_of, a = _stacked(a)
     if a is not None:
-        columns = pl.cdiv(len(a), PARTIAL_COLUMNS) * PARTIAL_COLUMNS
+        columns = sum(columns_of.values())
         ranks = pl.cdiv(len(a), warp_mma.ROWS) * warp_mma.ROWS
         a = padded(jnp.pad(a, ((0, ranks - len(a)), (0, 0))), block)
         grid = *grid, columns // _RANK
         operands = operands | {"a": a}
-        partials = jax.ShapeDtypeStruct((blocks, m, columns), jnp.float32)
-        results = results | {"xa_partials": partials}
+        results = results | {
+            name: jax.ShapeDtypeStruct((blocks, m, count), jnp.float32)
+            for name, count in columns_of.items()
+        }
         warps = min(WARPS, block // _WARP_COLUMNS)
         scratch["sums"] = (warps, max(rows, warp_mma.ROWS), _RANK), jnp.float32
 
@@ -219,11 +224,37 @@ def shrink_tiles(
         if ranks % _RANK:
             column = part * _RANK + threads.iota(total.shape, 1, _dense_layout(rows))
             total = jnp.where(column < ranks, total, jnp.zeros_like(total))
-        place = index, tile.rows, pl.ds(part * _RANK, _RANK)
-        threads.store(refs["xa_partials"].at[place], total)
+        if len(columns_of) == 1:
+            place = index, tile.rows, pl.ds(part * _RANK, _RANK)
+            threads.store(refs[next(iter(columns_of))].at[place], total)
+            return
+        split = columns_of["xa_partials"] // _RANK
+        for name, first, mine in (
+            ("xa_partials", 0, part < split),
+            ("logit_partials", split, part >= split),
+        ):
+
+            @pl.when(mine)
+            def store(name=name, first=first):
+                place = index, tile.rows, pl.ds((part - first) * _RANK, _RANK)
+                threads.store(refs[name].at[place], total)
 
     outs = warpgroup.run(body, name, grid, operands, results, scratch=scratch, interpret=interpret)
     return {"xa_partials": None} | outs
+
+
+def _stacked(a) -> tuple[dict[str, int], jax.Array | None]:
+    """The columns of partials of each factor, by name, and the factors in one array."""
+    router, names = None, ("xa_partials", "logit_partials")
+    if isinstance(a, tuple):
+        a, router = a
+    factors = [(name, x) for name, x in zip(names, (a, router), strict=True) if x is not None]
+    columns_of = {name: pl.cdiv(len(x), PARTIAL_COLUMNS) * PARTIAL_COLUMNS for name, x in factors}
+    if router is not None:
+        a = jnp.concatenate(
+            [jnp.pad(x, ((0, columns_of[name] - len(x)), (0, 0))) for name, x in factors]
+        )
+    return columns_of, a
 
 
 def _multiply(tile: Tile, tokens: jax.Array, factors: list[jax.Array]) -> jax.Array:

@@ -246,9 +246,9 @@ def decode_step(
         kind.mlp.FUSES and kind.mixer.fuses(config, x.dtype, kept)
         for kind, kept in zip(kinds.layers_of(config), cache.layers, strict=True)
     ):
-        x, layers = _fused_layers(params, lora_layers, x, cache, angles, config=config)
+        x, layers, routes = _fused_layers(params, lora_layers, x, cache, angles, config=config)
         # A head for a few rows is slow in some libraries, and never faster than for 16.
-        x, routes = jnp.pad(x, ((0, max(0, 16 - len(tokens))), (0, 0))), None
+        x = jnp.pad(x, ((0, max(0, 16 - len(tokens))), (0, 0)))
     else:
         x, layers, routes = x[:, None], [], []
         parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
@@ -257,10 +257,11 @@ def decode_step(
             x, kept, chosen = _decode_layer(*arrays, kind=kind, config=config)
             layers.append(kept)
             routes.append(None if chosen is None else chosen[:, 0])
-        x, routes = x[:, 0], _stacked(routes)
+        x = x[:, 0]
     x = rms_norm(x, params["norm"], config.norm_eps)
     cache = Cache(layers=layers, lengths=cache.lengths + 1)
-    return whole_vocabulary(logits(params, x)[: len(tokens)], config), cache, routes
+    logits_of = whole_vocabulary(logits(params, x)[: len(tokens)], config)
+    return logits_of, cache, _stacked(routes)
 
 
 def extend(
@@ -461,18 +462,21 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
     Roundings differ: the factor of an RMSNorm multiplies the result of a projection, not its input.
     """
     # The module uses an API of jax that may change, and is loaded when needed.
-    from pallas_kernels.decode.layer import decode_layer
+    from pallas_kernels.decode.layer import Experts, decode_layer, total
 
-    residual = x, jnp.zeros_like(x)
+    residual, experts = (x, jnp.zeros_like(x)), config.experts
+    if experts is not None:
+        shapes = experts.count, experts.top_k, experts.width, experts.normalized
+        experts = Experts(*shapes)
     cosines, sines = (part[:, 0, 0] for part in angles)
-    layers = []
+    layers, routes = [], []
     for layer, adapters, kept in zip(params["layers"], lora_layers, cache.layers, strict=True):
         arrays = {
             name: kernel_weight(leaf) if isinstance(leaf, QuantTensor) else leaf
             for name, leaf in layer.items()
         }
         leaves, tree = jax.tree.flatten(kept)
-        residual, leaves = decode_layer(
+        residual, leaves, chosen = decode_layer(
             arrays,
             adapters,
             residual,
@@ -480,7 +484,9 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
             cache.lengths,
             (cosines, sines),
             eps=config.norm_eps,
+            experts=experts,
             axis=TENSOR if config.shards > 1 else None,
         )
         layers.append(tree.unflatten(leaves))
-    return residual[0] + residual[1], layers
+        routes.append(chosen)
+    return total(residual), layers, routes

@@ -1,0 +1,530 @@
+"""Which experts the tokens of a decode step have, in one kernel: top-k, softmax, and the table.
+
+The router's product has come with the norm in front of it (`decode.norms.add_rmsnorm`), as partial
+sums, which lack the factor of the norm. A CTA adds them up for a few tokens, chooses their experts,
+and stores the tokens with the factor. The CTA that comes last makes the table of all tokens.
+
+A row of an expert is found by counting: for each expert, the tokens that have it are bits of words
+in shared memory, one word for 32 tokens. Bits may be set in any order; nothing else depends on it.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels import warpgroup
+from pallas_kernels.experts.table import Table, table, tile_bound, tile_rows
+from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
+
+_THREADS = 32 * WARPS
+_TOKENS = 256  # of a step, at most
+_ROWS = 8  # tokens of a CTA, if it has all of them
+_SHARED_ROWS = 4  # tokens of a CTA of several
+_WORD = 32  # tokens of a word
+_NUMBERS_IN_FLIGHT = 64  # of a thread, of partial sums
+_LOG2_E = 1.4426950408889634
+_TAKEN = -(2**31)  # less than the key of any number
+
+
+class Scores(NamedTuple):
+    """What a norm leaves for the router, of M tokens; see `decode.norms.DeferredNorm`."""
+
+    scaled: jax.Array  # bfloat16 [M, D], the norm without its factor
+    square_partials: jax.Array  # float32 [P, M]
+    # float32 [S, M, E'], the products of `scaled` with the router, and after them with the weight
+    # of the shared expert's gate, if there is one.
+    logit_partials: jax.Array
+
+
+class Routing(NamedTuple):
+    """What the router chose for M tokens with k experts each, and their table."""
+
+    states: jax.Array  # bfloat16 [M, D], the norm
+    routes: jax.Array  # int32 [M, k], from the largest logit to the smallest
+    weights: jax.Array  # float32 [M k], the weights of the pairs
+    opened: jax.Array | None  # float32 [M], the factors of the shared expert, if there is one
+    table: Table
+
+
+class Router(NamedTuple):
+    """What a router does."""
+
+    experts: int  # number E of experts
+    top_k: int  # experts of a token
+    normalized: bool  # whether the weights are a softmax over the chosen experts, or over all
+    shared: bool  # whether there is a shared expert with a gate
+    eps: float  # of the norm
+
+
+def supports(scores: Scores, router: Router) -> bool:
+    """Whether the kernel routes these tokens."""
+    m, width = scores.scaled.shape
+    return (
+        m <= _TOKENS
+        and width % _WORD == 0
+        and router.top_k <= min(16, router.experts)
+        and router.experts <= 1024
+    )
+
+
+def reference(scores: Scores, router: Router) -> Routing:
+    """Returns what `route` does, by XLA."""
+    factor = lax.rsqrt(scores.square_partials.sum(axis=0) + router.eps)[:, None]
+    logits = scores.logit_partials.sum(axis=0) * factor
+    states = (scores.scaled.astype(jnp.float32) * factor).astype(scores.scaled.dtype)
+    opened = jax.nn.sigmoid(logits[:, router.experts]) if router.shared else None
+    logits = logits[:, : router.experts]
+    values, routes = lax.top_k(logits, router.top_k)
+    if router.normalized:
+        weights = jax.nn.softmax(values)
+    else:
+        weights = jnp.exp(values - jax.nn.logsumexp(logits, axis=1, keepdims=True))
+    own_table = table(routes, experts=router.experts)
+    return Routing(states, routes, weights.reshape(-1), opened, own_table)
+
+
+def route(scores: Scores, router: Router, *, interpret: bool = False) -> Routing:
+    """Returns the experts of the tokens of a decode step, where `supports`.
+
+    Args:
+        scores: what the norm leaves.
+        router: what the router does.
+        interpret: whether to simulate the kernel on a CPU.
+    """
+    m, top_k = len(scores.scaled), router.top_k
+    pairs = m * top_k
+    bound = tile_bound(pairs, router.experts)
+    size = bound * tile_rows(pairs, router.experts)
+    rows = 1 << min(m, _ROWS if m <= _ROWS else _SHARED_ROWS).bit_length() - 1
+    ctas = pl.cdiv(m, rows)
+    operands = scores._asdict()
+    if ctas > 1:
+        # Zero before and after every call: all calls of a program use the same array.
+        operands["counter"] = jnp.zeros(1, jnp.int32)
+    results = {
+        "states": jax.ShapeDtypeStruct(scores.scaled.shape, scores.scaled.dtype),
+        "routes": jax.ShapeDtypeStruct((m, top_k), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((m, top_k), jnp.float32),
+        "place": jax.ShapeDtypeStruct((pairs,), jnp.int32),
+        "source": jax.ShapeDtypeStruct((size,), jnp.int32),
+        "owner": jax.ShapeDtypeStruct((bound,), jnp.int32),
+        "used": jax.ShapeDtypeStruct((1,), jnp.int32),
+    }
+    if router.shared:
+        results["opened"] = jax.ShapeDtypeStruct((m,), jnp.float32)
+    words = (pl.cdiv(m, _WORD), pl.cdiv(router.experts, _THREADS) * _THREADS)
+    outs = warpgroup.run(
+        functools.partial(_body, router, rows, ctas),
+        "route_experts",
+        (ctas,),
+        operands,
+        results,
+        scratch={
+            "bits": (words, jnp.int32),
+            "starts": (words, jnp.int32),
+            "totals": ((8,), jnp.int32),
+        },
+        interpret=interpret,
+    )
+    return Routing(
+        states=outs["states"],
+        routes=outs["routes"],
+        weights=outs["weights"].reshape(-1),
+        opened=outs.get("opened"),
+        table=Table(outs["place"], outs["source"], outs["owner"], outs["used"].reshape(())),
+    )
+
+
+def _body(router, rows, ctas, threads: Warpgroup, operands, _, results, **shared):
+    """What a CTA does."""
+    (cta,) = threads.cta
+    m = results["routes"].shape[0]
+    own = pl.ds(jnp.minimum(cta * rows, m - rows), rows)
+    builder = _TableBuilder(threads, results, shared, router.experts)
+    builder.clear(cta, ctas)
+    factor = _choose(threads, router, operands, results, own)
+    _store_states(threads, operands["scaled"], results["states"], own, factor)
+    if ctas == 1:
+        threads.meet()
+        builder.build()
+    else:
+        pl.when(_is_last(threads, operands["counter"], shared["totals"], ctas))(builder.build)
+
+
+def _row_layout(rows: int, width: int, most: int) -> Layout:
+    """How [rows, width] lies in registers: a warp has a row, a thread `most` neighbors at most."""
+    vector = most
+    while width % (32 * vector):
+        vector //= 2
+    warps = min(WARPS, rows)
+    shared = (plgpu.Replicated(WARPS // warps),) if warps < WARPS else ()
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((warps, 32 * vector), (vector,))),
+        warp_dims=(*((-3,) if warps > 1 else ()), *shared),
+        lane_dims=(-2,),
+        vector_dim=-1,
+    )
+
+
+def _choose(threads: Warpgroup, router: Router, operands, results, own) -> jax.Array:
+    """Chooses the experts of some tokens; returns the factors of their norm, float32 [rows]."""
+    rows, experts = own.size, router.experts
+    width = pl.cdiv(experts, 32) * 32
+    layout = _row_layout(rows, width, 4)
+    total, mean_square, gate = _add_partials(threads, operands, own, width, layout, router)
+    factor = lax.rsqrt(mean_square + router.eps)
+
+    def over(numbers):
+        return lax.broadcast_in_dim(numbers, (rows, width), (0,))
+
+    expert = threads.iota((rows, width), 1, layout)
+    # Without the sign of zeros, which are equal.
+    logits = total * over(factor) + 0.0
+    bits = lax.bitcast_convert_type(logits, jnp.int32)
+    # Integers in the order of the numbers.
+    keys = jnp.maximum(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), _TAKEN + 1)
+    if width > experts:
+        keys = jnp.where(expert < experts, keys, jnp.full_like(keys, _TAKEN))
+    values = []
+    for j in range(router.top_k):
+        key = jnp.max(keys, axis=1)
+        is_largest = keys == over(key)
+        chosen = jnp.min(jnp.where(is_largest, expert, jnp.full_like(expert, width)), axis=1)
+        threads.store(results["routes"].at[own, j], chosen)
+        keys = jnp.where(expert == over(chosen), jnp.full_like(keys, _TAKEN), keys)
+        bits = jnp.where(key < 0, key ^ 0x7FFFFFFF, key)
+        values.append(lax.bitcast_convert_type(bits, jnp.float32))
+    powers = [jnp.exp2(_LOG2_E * (value - values[0])) for value in values]
+    if router.normalized:
+        sum_of_powers = functools.reduce(jnp.add, powers)
+    else:
+        others = jnp.exp2(_LOG2_E * (logits - over(values[0])))
+        if width > experts:
+            others = jnp.where(expert < experts, others, jnp.zeros_like(others))
+        sum_of_powers = jnp.sum(others, axis=1)
+    for j, power in enumerate(powers):
+        threads.store(results["weights"].at[own, j], power / sum_of_powers)
+    if gate is not None:
+        opened = 1.0 / (1.0 + jnp.exp2(-_LOG2_E * factor * gate))
+        threads.store(results["opened"].at[own], opened)
+    return factor
+
+
+def _add_partials(threads: Warpgroup, operands, own, width: int, layout: Layout, router: Router):
+    """The logits without the factor [rows, width], mean squares, and logits of the shared gate."""
+    partials, squares = operands["logit_partials"], operands["square_partials"]
+    numbers = max(1, own.size // WARPS) * width // 32  # of a thread, of a partial sum
+    batch = max(1, _NUMBERS_IN_FLIGHT // numbers)
+
+    def load(i):
+        loaded = [threads.load(partials.at[i, own, pl.ds(0, width)], layout)]
+        if router.shared:
+            loaded.append(threads.load(partials.at[i, own, router.experts], layout.reduce(1)))
+        return loaded
+
+    def add_batch(count, first, sums):
+        loaded = [load(first + i) for i in range(count)]
+        for parts in loaded:
+            sums = [total + part for total, part in zip(sums, parts, strict=True)]
+        return sums
+
+    def zeros(shape, layout):
+        return threads.cast(jnp.zeros(shape, jnp.float32), layout)
+
+    sums = [zeros((own.size, width), layout)]
+    if router.shared:
+        sums.append(zeros((own.size,), layout.reduce(1)))
+    count = partials.shape[0]
+    if count > batch:
+        sums = lax.fori_loop(
+            0, count // batch, lambda i, sums: add_batch(batch, i * batch, sums), sums
+        )
+    rest = count % batch if count > batch else count
+    sums = add_batch(rest, count - rest, sums)
+    squares = [threads.load(squares.at[i, own], layout.reduce(1)) for i in range(squares.shape[0])]
+    return sums[0], functools.reduce(jnp.add, squares), sums[1] if router.shared else None
+
+
+def _store_states(threads: Warpgroup, scaled: Any, states: Any, own: Any, factor: jax.Array):
+    """Stores some tokens with the factor of the norm."""
+    width = scaled.shape[1]
+    block = 256
+    while width % block and width < 256:
+        block //= 2
+    layout = _row_layout(own.size, block, 8)
+    factor = lax.broadcast_in_dim(threads.cast(factor, layout.reduce(1)), (own.size, block), (0,))
+    for start in range(0, width, block):
+        # The last block begins earlier, and repeats a part of the one before.
+        columns = pl.ds(min(start, width - block), block)
+        x = threads.load(scaled.at[own, columns], layout).astype(jnp.float32)
+        threads.store(states.at[own, columns], (x * factor).astype(states.dtype))
+
+
+def _is_last(threads: Warpgroup, counter: Any, flag: Any, ctas: int) -> Any:
+    """Whether this CTA is the last one, and sees what the others stored.
+
+    The counter, int32 [1], is zero before and after the kernel; the flag is in shared memory.
+    """
+    if threads.simulated:  # CTAs run in order.
+        return threads.cta[0] == ctas - 1
+    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=result)
+    def count(_, counter, flag):
+        mgpu.utils.warpgroup_barrier()
+        _ptx(
+            "{ .reg .pred first; .reg .b32 before; setp.eq.u32 first, $2, 0; "
+            "@first fence.acq_rel.gpu; "
+            f"@first atom.acq_rel.gpu.global.inc.u32 before, [$0], {ctas - 1}; "
+            "@first fence.acq_rel.gpu; @first st.shared.u32 [$1], before; }",
+            _pointer(counter),
+            _address(flag),
+            mgpu.utils.thread_idx(),
+        )
+        mgpu.utils.warpgroup_barrier()
+        before = _ptx("ld.shared.u32 $0, [$1];", _address(flag), results=1)
+        return mgpu.FragmentedArray.splat(before, (), is_signed=True)
+
+    return count(counter, flag) == ctas - 1
+
+
+class _TableBuilder:
+    """Makes the table of all tokens, by the threads of one CTA, of routes in global memory."""
+
+    def __init__(self, threads: Warpgroup, results: dict, shared: dict, experts: int):
+        self.threads, self.results, self.shared, self.experts = threads, results, shared, experts
+        self.tokens, self.top_k = results["routes"].shape
+        self.rows = len(results["source"]) // len(results["owner"])  # of a tile: a power of two
+        self.words, self.width = shared["bits"].shape
+
+    def clear(self, cta: Any, ctas: int) -> None:
+        """Sets rows to those without a pair, each CTA some of them, and the bits to zero."""
+        threads, results = self.threads, self.results
+        if threads.simulated:
+            return
+        pairs = self.tokens * self.top_k
+
+        @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 3, plgpu.Layout.WG_SPLAT))
+        def run(_, refs, cta):
+            source, owner, bits = refs
+            thread = mgpu.utils.thread_idx()
+            own = arith.addi(arith.muli(cta.registers.item(), _i32(_THREADS)), thread)
+            for ref, value in ((source, pairs), (owner, self.experts - 1)):
+                (size,) = ir.MemRefType(ref.type).shape
+                start, step = _element(_pointer(ref), own), _THREADS * ctas
+                for first in range(0, size, step):
+                    _ptx(
+                        "{ .reg .pred inside; "
+                        f"setp.lt.u32 inside, $1, {size - first}; "
+                        f"@inside st.global.u32 [$0+{4 * first}], {value}; }}",
+                        start,
+                        own,
+                    )
+            start = arith.addi(_address(bits), arith.muli(thread, _i32(4)))
+            for first in range(0, self.words * self.width, _THREADS):
+                _ptx(f"st.shared.u32 [$0+{4 * first}], 0;", start)
+
+        run([results["source"], results["owner"], self.shared["bits"]], cta)
+
+    def build(self) -> None:
+        """Makes the table, when all routes are stored and all threads have cleared the bits."""
+        results, names = self.results, ("routes", "place", "source", "owner", "used")
+        if self.threads.simulated:
+            built = table(results["routes"][...], experts=self.experts)
+            for name, value in built._asdict().items():
+                results[name][...] = value.reshape(results[name].shape)
+            return
+        refs = [results[name] for name in names], [self.shared[x] for x in ("bits", "starts")]
+
+        @plgpu.inline_mgpu(
+            arg_types=([plgpu.RefType()] * 5, [plgpu.RefType()] * 2, plgpu.RefType())
+        )
+        def run(_, arrays, shared, totals):
+            pointers = dict(zip(names, map(_pointer, arrays), strict=True))
+            bits, starts = map(_address, shared)
+            own = self._mark(pointers["routes"], bits)
+            mgpu.utils.warpgroup_barrier()
+            self._count(bits, starts, _address(totals), pointers["used"])
+            mgpu.utils.warpgroup_barrier()
+            self._place(own, pointers, bits, starts)
+
+        run(*refs, self.shared["totals"])
+
+    def _mark(self, routes: ir.Value, bits: ir.Value) -> list[list[ir.Value]]:
+        """Sets the bits of the tokens; returns the experts of the thread's tokens.
+
+        A thread has every 128th token, so that a warp's tokens have the bits of a word.
+        """
+        thread, bit = (
+            mgpu.utils.thread_idx(),
+            _ptx(
+                "{ .reg .b32 lane; and.b32 lane, $1, 31; shl.b32 $0, 1, lane; }",
+                mgpu.utils.thread_idx(),
+                results=1,
+            ),
+        )
+        first = _element(routes, arith.muli(thread, _i32(self.top_k)))
+        word = arith.muli(arith.shrui(thread, _i32(5)), _i32(4 * self.width))
+        own = []
+        for start in range(0, self.tokens, _THREADS):
+            experts = []
+            for j in range(self.top_k):
+                offset = 4 * (start * self.top_k + j)
+                expert = _ptx(
+                    "{ .reg .pred there; "
+                    f"setp.lt.u32 there, $2, {self.tokens - start}; mov.b32 $0, 0; "
+                    f"@there ld.relaxed.gpu.global.u32 $0, [$1+{offset}]; }}",
+                    first,
+                    thread,
+                    results=1,
+                )
+                experts.append(expert)
+            for expert in experts:
+                place = arith.addi(arith.addi(bits, word), arith.muli(expert, _i32(4)))
+                _ptx(
+                    "{ .reg .pred there; "
+                    f"setp.lt.u32 there, $2, {self.tokens - start}; "
+                    f"@there red.shared.or.b32 [$0+{4 * start // _WORD * self.width}], $1; }}",
+                    place,
+                    bit,
+                    thread,
+                )
+            own.append(experts)
+        return own
+
+    def _count(self, bits: ir.Value, starts: ir.Value, totals: ir.Value, used: ir.Value) -> None:
+        """Stores the first row of each expert's tokens of each word, and the number of tiles.
+
+        A thread has neighboring experts, and a tile more of each than its tokens fill.
+        """
+        thread = mgpu.utils.thread_idx()
+        count, shift = self.width // _THREADS, self.rows.bit_length() - 1
+        offset = arith.muli(thread, _i32(4 * count))
+        ends, tiles = [], []
+        for expert in range(count):
+            total, before = _i32(0), []
+            for word in range(self.words):
+                at = 4 * (word * self.width + expert)
+                before.append(total)
+                number = _ptx(
+                    f"{{ .reg .b32 word; ld.shared.u32 word, [$1+{at}]; popc.b32 $0, word; }}",
+                    arith.addi(bits, offset),
+                    results=1,
+                )
+                total = arith.addi(total, number)
+            ends.append(before)
+            tiles.append(arith.shrui(arith.addi(total, _i32(self.rows - 1)), _i32(shift)))
+        own = functools.reduce(arith.addi, tiles)
+        through = own  # the tiles of the warp's threads up to this one
+        for distance in (1, 2, 4, 8, 16):
+            through = _ptx(
+                "{ .reg .pred there; .reg .b32 lane, other; and.b32 lane, $2, 31; "
+                f"shfl.sync.up.b32 other, $1, {distance}, 0, 0xffffffff; "
+                f"setp.ge.u32 there, lane, {distance}; mov.b32 $0, $1; "
+                "@there add.u32 $0, $0, other; }",
+                through,
+                thread,
+                results=1,
+            )
+        _ptx(
+            "{ .reg .pred last; .reg .b32 lane, place; and.b32 lane, $2, 31; "
+            "setp.eq.u32 last, lane, 31; shr.u32 place, $2, 5; shl.b32 place, place, 2; "
+            "add.u32 place, place, $0; @last st.shared.u32 [place], $1; }",
+            totals,
+            through,
+            thread,
+        )
+        mgpu.utils.warpgroup_barrier()
+        start, everything = arith.subi(through, own), _i32(0)
+        for warp in range(WARPS):
+            tiles_of_warp = _ptx(f"ld.shared.u32 $0, [$1+{4 * warp}];", totals, results=1)
+            everything = arith.addi(everything, tiles_of_warp)
+            is_later = arith.cmpi(arith.CmpIPredicate.ugt, arith.shrui(thread, _i32(5)), _i32(warp))
+            start = arith.addi(start, arith.select(is_later, tiles_of_warp, _i32(0)))
+        for expert, (before, number) in enumerate(zip(ends, tiles, strict=True)):
+            row = arith.muli(start, _i32(self.rows))
+            for word, earlier in enumerate(before):
+                _ptx(
+                    f"st.shared.u32 [$0+{4 * (word * self.width + expert)}], $1;",
+                    arith.addi(starts, offset),
+                    arith.addi(row, earlier),
+                )
+            start = arith.addi(start, number)
+        _ptx(
+            "{ .reg .pred first; setp.eq.u32 first, $2, 0; @first st.global.u32 [$0], $1; }",
+            used,
+            everything,
+            thread,
+        )
+
+    def _place(
+        self, own: list, pointers: dict[str, ir.Value], bits: ir.Value, starts: ir.Value
+    ) -> None:
+        """Stores the row of each pair of the thread's tokens, the pair, and the tile's expert."""
+        thread, shift = mgpu.utils.thread_idx(), self.rows.bit_length() - 1
+        word = arith.muli(arith.shrui(thread, _i32(5)), _i32(4 * self.width))
+        first = arith.muli(thread, _i32(self.top_k))
+        for i, experts in enumerate(own):
+            start = i * _THREADS
+            for j, expert in enumerate(experts):
+                at = 4 * start // _WORD * self.width
+                offset = arith.addi(word, arith.muli(expert, _i32(4)))
+                row = _ptx(
+                    "{ .reg .b32 lane, below, word, first; and.b32 lane, $3, 31; "
+                    "shl.b32 below, 1, lane; sub.u32 below, below, 1; "
+                    f"ld.shared.u32 word, [$1+{at}]; and.b32 word, word, below; "
+                    f"popc.b32 word, word; ld.shared.u32 first, [$2+{at}]; "
+                    "add.u32 $0, first, word; }",
+                    arith.addi(bits, offset),
+                    arith.addi(starts, offset),
+                    thread,
+                    results=1,
+                )
+                pair = arith.addi(first, _i32(start * self.top_k + j))
+                tile = arith.shrui(row, _i32(shift))
+                for name, index, value in (
+                    ("place", pair, row),
+                    ("source", row, pair),
+                    ("owner", tile, expert),
+                ):
+                    _ptx(
+                        "{ .reg .pred there; "
+                        f"setp.lt.u32 there, $2, {self.tokens - start}; "
+                        "@there st.global.u32 [$0], $1; }",
+                        _element(pointers[name], index),
+                        value,
+                        thread,
+                    )
+
+
+def _ptx(code: str, *operands: ir.Value, results: int = 0) -> Any:
+    """Runs PTX in the order of the code; returns its result, an i32, if it has one."""
+    kind = ir.IntegerType.get_signless(32) if results else None
+    return mgpu.utils.inline_ptx(code, *operands, result_types=kind, has_side_effects=True)
+
+
+def _i32(value: int) -> ir.Value:
+    return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def _pointer(array: Any) -> ir.Value:
+    """The address of an array in global memory, i64."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(array))
+
+
+def _element(pointer: ir.Value, index: ir.Value) -> ir.Value:
+    """The address of a number of four bytes."""
+    return arith.addi(pointer, arith.extui(pointer.type, arith.muli(index, _i32(4))))
+
+
+def _address(shared: Any) -> ir.Value:
+    """The address of an array in shared memory, i32."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(shared))
