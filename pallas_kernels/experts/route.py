@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels import warpgroup
+from pallas_kernels import warp_mma, warpgroup
 from pallas_kernels.experts.table import Table, table, tile_bound, tile_rows
 from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
 
@@ -131,6 +131,7 @@ def route(scores: Scores, router: Router, *, interpret: bool = False) -> Routing
             "bits": (words, jnp.int32),
             "starts": (words, jnp.int32),
             "totals": ((8,), jnp.int32),
+            "chosen": ((rows, top_k), jnp.int32),
         },
         interpret=interpret,
     )
@@ -150,13 +151,14 @@ def _body(router, rows, ctas, threads: Warpgroup, operands, _, results, **shared
     own = pl.ds(jnp.minimum(cta * rows, m - rows), rows)
     builder = _TableBuilder(threads, results, shared, router.experts)
     builder.clear(cta, ctas)
-    factor = _choose(threads, router, operands, results, own)
+    factor = _choose(threads, router, operands, results, own, shared["chosen"])
     _store_states(threads, operands["scaled"], results["states"], own, factor)
     if ctas == 1:
         threads.meet()
-        builder.build()
+        builder.build(shared["chosen"])
     else:
-        pl.when(_is_last(threads, operands["counter"], shared["totals"], ctas))(builder.build)
+        last = _is_last(threads, operands["counter"], shared["totals"], ctas)
+        pl.when(last)(lambda: builder.build(results["routes"]))
 
 
 def _row_layout(rows: int, width: int, most: int) -> Layout:
@@ -174,48 +176,93 @@ def _row_layout(rows: int, width: int, most: int) -> Layout:
     )
 
 
-def _choose(threads: Warpgroup, router: Router, operands, results, own) -> jax.Array:
-    """Chooses the experts of some tokens; returns the factors of their norm, float32 [rows]."""
+def _choose(threads: Warpgroup, router: Router, operands, results, own, chosen) -> jax.Array:
+    """Chooses the experts of some tokens; returns the factors of their norm, float32 [rows].
+
+    The experts are stored in shared memory, too: `chosen`, int32 [rows, k].
+    """
     rows, experts = own.size, router.experts
     width = pl.cdiv(experts, 32) * 32
-    layout = _row_layout(rows, width, 4)
+    layout, lanes = _row_layout(rows, width, 4), _row_layout(rows, 32, 1)
     total, mean_square, gate = _add_partials(threads, operands, own, width, layout, router)
     factor = lax.rsqrt(mean_square + router.eps)
 
-    def over(numbers):
+    def over(numbers, width=width, layout=layout):
         return lax.broadcast_in_dim(numbers, (rows, width), (0,))
 
-    expert = threads.iota((rows, width), 1, layout)
+    over_lanes = functools.partial(over, width=32, layout=lanes)
+    expert, lane = threads.iota((rows, width), 1, layout), threads.iota((rows, 32), 1, lanes)
     # Without the sign of zeros, which are equal.
     logits = total * over(factor) + 0.0
-    bits = lax.bitcast_convert_type(logits, jnp.int32)
-    # Integers in the order of the numbers.
-    keys = jnp.maximum(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), _TAKEN + 1)
+    keys = jnp.maximum(_turned(lax.bitcast_convert_type(logits, jnp.int32)), _TAKEN + 1)
     if width > experts:
         keys = jnp.where(expert < experts, keys, jnp.full_like(keys, _TAKEN))
-    values = []
-    for j in range(router.top_k):
+
+    def take(j, carry):
+        """Takes the largest key; lane j has it, and its expert."""
+        keys, largest, found = carry
         key = jnp.max(keys, axis=1)
         is_largest = keys == over(key)
-        chosen = jnp.min(jnp.where(is_largest, expert, jnp.full_like(expert, width)), axis=1)
-        threads.store(results["routes"].at[own, j], chosen)
-        keys = jnp.where(expert == over(chosen), jnp.full_like(keys, _TAKEN), keys)
-        bits = jnp.where(key < 0, key ^ 0x7FFFFFFF, key)
-        values.append(lax.bitcast_convert_type(bits, jnp.float32))
-    powers = [jnp.exp2(_LOG2_E * (value - values[0])) for value in values]
-    if router.normalized:
-        sum_of_powers = functools.reduce(jnp.add, powers)
-    else:
-        others = jnp.exp2(_LOG2_E * (logits - over(values[0])))
+        first = jnp.min(jnp.where(is_largest, expert, jnp.full_like(expert, width)), axis=1)
+        largest = jnp.where(lane == j, over_lanes(key), largest)
+        found = jnp.where(lane == j, over_lanes(first), found)
+        return jnp.where(expert == over(first), jnp.full_like(keys, _TAKEN), keys), largest, found
+
+    none = threads.cast(jnp.full((rows, 32), _TAKEN, jnp.int32), lanes)
+    _, largest, found = lax.fori_loop(0, router.top_k, take, (keys, none, none))
+    values = lax.bitcast_convert_type(_turned(largest), jnp.float32)
+    top = lax.bitcast_convert_type(_turned(jnp.max(largest, axis=1)), jnp.float32)
+    powers = jnp.exp2(_LOG2_E * (values - over_lanes(top)))
+    powers = jnp.where(lane < router.top_k, powers, jnp.zeros_like(powers))
+    others = powers
+    if not router.normalized:
+        others = jnp.exp2(_LOG2_E * (logits - over(top)))
         if width > experts:
             others = jnp.where(expert < experts, others, jnp.zeros_like(others))
-        sum_of_powers = jnp.sum(others, axis=1)
-    for j, power in enumerate(powers):
-        threads.store(results["weights"].at[own, j], power / sum_of_powers)
+    weights = powers / over_lanes(jnp.sum(others, axis=1))
+    _store_lanes(threads, results["routes"], own.start, found)
+    _store_lanes(threads, results["weights"], own.start, weights)
+    _store_lanes(threads, chosen, 0, found)
     if gate is not None:
         opened = 1.0 / (1.0 + jnp.exp2(-_LOG2_E * factor * gate))
         threads.store(results["opened"].at[own], opened)
     return factor
+
+
+def _turned(bits: jax.Array) -> jax.Array:
+    """From the bits of float32 to integers in the order of the numbers, or back."""
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _store_lanes(threads: Warpgroup, ref: Any, start: Any, value: jax.Array) -> None:
+    """Stores the first k of 32 columns of some rows, from one on, to an array [M, k]."""
+    rows, top_k = len(value), ref.shape[1]
+    if threads.simulated:
+        ref[pl.ds(start, rows), :] = value[:, :top_k]
+        return
+    warps = min(WARPS, rows)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, _row_layout(rows, 32, 1)))
+    def store(_, ref, start, value):
+        is_shared = mgpu.utils.is_smem_ref(ref)
+        thread = mgpu.utils.thread_idx()
+        lane = arith.andi(thread, _i32(31))
+        row = arith.divui(thread, _i32(32 * WARPS // warps))
+        row = arith.addi(start.registers.item(), row)
+        index = arith.addi(arith.muli(row, _i32(top_k)), lane)
+        place = _element(_address(ref) if is_shared else _pointer(ref), index)
+        space = "shared" if is_shared else "global"
+        for i, register in enumerate(value.registers.flat):
+            _ptx(
+                "{ .reg .pred there; "
+                f"setp.lt.u32 there, $2, {top_k}; "
+                f"@there st.{space}.b32 [$0+{4 * i * warps * top_k}], $1; }}",
+                place,
+                warp_mma.numbers(register)[0],
+                lane,
+            )
+
+    store(ref, jnp.int32(start), value)
 
 
 def _add_partials(threads: Warpgroup, operands, own, width: int, layout: Layout, router: Router):
@@ -297,7 +344,7 @@ def _is_last(threads: Warpgroup, counter: Any, flag: Any, ctas: int) -> Any:
 
 
 class _TableBuilder:
-    """Makes the table of all tokens, by the threads of one CTA, of routes in global memory."""
+    """Makes the table of all tokens, by the threads of one CTA; each has every 128th pair."""
 
     def __init__(self, threads: Warpgroup, results: dict, shared: dict, experts: int):
         self.threads, self.results, self.shared, self.experts = threads, results, shared, experts
@@ -334,71 +381,70 @@ class _TableBuilder:
 
         run([results["source"], results["owner"], self.shared["bits"]], cta)
 
-    def build(self) -> None:
-        """Makes the table, when all routes are stored and all threads have cleared the bits."""
-        results, names = self.results, ("routes", "place", "source", "owner", "used")
+    def build(self, routes: Any) -> None:
+        """Makes the table, when all routes are stored and all threads have cleared the bits.
+
+        The routes are in shared memory, if this CTA has chosen all of them, or in global memory.
+        """
+        results, names = self.results, ("place", "source", "owner", "used")
         if self.threads.simulated:
-            built = table(results["routes"][...], experts=self.experts)
+            built = table(routes[...], experts=self.experts)
             for name, value in built._asdict().items():
                 results[name][...] = value.reshape(results[name].shape)
             return
-        refs = [results[name] for name in names], [self.shared[x] for x in ("bits", "starts")]
+        shared = [self.shared[name] for name in ("bits", "starts", "totals")]
 
         @plgpu.inline_mgpu(
-            arg_types=([plgpu.RefType()] * 5, [plgpu.RefType()] * 2, plgpu.RefType())
+            arg_types=(plgpu.RefType(), [plgpu.RefType()] * len(names), [plgpu.RefType()] * 3)
         )
-        def run(_, arrays, shared, totals):
+        def run(_, routes, arrays, shared):
             pointers = dict(zip(names, map(_pointer, arrays), strict=True))
-            bits, starts = map(_address, shared)
-            own = self._mark(pointers["routes"], bits)
+            bits, starts, totals = map(_address, shared)
+            own = self._mark(routes, bits)
             mgpu.utils.warpgroup_barrier()
-            self._count(bits, starts, _address(totals), pointers["used"])
+            self._count(bits, starts, totals, pointers["used"])
             mgpu.utils.warpgroup_barrier()
-            self._place(own, pointers, bits, starts)
+            for number, pair in enumerate(own):
+                self._place(number, pair, pointers, bits, starts)
 
-        run(*refs, self.shared["totals"])
+        run(routes, [results[name] for name in names], shared)
 
-    def _mark(self, routes: ir.Value, bits: ir.Value) -> list[list[ir.Value]]:
-        """Sets the bits of the tokens; returns the experts of the thread's tokens.
-
-        A thread has every 128th token, so that a warp's tokens have the bits of a word.
-        """
-        thread, bit = (
-            mgpu.utils.thread_idx(),
+    def _mark(self, routes: Any, bits: ir.Value) -> list[tuple]:
+        """Sets the bits of the pairs; returns of the thread's pairs expert, place and bit."""
+        thread, is_shared = mgpu.utils.thread_idx(), mgpu.utils.is_smem_ref(routes)
+        load = "ld.shared.b32" if is_shared else "ld.relaxed.gpu.global.b32"
+        first = _element(_address(routes) if is_shared else _pointer(routes), thread)
+        starts = range(0, self.tokens * self.top_k, _THREADS)
+        experts = [
             _ptx(
-                "{ .reg .b32 lane; and.b32 lane, $1, 31; shl.b32 $0, 1, lane; }",
-                mgpu.utils.thread_idx(),
+                "{ .reg .pred there; "
+                f"setp.lt.u32 there, $2, {self.tokens * self.top_k - start}; mov.b32 $0, 0; "
+                f"@there {load} $0, [$1+{4 * start}]; }}",
+                first,
+                thread,
                 results=1,
-            ),
-        )
-        first = _element(routes, arith.muli(thread, _i32(self.top_k)))
-        word = arith.muli(arith.shrui(thread, _i32(5)), _i32(4 * self.width))
+            )
+            for start in starts
+        ]
         own = []
-        for start in range(0, self.tokens, _THREADS):
-            experts = []
-            for j in range(self.top_k):
-                offset = 4 * (start * self.top_k + j)
-                expert = _ptx(
-                    "{ .reg .pred there; "
-                    f"setp.lt.u32 there, $2, {self.tokens - start}; mov.b32 $0, 0; "
-                    f"@there ld.relaxed.gpu.global.u32 $0, [$1+{offset}]; }}",
-                    first,
-                    thread,
-                    results=1,
-                )
-                experts.append(expert)
-            for expert in experts:
-                place = arith.addi(arith.addi(bits, word), arith.muli(expert, _i32(4)))
-                _ptx(
-                    "{ .reg .pred there; "
-                    f"setp.lt.u32 there, $2, {self.tokens - start}; "
-                    f"@there red.shared.or.b32 [$0+{4 * start // _WORD * self.width}], $1; }}",
-                    place,
-                    bit,
-                    thread,
-                )
-            own.append(experts)
+        for start, expert in zip(starts, experts, strict=True):
+            token = arith.divui(arith.addi(thread, _i32(start)), _i32(self.top_k))
+            token = arith.minui(token, _i32(self.tokens - 1))
+            bit = arith.shli(_i32(1), arith.andi(token, _i32(_WORD - 1)))
+            word = arith.muli(arith.shrui(token, _i32(5)), _i32(self.width))
+            place = arith.muli(arith.addi(word, expert), _i32(4))
+            self._if_there(start, "red.shared.or.b32 [$0], $1;", arith.addi(bits, place), bit)
+            own.append((expert, place, bit))
         return own
+
+    def _if_there(self, start: int, code: str, *operands: ir.Value) -> None:
+        """Runs an instruction of two operands in threads that have a pair, from the first one."""
+        _ptx(
+            "{ .reg .pred there; "
+            f"setp.lt.u32 there, $2, {self.tokens * self.top_k - start}; @there {code} }}",
+            *operands,
+            mgpu.utils.thread_idx(),
+        )
 
     def _count(self, bits: ir.Value, starts: ir.Value, totals: ir.Value, used: ir.Value) -> None:
         """Stores the first row of each expert's tokens of each word, and the number of tiles.
@@ -466,43 +512,28 @@ class _TableBuilder:
         )
 
     def _place(
-        self, own: list, pointers: dict[str, ir.Value], bits: ir.Value, starts: ir.Value
+        self, number: int, own: tuple, pointers: dict[str, ir.Value], bits: ir.Value, starts: Any
     ) -> None:
-        """Stores the row of each pair of the thread's tokens, the pair, and the tile's expert."""
-        thread, shift = mgpu.utils.thread_idx(), self.rows.bit_length() - 1
-        word = arith.muli(arith.shrui(thread, _i32(5)), _i32(4 * self.width))
-        first = arith.muli(thread, _i32(self.top_k))
-        for i, experts in enumerate(own):
-            start = i * _THREADS
-            for j, expert in enumerate(experts):
-                at = 4 * start // _WORD * self.width
-                offset = arith.addi(word, arith.muli(expert, _i32(4)))
-                row = _ptx(
-                    "{ .reg .b32 lane, below, word, first; and.b32 lane, $3, 31; "
-                    "shl.b32 below, 1, lane; sub.u32 below, below, 1; "
-                    f"ld.shared.u32 word, [$1+{at}]; and.b32 word, word, below; "
-                    f"popc.b32 word, word; ld.shared.u32 first, [$2+{at}]; "
-                    "add.u32 $0, first, word; }",
-                    arith.addi(bits, offset),
-                    arith.addi(starts, offset),
-                    thread,
-                    results=1,
-                )
-                pair = arith.addi(first, _i32(start * self.top_k + j))
-                tile = arith.shrui(row, _i32(shift))
-                for name, index, value in (
-                    ("place", pair, row),
-                    ("source", row, pair),
-                    ("owner", tile, expert),
-                ):
-                    _ptx(
-                        "{ .reg .pred there; "
-                        f"setp.lt.u32 there, $2, {self.tokens - start}; "
-                        "@there st.global.u32 [$0], $1; }",
-                        _element(pointers[name], index),
-                        value,
-                        thread,
-                    )
+        """Stores the row of a pair of the thread, the pair of the row, and the tile's expert."""
+        expert, place, bit = own
+        row = _ptx(
+            "{ .reg .b32 below, word, first; sub.u32 below, $3, 1; "
+            "ld.shared.b32 word, [$1]; ld.shared.b32 first, [$2]; and.b32 word, word, below; "
+            "popc.b32 word, word; add.u32 $0, first, word; }",
+            arith.addi(bits, place),
+            arith.addi(starts, place),
+            bit,
+            results=1,
+        )
+        start = number * _THREADS
+        pair = arith.addi(mgpu.utils.thread_idx(), _i32(start))
+        tile = arith.shrui(row, _i32(self.rows.bit_length() - 1))
+        for name, index, value in (
+            ("place", pair, row),
+            ("source", row, pair),
+            ("owner", tile, expert),
+        ):
+            self._if_there(start, "st.global.b32 [$0], $1;", _element(pointers[name], index), value)
 
 
 def _ptx(code: str, *operands: ir.Value, results: int = 0) -> Any:
@@ -522,7 +553,10 @@ def _pointer(array: Any) -> ir.Value:
 
 def _element(pointer: ir.Value, index: ir.Value) -> ir.Value:
     """The address of a number of four bytes."""
-    return arith.addi(pointer, arith.extui(pointer.type, arith.muli(index, _i32(4))))
+    offset = arith.muli(index, _i32(4))
+    return arith.addi(
+        pointer, offset if pointer.type == offset.type else arith.extui(pointer.type, offset)
+    )
 
 
 def _address(shared: Any) -> ir.Value:
