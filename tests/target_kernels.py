@@ -33,8 +33,10 @@ from jax.sharding import AbstractDevice
 from kernel_code import standard_output
 from simulated_kernel import random_weight
 
-from pallas_kernels import fp4_matmul, matvec, warpgroup
+from pallas_kernels import experts, fp4_matmul, matvec, warpgroup
 from pallas_kernels.decode import attention, norms
+from pallas_kernels.experts import mma as experts_mma
+from pallas_kernels.experts.mma import GroupedConfig
 from pallas_kernels.fp4_matmul import lora_shrink, mma
 from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 
@@ -178,6 +180,9 @@ def check(target, function, *args):
 
 def relative_error(actual, expected):
     actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    expected = np.nan_to_num(
+        expected
+    )  # What no kernel writes is NaN in one, and zero in the other.
     return float(np.linalg.norm(actual - expected) / (np.linalg.norm(expected) or 1.0))
 
 
@@ -272,6 +277,34 @@ def packed_cases():
         yield f"mma {m} {n} {k} {config}", run, normal(m, k), weight, adapter
     weight = fp4_matmul.to_tiles(random_weight(136, 192))
     yield "mma dequantize", functools.partial(dequantize, inputs=192), weight
+    yield from grouped_cases(normal)
+
+
+def grouped_cases(normal):
+    """As `cases`, of the products of a mixture of experts."""
+
+    def gated(x, weight, table, factors, **options):
+        return experts_mma.gated_matmul(x, weight, table, factors, **options)
+
+    def matmul(rows, weight, table, **options):
+        return experts_mma.matmul(rows, weight, table, **options)
+
+    for tokens, inputs, width, config in (
+        (2, 1152, 64, GroupedConfig(16, 512, 3)),
+        (9, 384, 128, GroupedConfig(64, 128, 2)),
+        (12, 256, 128, GroupedConfig(128, 128, 2, tiles=2)),
+    ):
+        routes = np.random.default_rng(tokens).integers(0, 3, (tokens, 2), np.int32)
+        table = experts.table(jnp.asarray(routes), experts=3)
+        pairs = jnp.abs(normal(2 * tokens)).astype(FLOAT32)
+        options = {"config": config, "width": width}
+        weight = fp4_matmul.to_tiles(random_weight(6 * width, inputs))
+        run = functools.partial(gated, **options)
+        yield f"gated {tokens} {config}", run, normal(tokens, inputs), weight, table, pairs
+        config = dataclasses.replace(config, rows=64, columns=128)
+        run = functools.partial(matmul, config=config, outputs=2 * width)
+        rows = normal(len(table.source), inputs)
+        yield f"grouped {tokens} {config}", run, rows, weight, table
 
 
 def main():

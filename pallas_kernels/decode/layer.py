@@ -225,7 +225,11 @@ def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Ar
             width=experts.width,
         )
         rows = grouped_matmul(
-            hidden, layer["experts_down"], routing.table, outputs=norm.residual.shape[1]
+            hidden,
+            layer["experts_down"],
+            routing.table,
+            outputs=norm.residual.shape[1],
+            zeros=False,
         )
     y = None
     if adapted is not None:

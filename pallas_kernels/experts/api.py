@@ -1,14 +1,21 @@
-"""`grouped_matmul`: tiles of rows times the weights of their experts, dequantized in parts."""
+"""Tiles of rows times the weights of their experts.
+
+With tiles of eight rows, those of a decode step, the kernel of `mma` reads packed weights as they
+are, on every GPU since Ampere on which it agrees with the definition. Otherwise the weights of some
+tiles are dequantized at a time.
+"""
 
 import dataclasses
 import functools
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import fp4_matmul
-from pallas_kernels.experts.table import Table, to_rows
-from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight
+from pallas_kernels import device, fp4_matmul
+from pallas_kernels.experts import self_test
+from pallas_kernels.experts.table import MIN_TILE, Table, to_rows
+from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight, dispatch
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
 # Numbers of dequantized weights that exist at a time: 256 MiB in bfloat16. With a quarter of them a
@@ -19,12 +26,67 @@ DENSE_NUMBERS = 1 << 27
 Weight = jax.Array | Fp4Weight | Fp4Tiles
 
 
+@functools.cache
+def has_kernel() -> bool:
+    """Whether the kernel of `mma` runs on the default device, and agrees with the definition."""
+    if not device.supports_warpgroup() or dispatch.chosen_kernel() == "xla":
+        return False
+    return dispatch.agrees(lambda: self_test.relative_error(kernel()))
+
+
+def kernel() -> ModuleType:
+    """The kernel's module, loaded when needed: it uses an API of jax that may change."""
+    from pallas_kernels.experts import mma
+
+    return mma
+
+
+def _uses_kernel(x: jax.Array, weight: Weight, table: Table, unit: int) -> bool:
+    """Whether the kernel multiplies; `unit` are the outputs that are to be whole tiles."""
+    return (
+        isinstance(weight, Fp4Tiles)
+        and x.dtype == jnp.bfloat16
+        and len(table.source) == MIN_TILE * len(table.owner)
+        and unit % TILE_ROWS == 0
+        and has_kernel()
+    )
+
+
 @jax.named_scope("experts")
-def grouped_matmul(x: jax.Array, weight: Weight, table: Table, *, outputs: int) -> jax.Array:
+def gated_matmul(
+    x: jax.Array, weight: Weight, table: Table, row_weights: jax.Array, *, width: int
+) -> jax.Array:
+    """Returns silu(gate) * up * w for the gate and up of the expert of each pair, x W_e^T.
+
+    Gate and up are rounded to x's dtype. There are no derivatives.
+
+    Args:
+        x: [T, K], the tokens, whose pairs the table has in their order.
+        weight: [E 2F, K], of each expert the rows of gate, then those of up, as `grouped_matmul`
+            takes it.
+        table: which expert a pair belongs to.
+        row_weights: float32 [P], the weight w of each pair.
+        width: number F of outputs of gate.
+
+    Returns:
+        [R, F] in x's dtype; rows without a pair are undefined.
+    """
+    if _uses_kernel(x, weight, table, width):
+        config = kernel().choose(table, 2 * width, parts=2)
+        return kernel().gated_matmul(x, weight, table, row_weights, width=width, config=config)
+    y = grouped_matmul(to_rows(x, table), weight, table, outputs=2 * width)
+    gate, up = jnp.split(y, 2, axis=1)
+    return (jax.nn.silu(gate) * up * to_rows(row_weights[:, None], table)).astype(x.dtype)
+
+
+@jax.named_scope("experts")
+def grouped_matmul(
+    x: jax.Array, weight: Weight, table: Table, *, outputs: int, zeros: bool = True
+) -> jax.Array:
     """Returns x W_e^T for the frozen weight W_e of the expert e of each row.
 
-    A block of tiles is multiplied at a time, by the weights of its experts, which are dequantized
-    for it alone; the gradient by x does the same. The weight has no gradient.
+    Without the kernel, a block of tiles is multiplied at a time, by the weights of its experts,
+    which are dequantized for it alone; the gradient by x does the same. The weight has no gradient.
 
     Args:
         x: [R, K], rows in the order of the table; those without a pair are zeros.
@@ -32,37 +94,24 @@ def grouped_matmul(x: jax.Array, weight: Weight, table: Table, *, outputs: int) 
             checkpoint order or in tile order.
         table: which expert a row belongs to.
         outputs: number N of outputs of an expert.
+        zeros: whether rows without a pair become zeros; else they are undefined.
 
     Returns:
-        [R, N] in x's dtype, accumulated in float32; zeros for rows without a pair.
+        [R, N] in x's dtype, accumulated in float32.
     """
     if isinstance(weight, Fp4Tiles) and outputs % TILE_ROWS:
         weight = fp4_matmul.from_tiles(weight)  # Tiles have rows of two experts.
-    return _grouped(x, weight, table, outputs)
-
-
-def gated_matmul(
-    x: jax.Array, weight: Weight, table: Table, row_weights: jax.Array, *, width: int
-) -> jax.Array:
-    """Returns silu(gate) * up * w of each pair, where gate and up are x W_e^T; without a gradient.
-
-    Args:
-        x: [T, K], the tokens.
-        weight: [E 2F, K], the weights of the experts one after the other, of each first gate.
-        table: which expert a row belongs to.
-        row_weights: float32 [P], the weight w of each pair.
-        width: number F of outputs of gate and of up.
-
-    Returns:
-        [R, F] in x's dtype; undefined for rows without a pair.
-    """
-    gate_up = grouped_matmul(to_rows(x, table), weight, table, outputs=2 * width)
-    gate, up = jnp.split(gate_up, 2, axis=1)
-    return (jax.nn.silu(gate) * up * to_rows(row_weights[:, None], table)).astype(x.dtype)
+    y = _grouped(x, weight, table, outputs)
+    if zeros and _uses_kernel(x, weight, table, outputs):
+        y = jnp.where((table.source < len(table.place))[:, None], y, 0)
+    return y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped(x, weight, table, outputs):
+    if _uses_kernel(x, weight, table, outputs):
+        config = kernel().choose(table, outputs, parts=1)
+        return kernel().matmul(x, weight, table, outputs=outputs, config=config)
     return _by_blocks(x, weight, table, outputs, "tmk,tnk->tmn")
 
 

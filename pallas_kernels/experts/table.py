@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 _BLOCK = 256  # pairs that are compared with each other
-_MIN_TILE, _MAX_TILE = 8, 128  # rows of a tile: the kernels' smallest, and largest
+MIN_TILE, _MAX_TILE = 8, 128  # rows of a tile: the kernels' smallest, and largest
 
 
 class Table(NamedTuple):
@@ -36,7 +36,7 @@ class Table(NamedTuple):
 
 def tile_rows(pairs: int, experts: int) -> int:
     """Returns the rows of a tile: at most half of the pairs of an expert, on average."""
-    rows = _MIN_TILE
+    rows = MIN_TILE
     while rows < _MAX_TILE and 4 * rows * experts <= pairs:
         rows *= 2
     return rows

@@ -38,7 +38,7 @@ def supports_device() -> bool:
         return False
     if tiling.verified(jax.devices()[0].device_kind, jax.__version__):
         return True
-    return _agrees(self_check)
+    return agrees(self_check)
 
 
 @functools.cache
@@ -52,11 +52,14 @@ def supports_mma_device() -> bool:
         return False
     if chosen_kernel() is None and supports_device():
         return False
-    return _agrees(lambda: self_test.relative_error_of_mma(mma_kernel().matmul))
+    return agrees(lambda: self_test.relative_error_of_mma(mma_kernel().matmul))
 
 
-def _agrees(measure_error: Callable[[], float]) -> bool:
-    """Whether a kernel runs, and agrees with the definition; warns where it does not."""
+def agrees(measure_error: Callable[[], float]) -> bool:
+    """Whether a kernel runs, and agrees with the definition; warns where it does not.
+
+    `measure_error` returns the relative error of the kernel's results.
+    """
     try:
         error = measure_error()
     except Exception as problem:  # Whatever an untested version of jax raises.

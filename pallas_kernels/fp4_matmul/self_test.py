@@ -61,7 +61,7 @@ def relative_error(matmul: Callable) -> float:
     # The caller may be tracing a program, of which other threads know nothing. One thread lowers,
     # as Python runs in one at a time; other threads compile what is lowered meanwhile.
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        dense = threads.submit(_dequantized, inputs.weight).result()
+        dense = threads.submit(dequantized, inputs.weight).result()
         cases = _cases(inputs, dense, rng)
 
         def start():
@@ -89,7 +89,7 @@ def relative_error_of_mma(matmul: Callable) -> float:
         return np.asarray(y, np.float64)
 
     with concurrent.futures.ThreadPoolExecutor(1) as threads:  # as in `relative_error`
-        dense = threads.submit(_dequantized, inputs.weight).result()
+        dense = threads.submit(dequantized, inputs.weight).result()
         expected = inputs.x.astype(np.float64) @ dense.T + inputs.bias.astype(np.float64)
         expected += xa.astype(np.float64) @ inputs.b.astype(np.float64).T
         # One has several parts of the columns, an odd number of tiles of rows, and several steps.
@@ -142,16 +142,21 @@ def _cases(inputs: _Inputs, dense: np.ndarray, rng: np.random.Generator) -> dict
     }
 
 
-def _inputs(rng: np.random.Generator) -> _Inputs:
-    count = -(-_N // tiling.TILE_ROWS), _K // tiling.TILE_COLUMNS
+def random_tiles(rng: np.random.Generator, n: int, k: int) -> Fp4Tiles:
+    """A random weight [N, K] in tile order; K is a multiple of a tile's columns."""
+    count = -(-n // tiling.TILE_ROWS), k // tiling.TILE_COLUMNS
     scales = rng.integers(32, 151, (*count, 4 * layout.SCALE_WORDS), np.uint8).view(np.uint32)
-    weight = Fp4Tiles(
+    return Fp4Tiles(
         codes=rng.integers(0, 2**32, (*count, layout.CODE_WORDS), np.uint32),
         scales=scales << 4 | scales >> 28,  # where `layout` has the four bytes of a word
-        divisor=rng.uniform(1000, 3000, _N).astype(np.float32),
-        inputs=_K,
+        divisor=rng.uniform(1000, 3000, n).astype(np.float32),
+        inputs=k,
         format="nvfp4",
     )
+
+
+def _inputs(rng: np.random.Generator) -> _Inputs:
+    weight = random_tiles(rng, _N, _K)
     whole = len(weight.codes) // 2 * 2
     even = dataclasses.replace(
         weight,
@@ -166,7 +171,9 @@ def _inputs(rng: np.random.Generator) -> _Inputs:
     return _Inputs(x, weight, even, a, b, bias)
 
 
-def _dequantized(weight: Fp4Tiles) -> np.ndarray:
+def dequantized(weight: Fp4Tiles) -> np.ndarray:
+    """The weight [N, K] in float64."""
+
     @jax.jit
     def dequantize(weight):
         return reference.dequantize(layout.from_tiles(weight), jnp.float32)

@@ -48,43 +48,132 @@ class Stages(NamedTuple):
         return Stages(*(array.at[slot] for array in self))
 
 
-def start_x(threads: Warpgroup, x: Any, stage: Any, column: Any, end: Any) -> None:
+def start_x(
+    threads: Warpgroup,
+    x: Any,
+    stage: Any,
+    column: Any,
+    end: Any,
+    chosen: tuple[Any, int] | None = None,
+) -> None:
     """Starts to copy columns of x [M, K], from one on, to `Stages.x` of a stage.
 
-    The columns from `end` on, and rows from M on, become zero.
+    The columns from `end` on, and rows from M on, become zero. `chosen` says which rows of x they
+    are: an int32 [M'] in shared memory, and the number by which it is divided for the row. Those of
+    negative numbers become zero.
     """
     (m, k), (tokens, pitch) = x.shape, stage.shape
     width = pitch - pitch % TILE_COLUMNS
     end = jnp.minimum(end, k)
     if threads.simulated:
-        whole = jnp.pad(x[...], ((0, tokens - m), (0, 0)))
+        whole = jnp.pad(x[...], ((0, max(0, tokens - m)), (0, 0)))
+        if chosen is not None:
+            found = chosen[0][...]
+            whole = jnp.where((found < 0)[:, None], 0, whole[jnp.maximum(found, 0) // chosen[1]])
         index = column + jnp.arange(width)
         stage[:, :width] = jnp.where(index < end, whole[:, jnp.minimum(index, k - 1)], 0)
         return
     numbers = _CHUNK // 2
     chunks = width // numbers  # of a row
     rows = _THREADS // chunks  # of x, that the threads copy at a time
+    chosen_types = () if chosen is None else (plgpu.RefType(),)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT)
+        arg_types=(
+            *(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT),
+            *chosen_types,
+        )
     )
-    def copy(_, x, stage, column, end):
+    def copy(_, x, stage, column, end, *chosen_rows):
         thread = mgpu.utils.thread_idx()
         row, chunk = arith.divui(thread, _i32(chunks)), arith.remui(thread, _i32(chunks))
         first = arith.addi(column.registers.item(), arith.muli(chunk, _i32(numbers)))
         inside = arith.cmpi(arith.CmpIPredicate.slt, first, end.registers.item())
-        source = arith.addi(arith.muli(row, _i32(k)), first)
-        source = _offset(_pointer(x), arith.muli(source, _i32(2)))
+
+        def source_of(row):
+            source = arith.addi(arith.muli(row, _i32(k)), first)
+            return advanced(pointer(x), arith.muli(source, _i32(2)))
+
+        source = source_of(row)
         target = arith.addi(arith.muli(row, _i32(2 * pitch)), arith.muli(chunk, _i32(_CHUNK)))
-        target = arith.addi(_address(stage), target)
+        target = arith.addi(address(stage), target)
         for first_row in range(0, tokens, rows):
             there = inside
+            if chosen is not None:
+                number = arith.addi(address(chosen_rows[0]), arith.muli(row, _i32(4)))
+                found = read_shared(number, 4 * first_row)
+                there = arith.cmpi(arith.CmpIPredicate.sge, found, _i32(0))
+                there = arith.andi(inside, there)
+                found = arith.divui(arith.maxsi(found, _i32(0)), _i32(chosen[1]))
+                _copy(target, source_of(found), 2 * first_row * pitch, 0, _CHUNK, there)
+                continue
             if first_row + rows > m:
                 exists = arith.cmpi(arith.CmpIPredicate.slt, row, _i32(m - first_row))
                 there = arith.andi(inside, exists)
             _copy(target, source, 2 * first_row * pitch, 2 * first_row * k, _CHUNK, there)
 
-    copy(x, stage, column, end)
+    copy(x, stage, column, end, *(() if chosen is None else chosen[:1]))
+
+
+def read_shared(address: ir.Value, offset: int) -> ir.Value:
+    """A word of shared memory, i32, some bytes after an address."""
+    return mgpu.utils.inline_ptx(
+        f"ld.shared.u32 $0, [$1+{offset}];",
+        address,
+        result_types=ir.IntegerType.get_signless(32),
+        has_side_effects=True,
+    )
+
+
+def start_strips(
+    threads: Warpgroup,
+    tiles: tuple[Any, Any],
+    stage: tuple[Any, Any],
+    strip: Any,
+    column: Any,
+    end: Any,
+) -> None:
+    """As `start_tiles`, of 16 rows of a row of tiles: its strip of this number, from 0 to 3.
+
+    Each warp gets the strip of another tile: those of the tiles `column` + 4 i + w go to the rows
+    of warp w in element i of the stage.
+    """
+    count = stage[0].shape[0]
+    if threads.simulated:
+        index = column + jnp.arange(count * WARPS)
+        for array, target in zip(tiles, stage, strict=True):
+            strips = array[...].reshape(array.shape[0], WARPS, -1)[:, strip]
+            found = strips[jnp.minimum(index, array.shape[0] - 1)]
+            found = jnp.where((index < end)[:, None], found, 0)
+            target[...] = found.reshape(target.shape)
+        return
+    number = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [plgpu.RefType()] * 2, *[number] * 3))
+    def copy(_, tiles, stage, strip, column, end):
+        strip, column, end = (x.registers.item() for x in (strip, column, end))
+        thread = mgpu.utils.thread_idx()
+        warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
+        first = arith.addi(column, warp)
+        for array, shared, size in zip(
+            tiles, stage, (4 * layout.CODE_WORDS, 4 * layout.SCALE_WORDS), strict=True
+        ):
+            bytes_of = size // WARPS  # of a strip
+            chunk = min(_ROW, bytes_of // 32)
+            lanes = arith.muli(lane, _i32(chunk))
+            source = advanced(pointer(array), arith.muli(first, _i32(size)))
+            inside_tile = arith.addi(arith.muli(strip, _i32(bytes_of)), lanes)
+            source = advanced(source, inside_tile)
+            target = arith.addi(arith.muli(warp, _i32(bytes_of)), lanes)
+            target = arith.addi(address(shared), target)
+            for i in range(count):
+                tile = arith.addi(first, _i32(i * WARPS))
+                inside = arith.cmpi(arith.CmpIPredicate.slt, tile, end)
+                for part in range(0, bytes_of, 32 * chunk):
+                    to, start = i * size + part, i * WARPS * size + part
+                    _copy(target, source, to, start, chunk, inside)
+
+    copy(list(tiles), list(stage), strip, column, end)
 
 
 def start_tiles(
@@ -114,8 +203,8 @@ def start_tiles(
         warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
         own = arith.muli(warp, _i32(sizes[0] // WARPS))
         own = arith.addi(own, arith.muli(lane, _i32(_ROW)))
-        source = _offset(_pointer(tiles[0]), arith.muli(column, _i32(sizes[0])))
-        source, target = _offset(source, own), arith.addi(_address(stage[0]), own)
+        source = advanced(pointer(tiles[0]), arith.muli(column, _i32(sizes[0])))
+        source, target = advanced(source, own), arith.addi(address(stage[0]), own)
         for i in range(count):
             tile = arith.addi(column, _i32(i))
             inside = arith.cmpi(arith.CmpIPredicate.slt, tile, end)
@@ -123,8 +212,8 @@ def start_tiles(
                 offset = i * sizes[0] + half * sizes[0] // WARPS // 2
                 _copy(target, source, offset, offset, _ROW, inside)
         own = arith.muli(thread, _i32(part))
-        source = _offset(_pointer(tiles[1]), arith.muli(column, _i32(sizes[1])))
-        source, target = _offset(source, own), arith.addi(_address(stage[1]), own)
+        source = advanced(pointer(tiles[1]), arith.muli(column, _i32(sizes[1])))
+        source, target = advanced(source, own), arith.addi(address(stage[1]), own)
         tile = arith.addi(column, arith.divui(own, _i32(sizes[1])))
         inside = arith.cmpi(arith.CmpIPredicate.slt, tile, end)
         _copy(target, source, 0, 0, part, inside)
@@ -175,33 +264,39 @@ def _i32(value: int) -> ir.Value:
     return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
 
 
-def _pointer(array: Any) -> ir.Value:
+def pointer(array: Any) -> ir.Value:
     """The address of an array in global memory, i64."""
     return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(array))
 
 
-def _offset(pointer: ir.Value, count: ir.Value) -> ir.Value:
+def advanced(pointer: ir.Value, count: ir.Value) -> ir.Value:
     """The address some bytes later."""
     return arith.addi(pointer, arith.extui(pointer.type, count))
 
 
-def _address(shared: Any) -> ir.Value:
+def address(shared: Any) -> ir.Value:
     """The address of an array in shared memory, i32."""
     i32 = ir.IntegerType.get_signless(32)
     return llvm.ptrtoint(i32, mgpu.utils.memref_ptr(shared))
 
 
-def read(stage: Any, group: int, column_tile: int) -> list[tuple[ir.Value, ir.Value]]:
+def read(
+    stage: Any, group: int, column_tile: int, *, apart: bool = False
+) -> list[tuple[ir.Value, ir.Value]]:
     """The second operands of the products of eight tokens and of the columns of a tile.
 
-    `stage` is `Stages.x` of a stage, in which the tile's columns have an index. For each step of 16
-    columns there are two pairs of bfloat16.
+    `stage` is `Stages.x` of a stage, in which the tile's columns have an index. With `apart` a warp
+    reads the columns as many tiles later as its number says. For each step of 16 columns there are
+    two pairs of bfloat16.
     """
     pitch = ir.MemRefType(stage.type).shape[1]
     lane = arith.remui(mgpu.utils.thread_idx(), _i32(32))
     row, eight = arith.remui(lane, _i32(8)), arith.divui(lane, _i32(8))  # of four matrices
     own = arith.addi(arith.muli(row, _i32(2 * pitch)), arith.muli(eight, _i32(_CHUNK)))
-    base = arith.addi(_address(stage), own)
+    base = arith.addi(address(stage), own)
+    if apart:
+        warp = arith.divui(mgpu.utils.thread_idx(), _i32(32))
+        base = arith.addi(base, arith.muli(warp, _i32(2 * TILE_COLUMNS)))
     words = []
     for i in range(STEPS // 2):
         offset = 2 * (8 * group * pitch + TILE_COLUMNS * column_tile + 32 * i)

@@ -148,17 +148,7 @@ def _body(config: MmaConfig, threads: Warpgroup, operands, _, results, **shared)
         copies.wait(threads, config.stages - 2)
         threads.meet()  # All copies are there, and the stage of the step before is free.
         start_copies(step + config.stages - 1)
-        stage = stages.at(step)
-        for column in range(config.column_tiles):
-            pairs = [
-                (
-                    threads.load(stage.codes.at[row, column], CODES),
-                    threads.load(stage.scales.at[row, column], SCALES),
-                )
-                for row in range(config.row_tiles)
-            ]
-            sums = _multiply(threads, sums, pairs, stage.x, column)
-        return sums
+        return multiply_stage(threads, stages.at(step), sums)
 
     sums = lax.fori_loop(0, steps, multiply_step, sums)
 
@@ -235,22 +225,46 @@ def _multiply_adapter(threads: Warpgroup, b: jax.Array, xa: jax.Array) -> jax.Ar
     return multiply(b, xa)
 
 
+def multiply_stage(
+    threads: Warpgroup, stage: copies.Stages, sums: list[jax.Array], *, apart: bool = False
+) -> list[jax.Array]:
+    """Adds the products of the tiles of a stage to the sums of their rows, float32 [64, tokens].
+
+    With `apart` the four warps have the same rows, and each the columns of another tile, see
+    `copies.start_strips`: a sum has 16 rows of each of them.
+    """
+    row_tiles, column_tiles = stage.codes.shape[:2]
+    for column in range(column_tiles):
+        pairs = [
+            (
+                threads.load(stage.codes.at[row, column], CODES),
+                threads.load(stage.scales.at[row, column], SCALES),
+            )
+            for row in range(row_tiles)
+        ]
+        sums = _multiply(threads, sums, pairs, stage.x, column, apart)
+    return sums
+
+
 def _multiply(
-    threads: Warpgroup, sums: list[jax.Array], pairs: list, stage: Any, column_tile: int
+    threads: Warpgroup, sums: list, pairs: list, stage: Any, column: int, apart: bool
 ) -> list[jax.Array]:
     """Adds the products of tiles in a column, with codes [4, 256] and scales [128], to their sums.
 
     The sums are float32 [64, tokens] of each tile. `stage` holds columns of x in shared memory, and
-    `column_tile` is the index of the tiles' columns in it.
+    `column` is the index of the tiles' columns in it, or with `apart` of those of four tiles.
     """
     if threads.simulated:
-        start = column_tile * TILE_COLUMNS
-        x = stage[:, start : start + TILE_COLUMNS]
-        dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-        return [
-            acc + dot(dequantize_reference(*tile), x.T)
-            for acc, tile in zip(sums, pairs, strict=True)
-        ]
+        tiles = WARPS if apart else 1
+        start = column * tiles * TILE_COLUMNS
+        x = stage[:, start : start + tiles * TILE_COLUMNS].reshape(-1, tiles, TILE_COLUMNS)
+
+        def product(tile):
+            weight = dequantize_reference(*tile).reshape(tiles, -1, TILE_COLUMNS)
+            y = jnp.einsum("wrk,mwk->wrm", weight, x, preferred_element_type=jnp.float32)
+            return y.reshape(TILE_ROWS, -1)
+
+        return [acc + product(tile) for acc, tile in zip(sums, pairs, strict=True)]
     shape = sums[0].shape
     result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=ACC)
     layouts = [ACC] * len(sums), [(CODES, SCALES)] * len(sums), plgpu.RefType()
@@ -266,7 +280,7 @@ def _multiply(
             for pairs in (acc.registers.reshape(-1, 2) for acc in sums)
         ]
         for group in range(shape[1] // 8):
-            columns = copies.read(stage, group, column_tile)
+            columns = copies.read(stage, group, column * (WARPS if apart else 1), apart=apart)
             for step, words in enumerate(columns):
                 for acc, operand in zip(accs, rows, strict=True):
                     acc[group] = warp_mma.add_product(acc[group], operand[step], words)
