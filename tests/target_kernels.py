@@ -119,7 +119,8 @@ def inner_jaxprs(equation, inputs):
             (params["body_jaxpr"].jaxpr, inputs[tests:]),
         ]
     elif name == "cond":
-        bodies = [(branch.jaxpr, inputs[1:]) for branch in params["branches"]]
+        *others, last = params["branches"]  # the last one is the default, which comes first
+        bodies = [(branch.jaxpr, inputs[1:]) for branch in (last, *others)]
     for body, values in bodies:
         yield body, dict(zip(body.invars, values, strict=True))
     if name == "run_scoped":

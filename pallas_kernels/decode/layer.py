@@ -50,7 +50,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import fp4_matmul, matvec
 from pallas_kernels.decode import attention, norms, self_test
@@ -208,14 +207,12 @@ def _gated_mlp(own: Own, mixed: Mixed) -> tuple[jax.Array, jax.Array]:
 
 def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Array]:
     """The MLP of a layer with experts, and the experts of the tokens, int32 [M, k]."""
-    layer, adapted = own.layer, None
-    weight = layer["router"]
-    if shared := "shared_gate_up" in layer:
-        adapted = own.projection("shared_gate_up")
-        weight = jnp.concatenate([weight, layer["shared_gate"]])
-    product = _project(mixed.activations, mixed.output)
-    norm = _norm(mixed.residual, product, layer["post_attention_layernorm"], adapted, weight)
-    routing = _route(norm, route.Router(*experts[:2], experts.normalized, shared, own.eps))
+    layer = own.layer
+    adapted = own.projection("shared_gate_up") if "shared_gate_up" in layer else None
+    product, scale = _project(mixed.activations, mixed.output), layer["post_attention_layernorm"]
+    norm = _norm(mixed.residual, product, scale, adapted, layer["router"])
+    router = route.Router(experts.count, experts.top_k, experts.normalized, own.eps)
+    routing = _route(norm, layer.get("shared_gate"), router)
     with jax.named_scope("experts"):
         hidden = gated_matmul(
             routing.states,
@@ -239,10 +236,12 @@ def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Ar
     return (norm.residual, sums if _experts_agree() else combine.total(sums)), routing.routes
 
 
-def _route(norm: DeferredNorm, router: route.Router) -> route.Routing:
+def _route(
+    norm: DeferredNorm, shared_gate: jax.Array | None, router: route.Router
+) -> route.Routing:
     """The experts of the tokens behind a norm."""
     assert norm.logit_partials is not None, "the norm has the router's product"
-    scores = route.Scores(norm.scaled, norm.square_partials, norm.logit_partials)
+    scores = route.Scores(norm.scaled, norm.square_partials, norm.logit_partials, shared_gate)
     with jax.named_scope("router"):
         if route.supports(scores, router) and _experts_agree():
             return route.route(scores, router)

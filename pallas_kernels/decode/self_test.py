@@ -63,9 +63,9 @@ def routing_error(*, interpret: bool = False) -> float:
     It is 1 if an expert or a row of the table differs. Both kernels have several CTAs.
     """
     m, width = 37, 256
-    router = Router(experts=40, top_k=3, normalized=True, shared=True, eps=1e-6)
+    router = Router(experts=40, top_k=3, normalized=True, eps=1e-6)
     rng = np.random.default_rng(0)
-    weights = rng.standard_normal((router.experts + 1, width)).astype(jnp.bfloat16)
+    weights = rng.standard_normal((router.experts, width)).astype(jnp.bfloat16)
     x, shared = (rng.standard_normal((m, width)).astype(jnp.bfloat16) for _ in range(2))
     rows = rng.standard_normal((m * router.top_k, width)).astype(jnp.bfloat16)
     scale = rng.standard_normal(width).astype(np.float32)
@@ -74,7 +74,7 @@ def routing_error(*, interpret: bool = False) -> float:
         add = functools.partial(norms.add_rmsnorm, interpret=interpret)
         norm = add(x, shared, scale, None, router=weights)
         assert norm.logit_partials is not None
-        scores = Scores(norm.scaled, norm.square_partials, norm.logit_partials)
+        scores = Scores(norm.scaled, norm.square_partials, norm.logit_partials, shared[:1] / 16)
         found = route.route(scores, router, interpret=interpret)
         place = jnp.arange(len(rows), dtype=jnp.int32)[::-1].reshape(m, router.top_k)
         sums = ExpertSums(rows, place, shared, found.opened)

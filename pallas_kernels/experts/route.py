@@ -39,9 +39,8 @@ class Scores(NamedTuple):
 
     scaled: jax.Array  # bfloat16 [M, D], the norm without its factor
     square_partials: jax.Array  # float32 [P, M]
-    # float32 [S, M, E'], the products of `scaled` with the router, and after them with the weight
-    # of the shared expert's gate, if there is one.
-    logit_partials: jax.Array
+    logit_partials: jax.Array  # float32 [S, M, E'], the products of `scaled` with the router
+    shared_gate: jax.Array | None = None  # [1, D] of an expert that all tokens have, or None
 
 
 class Routing(NamedTuple):
@@ -60,7 +59,6 @@ class Router(NamedTuple):
     experts: int  # number E of experts
     top_k: int  # experts of a token
     normalized: bool  # whether the weights are a softmax over the chosen experts, or over all
-    shared: bool  # whether there is a shared expert with a gate
     eps: float  # of the norm
 
 
@@ -80,7 +78,11 @@ def reference(scores: Scores, router: Router) -> Routing:
     factor = lax.rsqrt(scores.square_partials.sum(axis=0) + router.eps)[:, None]
     logits = scores.logit_partials.sum(axis=0) * factor
     states = (scores.scaled.astype(jnp.float32) * factor).astype(scores.scaled.dtype)
-    opened = jax.nn.sigmoid(logits[:, router.experts]) if router.shared else None
+    opened = None
+    if scores.shared_gate is not None:
+        gate = scores.shared_gate.astype(jnp.float32)
+        products = jnp.dot(scores.scaled.astype(jnp.float32), gate.T, precision="highest")
+        opened = jax.nn.sigmoid(products * factor)[:, 0]
     logits = logits[:, : router.experts]
     values, routes = lax.top_k(logits, router.top_k)
     if router.normalized:
@@ -105,7 +107,7 @@ def route(scores: Scores, router: Router, *, interpret: bool = False) -> Routing
     size = bound * tile_rows(pairs, router.experts)
     rows = 1 << min(m, _ROWS if m <= _ROWS else _SHARED_ROWS).bit_length() - 1
     ctas = pl.cdiv(m, rows)
-    operands = scores._asdict()
+    operands = {name: x for name, x in scores._asdict().items() if x is not None}
     if ctas > 1:
         # Zero before and after every call: all calls of a program use the same array.
         operands["counter"] = jnp.zeros(1, jnp.int32)
@@ -118,7 +120,7 @@ def route(scores: Scores, router: Router, *, interpret: bool = False) -> Routing
         "owner": jax.ShapeDtypeStruct((bound,), jnp.int32),
         "used": jax.ShapeDtypeStruct((1,), jnp.int32),
     }
-    if router.shared:
+    if scores.shared_gate is not None:
         results["opened"] = jax.ShapeDtypeStruct((m,), jnp.float32)
     words = (pl.cdiv(m, _WORD), pl.cdiv(router.experts, _THREADS) * _THREADS)
     outs = warpgroup.run(
@@ -152,7 +154,7 @@ def _body(router, rows, ctas, threads: Warpgroup, operands, _, results, **shared
     builder = _TableBuilder(threads, results, shared, router.experts)
     builder.clear(cta, ctas)
     factor = _choose(threads, router, operands, results, own, shared["chosen"])
-    _store_states(threads, operands["scaled"], results["states"], own, factor)
+    _store_states(threads, operands, results, own, factor)
     if ctas == 1:
         threads.meet()
         builder.build(shared["chosen"])
@@ -184,7 +186,7 @@ def _choose(threads: Warpgroup, router: Router, operands, results, own, chosen) 
     rows, experts = own.size, router.experts
     width = pl.cdiv(experts, 32) * 32
     layout, lanes = _row_layout(rows, width, 4), _row_layout(rows, 32, 1)
-    total, mean_square, gate = _add_partials(threads, operands, own, width, layout, router)
+    total, mean_square = _add_partials(threads, operands, own, width, layout)
     factor = lax.rsqrt(mean_square + router.eps)
 
     def over(numbers, width=width, layout=layout):
@@ -192,9 +194,9 @@ def _choose(threads: Warpgroup, router: Router, operands, results, own, chosen) 
 
     over_lanes = functools.partial(over, width=32, layout=lanes)
     expert, lane = threads.iota((rows, width), 1, layout), threads.iota((rows, 32), 1, lanes)
-    # Without the sign of zeros, which are equal.
-    logits = total * over(factor) + 0.0
+    logits = total * over(factor)
     keys = jnp.maximum(_turned(lax.bitcast_convert_type(logits, jnp.int32)), _TAKEN + 1)
+    keys = jnp.where(logits == 0, jnp.zeros_like(keys), keys)  # Zeros of both signs are equal.
     if width > experts:
         keys = jnp.where(expert < experts, keys, jnp.full_like(keys, _TAKEN))
 
@@ -223,9 +225,6 @@ def _choose(threads: Warpgroup, router: Router, operands, results, own, chosen) 
     _store_lanes(threads, results["routes"], own.start, found)
     _store_lanes(threads, results["weights"], own.start, weights)
     _store_lanes(threads, chosen, 0, found)
-    if gate is not None:
-        opened = 1.0 / (1.0 + jnp.exp2(-_LOG2_E * factor * gate))
-        threads.store(results["opened"].at[own], opened)
     return factor
 
 
@@ -265,54 +264,55 @@ def _store_lanes(threads: Warpgroup, ref: Any, start: Any, value: jax.Array) -> 
     store(ref, jnp.int32(start), value)
 
 
-def _add_partials(threads: Warpgroup, operands, own, width: int, layout: Layout, router: Router):
-    """The logits without the factor [rows, width], mean squares, and logits of the shared gate."""
+def _add_partials(threads: Warpgroup, operands, own, width: int, layout: Layout):
+    """The logits without the factor, float32 [rows, width], and mean squares [rows]."""
     partials, squares = operands["logit_partials"], operands["square_partials"]
     numbers = max(1, own.size // WARPS) * width // 32  # of a thread, of a partial sum
     batch = max(1, _NUMBERS_IN_FLIGHT // numbers)
 
-    def load(i):
-        loaded = [threads.load(partials.at[i, own, pl.ds(0, width)], layout)]
-        if router.shared:
-            loaded.append(threads.load(partials.at[i, own, router.experts], layout.reduce(1)))
-        return loaded
+    def add_batch(count, first, total):
+        places = [(first + i, own, pl.ds(0, width)) for i in range(count)]
+        loaded = [threads.load(partials.at[place], layout) for place in places]
+        return functools.reduce(jnp.add, loaded, total)
 
-    def add_batch(count, first, sums):
-        loaded = [load(first + i) for i in range(count)]
-        for parts in loaded:
-            sums = [total + part for total, part in zip(sums, parts, strict=True)]
-        return sums
-
-    def zeros(shape, layout):
-        return threads.cast(jnp.zeros(shape, jnp.float32), layout)
-
-    sums = [zeros((own.size, width), layout)]
-    if router.shared:
-        sums.append(zeros((own.size,), layout.reduce(1)))
+    total = threads.cast(jnp.zeros((own.size, width), jnp.float32), layout)
     count = partials.shape[0]
-    if count > batch:
-        sums = lax.fori_loop(
-            0, count // batch, lambda i, sums: add_batch(batch, i * batch, sums), sums
-        )
     rest = count % batch if count > batch else count
-    sums = add_batch(rest, count - rest, sums)
-    squares = [threads.load(squares.at[i, own], layout.reduce(1)) for i in range(squares.shape[0])]
-    return sums[0], functools.reduce(jnp.add, squares), sums[1] if router.shared else None
+    if count > batch:
+        total = lax.fori_loop(
+            0, count // batch, lambda i, total: add_batch(batch, i * batch, total), total
+        )
+    total = add_batch(rest, count - rest, total)
+    loaded = [threads.load(squares.at[i, own], layout.reduce(1)) for i in range(squares.shape[0])]
+    return total, functools.reduce(jnp.add, loaded)
 
 
-def _store_states(threads: Warpgroup, scaled: Any, states: Any, own: Any, factor: jax.Array):
-    """Stores some tokens with the factor of the norm."""
-    width = scaled.shape[1]
-    block = 256
+def _store_states(threads: Warpgroup, operands, results, own: Any, factor: jax.Array) -> None:
+    """Stores some tokens with the factor of the norm, and the sigmoids of a shared expert."""
+    scaled, gate = operands["scaled"], operands.get("shared_gate")
+    width, block = scaled.shape[1], 256
     while width % block and width < 256:
         block //= 2
-    layout = _row_layout(own.size, block, 8)
-    factor = lax.broadcast_in_dim(threads.cast(factor, layout.reduce(1)), (own.size, block), (0,))
+    layout, shape = _row_layout(own.size, block, 8), (own.size, block)
+    own_factor = threads.cast(factor, layout.reduce(1))
+    logits = threads.cast(jnp.zeros(shape, jnp.float32), layout)
     for start in range(0, width, block):
         # The last block begins earlier, and repeats a part of the one before.
-        columns = pl.ds(min(start, width - block), block)
+        first = min(start, width - block)
+        columns = pl.ds(first, block)
         x = threads.load(scaled.at[own, columns], layout).astype(jnp.float32)
-        threads.store(states.at[own, columns], (x * factor).astype(states.dtype))
+        states = x * lax.broadcast_in_dim(own_factor, shape, (0,))
+        threads.store(results["states"].at[own, columns], states.astype(scaled.dtype))
+        if gate is not None:
+            weight = threads.load(gate.at[0, columns], layout.reduce(0)).astype(jnp.float32)
+            product = x * lax.broadcast_in_dim(weight, shape, (1,))
+            if first < start:
+                column = threads.iota(shape, 1, layout)
+                product = jnp.where(column >= start - first, product, jnp.zeros_like(product))
+            logits += product
+    if gate is not None:
+        logit = own_factor * jnp.sum(logits, axis=1)
+        threads.store(results["opened"].at[own], 1.0 / (1.0 + jnp.exp2(-_LOG2_E * logit)))
 
 
 def _is_last(threads: Warpgroup, counter: Any, flag: Any, ctas: int) -> Any:

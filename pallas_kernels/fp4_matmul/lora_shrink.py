@@ -11,7 +11,7 @@ those of the other warps in shared memory.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -177,18 +177,19 @@ def shrink_tiles(
     m, width = shape
     rows, blocks = tile_rows(m), pl.cdiv(width, block)
     grid = pl.cdiv(m, rows), blocks
-    ranks, scratch = 0, {}
-    columns_of, a = _stacked(a)
-    if a is not None:
-        columns = sum(columns_of.values())
-        ranks = pl.cdiv(len(a), warp_mma.ROWS) * warp_mma.ROWS
-        a = padded(jnp.pad(a, ((0, ranks - len(a)), (0, 0))), block)
-        grid = *grid, columns // _RANK
-        operands = operands | {"a": a}
-        results = results | {
-            name: jax.ShapeDtypeStruct((blocks, m, count), jnp.float32)
-            for name, count in columns_of.items()
-        }
+    a, router = a if isinstance(a, tuple) else (a, None)
+    factors, scratch = [], {}
+    for factor, names in ((a, ("a", "xa_partials")), (router, ("router", "logit_partials"))):
+        if factor is not None:
+            first = factors[-1].end if factors else 0
+            ranks = pl.cdiv(len(factor), warp_mma.ROWS) * warp_mma.ROWS
+            factors.append(_Factor(*names, first, first + pl.cdiv(ranks, _RANK), ranks))
+            factor = padded(jnp.pad(factor, ((0, ranks - len(factor)), (0, 0))), block)
+            columns = pl.cdiv(ranks, PARTIAL_COLUMNS) * PARTIAL_COLUMNS
+            partials = jax.ShapeDtypeStruct((blocks, m, columns), jnp.float32)
+            operands, results = operands | {names[0]: factor}, results | {names[1]: partials}
+    if factors:
+        grid = *grid, factors[-1].end
         warps = min(WARPS, block // _WARP_COLUMNS)
         scratch["sums"] = (warps, max(rows, warp_mma.ROWS), _RANK), jnp.float32
 
@@ -209,52 +210,49 @@ def shrink_tiles(
             return
         part = parts[0]
         tile = dataclasses.replace(tile, first=part == 0)
-        # Rows by eights, the last ones instead of those that do not exist.
-        starts = [
-            jnp.minimum(part * _RANK + i, ranks - warp_mma.ROWS)
-            for i in range(0, _RANK, warp_mma.ROWS)
-        ]
-        layout = tile_layout(warp_mma.ROWS, block)
-        factors = [
-            threads.load(refs["a"].at[pl.ds(i, warp_mma.ROWS), tile.columns()], layout)
-            for i in starts
-        ]
-        product = _multiply(tile, tile.once(value(refs, tile)), factors)
+        loads = [functools.partial(factor.load, refs, tile, part) for factor in factors]
+        is_first = part < factors[0].end
+        loaded = loads[0]() if len(loads) == 1 else lax.cond(is_first, *loads)
+        product = _multiply(tile, tile.once(value(refs, tile)), loaded)
         total = _sum_of_warps(threads, product, sums, rows)
-        if ranks % _RANK:
-            column = part * _RANK + threads.iota(total.shape, 1, _dense_layout(rows))
-            total = jnp.where(column < ranks, total, jnp.zeros_like(total))
-        if len(columns_of) == 1:
-            place = index, tile.rows, pl.ds(part * _RANK, _RANK)
-            threads.store(refs[next(iter(columns_of))].at[place], total)
-            return
-        split = columns_of["xa_partials"] // _RANK
-        for name, first, mine in (
-            ("xa_partials", 0, part < split),
-            ("logit_partials", split, part >= split),
-        ):
-
-            @pl.when(mine)
-            def store(name=name, first=first):
-                place = index, tile.rows, pl.ds((part - first) * _RANK, _RANK)
-                threads.store(refs[name].at[place], total)
+        stores = [functools.partial(factor.store, refs, tile, part, total) for factor in factors]
+        if len(stores) == 1:
+            stores[0]()
+        else:
+            pl.when(is_first)(stores[0])
+            pl.when(~is_first)(stores[1])
 
     outs = warpgroup.run(body, name, grid, operands, results, scratch=scratch, interpret=interpret)
     return {"xa_partials": None} | outs
 
 
-def _stacked(a) -> tuple[dict[str, int], jax.Array | None]:
-    """The columns of partials of each factor, by name, and the factors in one array."""
-    router, names = None, ("xa_partials", "logit_partials")
-    if isinstance(a, tuple):
-        a, router = a
-    factors = [(name, x) for name, x in zip(names, (a, router), strict=True) if x is not None]
-    columns_of = {name: pl.cdiv(len(x), PARTIAL_COLUMNS) * PARTIAL_COLUMNS for name, x in factors}
-    if router is not None:
-        a = jnp.concatenate(
-            [jnp.pad(x, ((0, columns_of[name] - len(x)), (0, 0))) for name, x in factors]
-        )
-    return columns_of, a
+class _Factor(NamedTuple):
+    """What multiplies tiles of x: A, or the weight of a router."""
+
+    operand: str  # its name
+    result: str  # the name of its partials
+    first: int  # index of its first CTA, of those with the same tile
+    end: int  # index after that of its last one
+    ranks: int  # number of rows, a multiple of eight
+
+    def load(self, refs: dict, tile: Tile, part: Any) -> list[jax.Array]:
+        """Requests the rows of a CTA by eights, the last ones in place of any that do not exist."""
+        starts = [
+            jnp.minimum((part - self.first) * _RANK + i, self.ranks - warp_mma.ROWS)
+            for i in range(0, _RANK, warp_mma.ROWS)
+        ]
+        layout = tile_layout(warp_mma.ROWS, tile.width)
+        rows = [(pl.ds(i, warp_mma.ROWS), tile.columns()) for i in starts]
+        return [tile.threads.load(refs[self.operand].at[place], layout) for place in rows]
+
+    def store(self, refs: dict, tile: Tile, part: Any, total: jax.Array) -> None:
+        """Stores the products with the rows of a CTA, and zeros for rows that do not exist."""
+        first = (part - self.first) * _RANK
+        if self.ranks % _RANK:
+            column = first + tile.threads.iota(total.shape, 1, _dense_layout(len(total)))
+            total = jnp.where(column < self.ranks, total, jnp.zeros_like(total))
+        place = tile.index, tile.rows, pl.ds(first, _RANK)
+        tile.threads.store(refs[self.result].at[place], total)
 
 
 def _multiply(tile: Tile, tokens: jax.Array, factors: list[jax.Array]) -> jax.Array:
