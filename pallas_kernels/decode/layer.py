@@ -15,6 +15,16 @@ A layer has six steps. In each step the first line is taken whose conditions hol
                gate_up_proj, swiglu       none
     down       down_proj                  none; the norm of the next layer adds its result
 
+A mixture of experts has these steps after attention:
+
+    step       kernels                    conditions
+    output     o_proj, add_rmsnorm        none; the norm also multiplies by the router
+    route      route_experts              M <= 256
+    experts    experts_gated_matmul,      FP4 in tiles of eight rows (`experts.api`); the norm of
+               experts_matmul             the next layer adds the pairs of each token up
+    shared     gate_up_proj, swiglu,      if all tokens have an expert, too; as mlp and down, and
+               down_proj                  the norm of the next layer adds it
+
 A weight is "FP4" if it is in tile order (`Fp4Tiles`) and the Hopper kernel runs; the two epilogues
 "+RMSNorm" and "+SwiGLU" need rows in multiples of eight. Attention is "unsplit" if M <= 128, o_proj
 is FP4, and the M K heads of keys occupy all SMs. Where another kernel multiplies weights in tile
