@@ -22,6 +22,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels import warp_mma, warpgroup
 from pallas_kernels.experts.table import Table, table, tile_bound, tile_rows
+from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
 from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
 
 _THREADS = 32 * WARPS
@@ -153,48 +154,57 @@ def _body(router, rows, ctas, threads: Warpgroup, operands, _, results, **shared
     own = pl.ds(jnp.minimum(cta * rows, m - rows), rows)
     builder = _TableBuilder(threads, results, shared, router.experts)
     builder.clear(cta, ctas)
-    factor = _choose(threads, router, operands, results, own, shared["chosen"])
-    _store_states(threads, operands, results, own, factor)
+    states = _States(threads, operands, own)
+    width = pl.cdiv(router.experts, 32) * 32
+    layout = _row_layout(rows, width, 4)
+    total, mean_square = _add_partials(threads, operands, own, width, layout)
+    factor = lax.rsqrt(mean_square + router.eps)
+    logits = total * lax.broadcast_in_dim(factor, total.shape, (0,))
+    _choose(threads, router, (logits, layout), results, own, shared["chosen"])
     if ctas == 1:
         threads.meet()
         builder.build(shared["chosen"])
     else:
         last = _is_last(threads, operands["counter"], shared["totals"], ctas)
         pl.when(last)(lambda: builder.build(results["routes"]))
+    # Last, as nothing else waits for it; the tokens have come meanwhile.
+    states.store(results, factor)
 
 
-def _row_layout(rows: int, width: int, most: int) -> Layout:
-    """How [rows, width] lies in registers: a warp has a row, a thread `most` neighbors at most."""
-    vector = most
-    while width % (32 * vector):
-        vector //= 2
+def _row_layout(rows: int, width: int, most: int, *, spread: bool = False) -> Layout:
+    """How [rows, width] lies in registers: a warp has a row, a thread `most` neighbors at most.
+
+    Fewer rows than warps are those of several warps; or these divide the columns, if `spread`.
+    """
     warps = min(WARPS, rows)
-    shared = (plgpu.Replicated(WARPS // warps),) if warps < WARPS else ()
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((warps, 32 * vector), (vector,))),
-        warp_dims=(*((-3,) if warps > 1 else ()), *shared),
-        lane_dims=(-2,),
-        vector_dim=-1,
-    )
+    spare = WARPS // warps
+    vector, columns = most, spare if spread else 1
+    while width % (32 * vector * columns):
+        vector //= 2
+    if columns > 1:
+        tiles = (warps, 32 * vector * columns), (32 * vector,), (vector,)
+        dims = (*((-4,) if warps > 1 else ()), -3)
+    else:
+        tiles = (warps, 32 * vector), (vector,)
+        shared = (plgpu.Replicated(spare),) if spare > 1 else ()
+        dims = (*((-3,) if warps > 1 else ()), *shared)
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=dims, lane_dims=(-2,), vector_dim=-1)
 
 
-def _choose(threads: Warpgroup, router: Router, operands, results, own, chosen) -> jax.Array:
-    """Chooses the experts of some tokens; returns the factors of their norm, float32 [rows].
+def _choose(threads: Warpgroup, router: Router, scores, results, own, chosen) -> None:
+    """Chooses the experts of some tokens, of their logits [rows, width] and the logits' layout.
 
     The experts are stored in shared memory, too: `chosen`, int32 [rows, k].
     """
-    rows, experts = own.size, router.experts
-    width = pl.cdiv(experts, 32) * 32
-    layout, lanes = _row_layout(rows, width, 4), _row_layout(rows, 32, 1)
-    total, mean_square = _add_partials(threads, operands, own, width, layout)
-    factor = lax.rsqrt(mean_square + router.eps)
+    (logits, layout), experts = scores, router.experts
+    rows, width = logits.shape
+    lanes = _row_layout(rows, 32, 1)
 
     def over(numbers, width=width, layout=layout):
         return lax.broadcast_in_dim(numbers, (rows, width), (0,))
 
     over_lanes = functools.partial(over, width=32, layout=lanes)
     expert, lane = threads.iota((rows, width), 1, layout), threads.iota((rows, 32), 1, lanes)
-    logits = total * over(factor)
     keys = jnp.maximum(_turned(lax.bitcast_convert_type(logits, jnp.int32)), _TAKEN + 1)
     keys = jnp.where(logits == 0, jnp.zeros_like(keys), keys)  # Zeros of both signs are equal.
     if width > experts:
@@ -205,13 +215,16 @@ def _choose(threads: Warpgroup, router: Router, operands, results, own, chosen) 
         keys, largest, found = carry
         key = jnp.max(keys, axis=1)
         is_largest = keys == over(key)
-        first = jnp.min(jnp.where(is_largest, expert, jnp.full_like(expert, width)), axis=1)
+        # The largest of a warp's integers is found by one instruction, the smallest is not.
+        first = -jnp.max(jnp.where(is_largest, -expert, jnp.full_like(expert, -width)), axis=1)
         largest = jnp.where(lane == j, over_lanes(key), largest)
         found = jnp.where(lane == j, over_lanes(first), found)
         return jnp.where(expert == over(first), jnp.full_like(keys, _TAKEN), keys), largest, found
 
     none = threads.cast(jnp.full((rows, 32), _TAKEN, jnp.int32), lanes)
-    _, largest, found = lax.fori_loop(0, router.top_k, take, (keys, none, none))
+    # Unrolled, the loop would be most of the code.
+    turns = router.top_k if threads.simulated else opaque(jnp.int32(router.top_k))
+    _, largest, found = lax.fori_loop(0, turns, take, (keys, none, none))
     values = lax.bitcast_convert_type(_turned(largest), jnp.float32)
     top = lax.bitcast_convert_type(_turned(jnp.max(largest, axis=1)), jnp.float32)
     powers = jnp.exp2(_LOG2_E * (values - over_lanes(top)))
@@ -225,7 +238,6 @@ def _choose(threads: Warpgroup, router: Router, operands, results, own, chosen) 
     _store_lanes(threads, results["routes"], own.start, found)
     _store_lanes(threads, results["weights"], own.start, weights)
     _store_lanes(threads, chosen, 0, found)
-    return factor
 
 
 def _turned(bits: jax.Array) -> jax.Array:
@@ -287,32 +299,46 @@ def _add_partials(threads: Warpgroup, operands, own, width: int, layout: Layout)
     return total, functools.reduce(jnp.add, loaded)
 
 
-def _store_states(threads: Warpgroup, operands, results, own: Any, factor: jax.Array) -> None:
-    """Stores some tokens with the factor of the norm, and the sigmoids of a shared expert."""
-    scaled, gate = operands["scaled"], operands.get("shared_gate")
-    width, block = scaled.shape[1], 256
-    while width % block and width < 256:
-        block //= 2
-    layout, shape = _row_layout(own.size, block, 8), (own.size, block)
-    own_factor = threads.cast(factor, layout.reduce(1))
-    logits = threads.cast(jnp.zeros(shape, jnp.float32), layout)
-    for start in range(0, width, block):
+class _States:
+    """Some tokens, which are requested at once, and stored when the factor of the norm is known."""
+
+    def __init__(self, threads: Warpgroup, operands, own: Any):
+        self.threads, self.own, self.gate = threads, own, operands.get("shared_gate")
+        scaled = operands["scaled"]
+        width, block = scaled.shape[1], 1024 if self.gate is None and own.size == 1 else 256
+        while width % block and width < block:
+            block //= 2
+        # The sum over the columns of a token is that of a warp.
+        spread = self.gate is None and block >= 32 * WARPS
+        self.layout = _row_layout(own.size, block, 8, spread=spread)
+        self.shape = own.size, block
         # The last block begins earlier, and repeats a part of the one before.
-        first = min(start, width - block)
-        columns = pl.ds(first, block)
-        x = threads.load(scaled.at[own, columns], layout).astype(jnp.float32)
-        states = x * lax.broadcast_in_dim(own_factor, shape, (0,))
-        threads.store(results["states"].at[own, columns], states.astype(scaled.dtype))
-        if gate is not None:
-            weight = threads.load(gate.at[0, columns], layout.reduce(0)).astype(jnp.float32)
-            product = x * lax.broadcast_in_dim(weight, shape, (1,))
-            if first < start:
-                column = threads.iota(shape, 1, layout)
-                product = jnp.where(column >= start - first, product, jnp.zeros_like(product))
-            logits += product
-    if gate is not None:
-        logit = own_factor * jnp.sum(logits, axis=1)
-        threads.store(results["opened"].at[own], 1.0 / (1.0 + jnp.exp2(-_LOG2_E * logit)))
+        self.starts = {start: min(start, width - block) for start in range(0, width, block)}
+        self.tokens = [
+            threads.load(scaled.at[own, pl.ds(first, block)], self.layout)
+            for first in self.starts.values()
+        ]
+
+    def store(self, results, factor: jax.Array) -> None:
+        """Stores the tokens with the factor, and the sigmoids of a shared expert's gate."""
+        threads, shape = self.threads, self.shape
+        factor = threads.cast(factor, self.layout.reduce(1))
+        logits = threads.cast(jnp.zeros(shape, jnp.float32), self.layout)
+        for (start, first), tokens in zip(self.starts.items(), self.tokens, strict=True):
+            x, columns = tokens.astype(jnp.float32), pl.ds(first, shape[1])
+            states = (x * lax.broadcast_in_dim(factor, shape, (0,))).astype(tokens.dtype)
+            threads.store(results["states"].at[self.own, columns], states)
+            if self.gate is not None:
+                weight = threads.load(self.gate.at[0, columns], self.layout.reduce(0))
+                product = x * lax.broadcast_in_dim(weight.astype(jnp.float32), shape, (1,))
+                if first < start:
+                    column = threads.iota(shape, 1, self.layout)
+                    product = jnp.where(column >= start - first, product, jnp.zeros_like(product))
+                logits += product
+        if self.gate is not None:
+            logit = factor * jnp.sum(logits, axis=1)
+            opened = 1.0 / (1.0 + jnp.exp2(-_LOG2_E * logit))
+            threads.store(results["opened"].at[self.own], opened)
 
 
 def _is_last(threads: Warpgroup, counter: Any, flag: Any, ctas: int) -> Any:
