@@ -330,6 +330,11 @@ class _Block:
         source %= 32
         self.put(operands[0].split("|")[0], value[_THREAD.astype(np.int64) - _LANE + source], mask)
 
+    def op_redux(self, parts, operands, mask):
+        assert parts[2] == "add"
+        sums = self.get(operands[1], "u32").reshape(-1, 32).sum(axis=1, dtype=np.uint32)
+        self.put(operands[0], np.repeat(sums, 32), mask)
+
     def op_setp(self, parts, operands, mask):
         kind = parts[-1]
         if kind == "pred":

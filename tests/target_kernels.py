@@ -322,7 +322,7 @@ def grouped_cases(normal):
     for tokens, inputs, width, config in (
         (2, 1152, 64, GroupedConfig(16, 512, 3)),
         (9, 384, 128, GroupedConfig(64, 128, 2)),
-        (12, 256, 128, GroupedConfig(128, 128, 2, tiles=2)),
+        (12, 256, 128, GroupedConfig(64, 128, 2, tiles=2)),
     ):
         routes = np.random.default_rng(tokens).integers(0, 3, (tokens, 2), np.int32)
         table = experts.table(jnp.asarray(routes), experts=3)

@@ -1,19 +1,25 @@
 """Mixtures of experts: the table, the grouped product, the router, and what is refused."""
 
 import dataclasses
+import functools
+import types
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp4_oracles import float64, random_weight
 from refusal import refused
 from tiny_checkpoints import model_config
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from benchmarks.rollout.random_policy import random_params
-from pallas_kernels import experts, fp4_matmul
-from pallas_kernels.experts import api
+from pallas_kernels import device, experts, fp4_matmul
+from pallas_kernels.experts import api, mma, self_test
+from pallas_kernels.experts.mma import GroupedConfig
 from pallas_kernels.experts.table import tile_rows
+from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import sizes, transformer
 from qerl_jax.policy.layers import kinds
@@ -107,6 +113,108 @@ def test_grouped_product_and_its_gradient(case, outputs, order, tiles_at_once, m
     want, want_vjp = jax.vjp(plain, x)
     np.testing.assert_allclose(y, want, atol=1e-4)
     np.testing.assert_allclose(vjp(gradient)[0], want_vjp(gradient)[0], atol=1e-4)
+
+
+SIMULATED = types.SimpleNamespace(
+    GroupedConfig=GroupedConfig,
+    gated_matmul=functools.partial(mma.gated_matmul, interpret=True),
+    matmul=functools.partial(mma.matmul, interpret=True),
+)
+KERNEL_CASES = {
+    "warps divide the columns": ((3, 2, 4), (1152, 64), GroupedConfig(16, 512, 2)),
+    # The first expert has 16 tokens, and another one more than a tile.
+    "several tiles of an expert": ((16, 2, 6), (192, 64), GroupedConfig(64, 128, 2, tiles=2)),
+    "more rows, few steps": ((9, 2, 3), (256, 128), GroupedConfig(128, 256, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "warps divide the columns",
+        "several tiles of an expert",
+        pytest.param("more rows, few steps", marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernel_of_a_decode_step(case, monkeypatch):
+    """Simulated: what a caller gets on a GPU with the kernel is what it gets in float64."""
+    (tokens, top_k, count), (inputs, width), config = KERNEL_CASES[case]
+    kernel = types.SimpleNamespace(**vars(SIMULATED), choose=lambda *_, parts: config)
+    monkeypatch.setattr(api, "has_kernel", lambda: True)
+    monkeypatch.setattr(api, "kernel", lambda: kernel)
+    rng = np.random.default_rng(tokens)
+    routes = random_routes(tokens, top_k, count)
+    if tokens == 16:
+        routes[:, 0], routes[:, 1] = 0, 1 + np.arange(16) % 9 // 5 * 2
+    gate_up = random_weight(rng, count * 2 * width, inputs)
+    gate_up = gate_up._replace(global_scale=gate_up.global_scale * 200)
+    down = random_weight(rng, count * 128, width)
+    x = jnp.asarray(rng.standard_normal((tokens, inputs)), jnp.bfloat16)
+    pair_weights = rng.uniform(0.1, 1, routes.size).astype(np.float32)
+    own_table = experts.table(jnp.asarray(routes), experts=count)
+    place, empty = np.asarray(own_table.place), np.asarray(own_table.source) == routes.size
+
+    hidden = experts.gated_matmul(
+        x, fp4_matmul.to_tiles(gate_up), own_table, jnp.asarray(pair_weights), width=width
+    )
+    chosen = routes.reshape(-1)
+    dense = [
+        float64(fp4_matmul.dequantize(weight, jnp.float32)).reshape(count, -1, columns)[chosen]
+        for weight, columns in ((gate_up, inputs), (down, width))
+    ]
+    gate, up = np.split(
+        np.einsum("pk,pnk->pn", float64(x).repeat(top_k, axis=0), dense[0]), 2, axis=1
+    )
+    want = gate / (1 + np.exp(-gate)) * up * pair_weights[:, None]
+    assert hidden.dtype == jnp.bfloat16
+    assert relative_error(hidden[place], want) < 5e-3
+
+    rows = jnp.where(empty[:, None], jnp.nan, hidden)  # No product reads rows without a pair.
+    config = dataclasses.replace(config, rows=64, columns=128)
+    y = experts.grouped_matmul(rows, fp4_matmul.to_tiles(down), own_table, outputs=128)
+    want = np.einsum("pk,pnk->pn", float64(hidden[place]), dense[1])
+    assert relative_error(y[place], want) < 3e-3
+    assert not y[empty].any()
+
+
+def relative_error(found, want):
+    return np.linalg.norm(float64(found) - want) / np.linalg.norm(want)
+
+
+@pytest.mark.slow  # 15 s
+def test_the_kernel_agrees_with_the_definition():
+    assert self_test.relative_error(SIMULATED) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("capability", "choice", "error", "expected"),
+    [(8.0, None, 0.0, True), (9.0, "mosaic", 0.0, True), (8.9, "xla", 0.0, False),
+     (7.5, None, 0.0, False), (0.0, None, 0.0, False), (9.0, None, 1.0, False)],
+)  # fmt: skip
+def test_which_devices_have_the_kernel(capability, choice, error, expected, monkeypatch):
+    monkeypatch.setattr(device, "cuda_capability", lambda: capability)
+    monkeypatch.setattr(self_test, "relative_error", lambda _: error)
+    monkeypatch.delenv(dispatch.KERNEL_VARIABLE, raising=False)
+    if choice:
+        monkeypatch.setenv(dispatch.KERNEL_VARIABLE, choice)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        dispatch._warn_once.cache_clear()
+        assert api.has_kernel.__wrapped__() == expected
+    assert [str(w.message) for w in seen] == (
+        ["the FP4 kernel is off by 1.0e+00, dequantizing instead"] if error else []
+    )
+
+
+def test_schedules_that_cannot_be():
+    for config, outputs, parts, message in (
+        (GroupedConfig(48), 128, 1, "rows is 48, expected 16 or a multiple of 64 that divides 128"),
+        (GroupedConfig(128), 192, 1, "rows is 128"),
+        (GroupedConfig(16, 256), 128, 2, "columns is 256, expected 128, 256 or 512, with 16 rows"),
+        (GroupedConfig(stages=1), 128, 1, "1 stages and 1 tiles, expected at least 2 and 1"),
+        (GroupedConfig(64, 512, 3), 128, 2, "bytes of shared memory, limit 101376"),
+    ):
+        assert message in config.problem(outputs, parts)
 
 
 def test_rows_without_a_pair_are_zeros():

@@ -9,11 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp4_oracles import random_weight
 from packed_cases import packed_ids
 from tiny_checkpoints import model_config
 
 from benchmarks.rollout.random_policy import random_lora, random_params
+from pallas_kernels import experts, fp4_matmul
 from pallas_kernels.attention import segments
+from pallas_kernels.experts import api, mma, self_test
+from pallas_kernels.experts.mma import GroupedConfig
 from qerl_jax.policy import lora, transformer
 from qerl_jax.policy.config import ExpertsConfig
 from qerl_jax.policy.layers import kinds
@@ -42,6 +46,87 @@ def policy_of(config):
 def relative_error(found, want):
     found, want = np.asarray(found, np.float64), np.asarray(want, np.float64)
     return np.linalg.norm(found - want) / np.linalg.norm(want)
+
+
+def routes_of(tokens, count, skewed):
+    """Eight experts for each token; those of a skewed router are often the same ones."""
+    rng = np.random.default_rng(tokens)
+    scores = rng.gumbel(size=(tokens, count)) - skewed * np.arange(count)
+    return jnp.asarray(np.argsort(-scores, axis=1)[:, :8], jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "skewed", "form"),
+    [
+        *((1, 0, "nvfp4"), (8, 0.3, "mxfp4"), (40, 0, "nvfp4"), (64, 0.3, "nvfp4")),
+        *((256, 0, "mxfp4"), (256, 0.3, "nvfp4")),
+    ],
+)
+def test_products_of_a_decode_step(tokens, skewed, form):
+    """In the schedules that they get: against float32, and the same again."""
+    count, inputs, width = 32, 2048, 192
+    rng = np.random.default_rng(0)
+    gate_up, down = (
+        random_weight(rng, count * outputs, columns, form)
+        for outputs, columns in ((2 * width, inputs), (inputs, width))
+    )
+    own_table = experts.table(routes_of(tokens, count, skewed), experts=count)
+    x = jax.random.normal(jax.random.key(0), (tokens, inputs), jnp.bfloat16) / 1024
+    weights = jax.random.uniform(jax.random.key(1), (8 * tokens,))
+    assert api.has_kernel()
+
+    @jax.jit
+    def products(x, weights, gate_up, down, table):
+        hidden = experts.gated_matmul(x, gate_up, table, weights, width=width)
+        y = experts.grouped_matmul(hidden, down, table, outputs=inputs)
+        return experts.to_pairs(hidden, table), experts.to_pairs(y, table), y
+
+    packed = fp4_matmul.to_tiles(gate_up), fp4_matmul.to_tiles(down)
+    hidden, y, rows = products(x, weights, *packed, own_table)
+    with jax.default_matmul_precision("highest"):
+        dense = [fp4_matmul.dequantize(weight, jnp.float32) for weight in (gate_up, down)]
+        wanted = products(x.astype(jnp.float32), weights, dense[0], dense[1], own_table)[0]
+        assert relative_error(hidden, wanted) < 5e-3
+        given = jnp.zeros((len(rows), width)).at[own_table.place].set(hidden.astype(jnp.float32))
+        wanted = experts.grouped_matmul(given, dense[1], own_table, outputs=inputs)
+        assert relative_error(rows, wanted) < 3e-3
+    for _ in range(3):
+        again = products(x, weights, *packed, own_table)
+        np.testing.assert_array_equal(again[0], hidden)
+        np.testing.assert_array_equal(again[1], y)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GroupedConfig(64, 128, 2),
+        GroupedConfig(64, 256, 3),
+        GroupedConfig(64, 512, 2),
+        GroupedConfig(16, 512, 3),
+        GroupedConfig(16, 512, 2),
+        GroupedConfig(64, 128, 4, tiles=2),
+        GroupedConfig(64, 128, 3, tiles=4),
+    ],
+    ids=str,
+)
+def test_schedules(config):
+    """Each computes what another one does, except for the order of sums."""
+    count, inputs, width = 16, 1408, 192
+    weight = fp4_matmul.to_tiles(random_weight(np.random.default_rng(0), count * 384, inputs))
+    own_table = experts.table(routes_of(48, count, 0.2), experts=count)
+    x = jax.random.normal(jax.random.key(0), (48, inputs), jnp.bfloat16) / 1024
+    weights = jax.random.uniform(jax.random.key(1), (8 * 48,))
+    found, wanted = (
+        jax.jit(lambda *args, config=c: mma.gated_matmul(*args, width=width, config=config))(
+            x, weight, own_table, weights
+        )[own_table.place]
+        for c in (config, GroupedConfig(64, 128, 3))
+    )
+    assert relative_error(found, wanted) < 2e-3
+
+
+def test_the_self_test_finds_no_error():
+    assert self_test.relative_error(mma) < 5e-3
 
 
 # A decode step; some tiles for each expert; several blocks of tiles for each product.

@@ -30,7 +30,7 @@ from pallas_kernels import warp_mma, warpgroup
 from pallas_kernels.experts.table import Table
 from pallas_kernels.fp4_matmul import layout
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
-from pallas_kernels.fp4_matmul.mma import copies, epilogue
+from pallas_kernels.fp4_matmul.mma import copies
 from pallas_kernels.fp4_matmul.mma.epilogue import ACC
 from pallas_kernels.fp4_matmul.mma.kernel import multiply_stage
 from pallas_kernels.fp4_matmul.mma_schedule import SHARED_MEMORY, MmaConfig
@@ -57,7 +57,7 @@ class GroupedConfig:
     rows: int = 64  # outputs of a CTA, of gate and of up each: 64 or a multiple, or 16
     columns: int = 256  # columns of a step: 128, 256 or 512, the last one with 16 outputs
     stages: int = 3  # number of steps that shared memory holds
-    tiles: int = 1  # tiles of an expert that a CTA multiplies
+    tiles: int = 1  # tiles of an expert that a CTA multiplies at a time
 
     @property
     def apart(self) -> bool:
@@ -168,10 +168,11 @@ def _run(kernel, x, weight, table, extra, interpret):
         "owner": table.owner,
         "used": table.used.reshape(1),
     }
+    whole = len(table.owner) if config.tiles == 1 else weight.shape[0] // outputs
     return warpgroup.run(
         functools.partial(_body, kernel),
         "experts_gated_matmul" if parts == 2 else "experts_matmul",
-        (len(table.owner), outputs // parts // config.rows),
+        (outputs // parts // config.rows, whole),  # CTAs of unused tiles are among the others.
         operands,
         jax.ShapeDtypeStruct((len(table.source), outputs // parts), x.dtype),
         scratch=config.shared(parts),
@@ -180,43 +181,46 @@ def _run(kernel, x, weight, table, extra, interpret):
 
 
 def _body(kernel: _Kernel, threads: Warpgroup, operands, _, y, **shared) -> None:
-    """What a CTA does."""
-    tile, tiles = threads.cta[0], kernel.config.tiles
-    used, owner = _choose_rows(kernel, threads, operands, tile, shared["chosen"])
+    """What a CTA does: a tile, or an expert's tiles, some at a time."""
+    tiles = kernel.config.tiles
+    if tiles == 1:
+        tile = threads.cta[1]
+        used, owner = _choose_rows(kernel, threads, operands, tile, shared["chosen"])
 
-    @pl.when(tile < used)
-    def compute():
-        if tiles == 1:
-            _multiply(kernel, threads, operands, owner, y, shared)
-            return
-
-        def is_owned(before):
-            return (before < tile) & (operands["owner"][jnp.maximum(tile - before - 1, 0)] == owner)
-
-        before = lax.while_loop(is_owned, lambda before: before + 1, jnp.int32(0))
-
-        @pl.when(lax.rem(before, tiles) == 0)
+        @pl.when(tile < used)
         def multiply():
-            _multiply(kernel, threads, operands, owner, y, shared)
+            _multiply(kernel, threads, operands, (tile, owner), y, shared)
+
+        return
+    owner = threads.cta[1]
+    first, count = _tiles_of(threads, operands, owner)
+
+    def multiply_some(i, _):
+        tile = first + i * tiles
+        threads.meet()  # Nobody needs the rows of the tiles before any more.
+        _choose_rows(kernel, threads, operands, tile, shared["chosen"])
+        _multiply(kernel, threads, operands, (tile, owner), y, shared)
+        return 0
+
+    lax.fori_loop(0, (count + tiles - 1) // tiles, multiply_some, 0)
 
 
-def _multiply(kernel: _Kernel, threads: Warpgroup, operands, owner, y, shared) -> None:
-    """Multiplies the chosen rows by the weight of their owner, and stores the results."""
-    config, block, chosen = kernel.config, threads.cta[1], shared["chosen"]
+def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared) -> None:
+    """Multiplies the chosen rows, those of a tile and after it, and stores the results.
+
+    `place` are the tile and its owner.
+    """
+    config, chosen, (tile, owner) = kernel.config, shared["chosen"], place
     stages = copies.Stages(**{name: shared[name] for name in copies.Stages._fields})
-    per_part = kernel.outputs // kernel.parts // TILE_ROWS  # row tiles
-    count = config.row_tiles(1)
-    first = block // WARPS if config.apart else block * count
-    first += owner * (kernel.outputs // TILE_ROWS)
-    rows = [first + part * per_part + i for part in range(kernel.parts) for i in range(count)]
     column_tiles, per_step = operands["codes"].shape[1], config.columns // TILE_COLUMNS
     steps = -(-column_tiles // per_step)
+    block, x, parts = threads.cta[0], operands["x"], kernel.parts
+    rows = _row_tiles(kernel, owner, block)
 
     def start_copies(step):
         column, stage = step * per_step, stages.at(step)
-        x, end = operands["x"], column_tiles * TILE_COLUMNS
-        start = column * TILE_COLUMNS
-        copies.start_x(threads, x, stage.x, start, end, (chosen, kernel.top_k or 1))
+        start, end = column * TILE_COLUMNS, column_tiles * TILE_COLUMNS
+        copies.start_x(threads, x, stage.x, start, end, found)
         for i, row in enumerate(rows):
             source = operands["codes"].at[row], operands["scales"].at[row]
             target = stage.codes.at[i], stage.scales.at[i]
@@ -227,11 +231,12 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, owner, y, shared) -
                 copies.start_tiles(threads, source, target, column, column_tiles)
 
     threads.meet()  # All threads see which rows are chosen.
+    found = copies.chosen_rows(threads, chosen, kernel.top_k or 1, config.columns)
     ahead = min(steps, config.stages - (steps > config.stages))
     for step in range(ahead):
         start_copies(jnp.int32(step))
         copies.close_group(threads)
-    if kernel.parts == 2:
+    if parts == 2:
         _load_factors(threads, operands["row_weights"], chosen, shared["factors"])
 
     def multiply_step(step, sums):
@@ -247,16 +252,28 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, owner, y, shared) -
 
     zeros = threads.cast(jnp.zeros((TILE_ROWS, config.tokens), jnp.float32), ACC)
     sums = lax.fori_loop(0, steps, multiply_step, [zeros] * len(rows))
-    sums, height = _whole_sums(kernel, threads, sums, shared), STRIP if config.apart else TILE_ROWS
+    sums = _whole_sums(kernel, threads, sums, shared)
     inside = lax.rem(block, WARPS) * STRIP if config.apart else 0
+    height, count = STRIP if config.apart else TILE_ROWS, config.row_tiles(1)
     for i in range(count):
         results = [
             _divided(threads, operands["divisor"], total, row * TILE_ROWS + inside)
             for row, total in zip(rows[i::count], sums[i::count], strict=True)
         ]
-        if kernel.parts == 2:
-            results = [_gated(threads, *results, shared["factors"])]
-        _store(threads, y, results[0], chosen, (block * count + i) * height)
+        if parts == 2:
+            gate, up = results
+            results = [_gated(threads, gate, up, shared["factors"])]
+        value = results[0].astype(y.dtype)
+        _store(threads, y, value, chosen, tile * TILE, (block * count + i) * height)
+
+
+def _row_tiles(kernel: _Kernel, owner, block) -> list:
+    """Row tiles of the weight of a block, those of gate before those of up."""
+    config, count = kernel.config, kernel.config.row_tiles(1)
+    first = owner * (kernel.outputs // TILE_ROWS)
+    first += block // WARPS if config.apart else block * count
+    per_part = kernel.outputs // kernel.parts // TILE_ROWS
+    return [first + part * per_part + i for part in range(kernel.parts) for i in range(count)]
 
 
 def _whole_sums(kernel: _Kernel, threads: Warpgroup, sums, shared):
@@ -292,6 +309,55 @@ def _gated(threads: Warpgroup, gate: jax.Array, up: jax.Array, factors: Any) -> 
     factor = threads.load(factors, _layout_of(gate).reduce(0))
     active = gate / (1.0 + jnp.exp2(-_LOG2_E * gate))
     return active * up * lax.broadcast_in_dim(factor, gate.shape, (1,))
+
+
+def _tiles_of(threads: Warpgroup, operands, owner) -> tuple[Any, Any]:
+    """The first one and the number of the tiles of an expert; used tiles are in their order."""
+    owners, used = operands["owner"], operands["used"]
+    (tiles,) = owners.shape
+    if threads.simulated:
+        found, there = owners[...], jnp.arange(tiles) < used[0]
+        return tuple(
+            (there & is_so).sum(dtype=jnp.int32) for is_so in (found < owner, found == owner)
+        )
+    splat = plgpu.Layout.WG_SPLAT
+    number = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=splat)
+    turns = range(-(-tiles // 32))  # Each warp reads all.
+    names = ", ".join(f"own{i}" for i in turns)
+
+    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, splat), return_type=[number] * 2)
+    def count(_, arrays, owner):
+        i32 = ir.IntegerType.get_signless(32)
+        found = mgpu.utils.inline_ptx(
+            "{ .reg .pred there, before, same; .reg .b32 lane, index, used, less, equal; "
+            f".reg .b32 {names}; .reg .b64 at; and.b32 lane, $5, 31; ld.global.u32 used, [$3]; "
+            + "".join(
+                f"add.u32 index, lane, {32 * i}; min.u32 index, index, {tiles - 1}; "
+                f"mad.wide.u32 at, index, 4, $2; ld.global.u32 own{i}, [at]; "
+                for i in turns
+            )
+            + "mov.b32 less, 0; mov.b32 equal, 0; "
+            + "".join(
+                f"add.u32 index, lane, {32 * i}; setp.lt.u32 there, index, used; "
+                f"setp.lt.and.u32 before, own{i}, $4, there; @before add.u32 less, less, 1; "
+                f"setp.eq.and.u32 same, own{i}, $4, there; @same add.u32 equal, equal, 1; "
+                for i in turns
+            )
+            + "".join(
+                f"redux.sync.add.u32 ${i}, {name}, 0xffffffff; "
+                for i, name in enumerate(("less", "equal"))
+            )
+            + "}",
+            *(copies.pointer(array) for array in arrays),
+            owner.registers.item(),
+            mgpu.utils.thread_idx(),
+            result_types=[i32] * 2,
+            has_side_effects=True,
+            convergent=True,
+        )
+        return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found]
+
+    return count([owners, used], owner)
 
 
 def _choose_rows(kernel: _Kernel, threads: Warpgroup, operands, tile, chosen) -> tuple[Any, Any]:
@@ -373,45 +439,55 @@ def _load_factors(threads: Warpgroup, row_weights: Any, chosen: Any, factors: An
     load(row_weights, chosen, factors)
 
 
-def _store(threads: Warpgroup, y: Any, value: jax.Array, chosen: Any, column: Any) -> None:
-    """Stores outputs [outputs, tokens] of the CTA's tiles, from a column of y on.
+def _store(threads: Warpgroup, y: Any, value: jax.Array, chosen: Any, row: Any, column: Any):
+    """Stores outputs bfloat16 [outputs, tokens] to y, from a row and a column on.
 
     Rows that are not chosen keep what they have.
     """
     (height, tokens), columns = value.shape, y.shape[1]
-    tile = threads.cta[0]
     if threads.simulated:
-        row = jnp.where(chosen[...] < 0, y.shape[0], tile * TILE + jnp.arange(tokens))
-        index = row[:, None], column + jnp.arange(height)
-        y[...] = y[...].at[index].set(value.T.astype(y.dtype), mode="drop")
+        rows = jnp.where(chosen[...] < 0, y.shape[0], row + jnp.arange(tokens))
+        index = rows[:, None], column + jnp.arange(height)
+        y[...] = y[...].at[index].set(value.T, mode="drop")
         return
     splat = plgpu.Layout.WG_SPLAT
     references = plgpu.RefType(), plgpu.RefType()
 
     @plgpu.inline_mgpu(arg_types=(*references, _layout_of(value), splat, splat))
-    def store(_, y, chosen, value, tile, column):
+    def store(_, y, chosen, value, row, column):
         i32 = ir.IntegerType.get_signless(32)
         c = functools.partial(mgpu.utils.c, ty=i32)
         thread = mgpu.utils.thread_idx()
         warp, lane = arith.shrui(thread, c(5)), arith.andi(thread, c(31))
-        token = arith.shli(arith.andi(lane, c(3)), c(1))
-        output = arith.addi(column.registers.item(), arith.shrui(lane, c(2)))
+        # After the transposition a thread has two outputs of a token.
+        token = arith.shrui(lane, c(2))
+        output = arith.addi(column.registers.item(), arith.shli(arith.andi(lane, c(3)), c(1)))
         if height == TILE_ROWS:
             output = arith.addi(output, arith.muli(warp, c(STRIP)))
-        row = arith.addi(arith.muli(tile.registers.item(), c(TILE)), token)
-        start = arith.addi(arith.muli(row, c(columns)), output)
-        start = copies.advanced(copies.pointer(y), arith.muli(start, c(2)))
+        start = arith.muli(arith.addi(row.registers.item(), token), c(columns))
+        start = copies.advanced(copies.pointer(y), arith.muli(arith.addi(start, output), c(2)))
         numbers = arith.addi(copies.address(chosen), arith.muli(token, c(4)))
         for group, halves in enumerate(value.registers.reshape(-1, 2)):
-            for odd in range(2):
-                token = 8 * group + odd
-                found = copies.read_shared(numbers, 4 * token)
-                there = arith.cmpi(arith.CmpIPredicate.sge, found, c(0))
-                if height == STRIP:  # All warps have the same.
-                    there = arith.andi(there, arith.cmpi(arith.CmpIPredicate.eq, warp, c(0)))
-                for half, register in enumerate(halves):
-                    number = warp_mma.numbers(register)[odd]
-                    offset = 2 * (token * columns + 8 * half)
-                    epilogue.store_number(start, offset, number, 2, there)
+            there = arith.cmpi(
+                arith.CmpIPredicate.sge, copies.read_shared(numbers, 4 * 8 * group), c(0)
+            )
+            if height == STRIP:  # All warps have the same.
+                there = arith.andi(there, arith.cmpi(arith.CmpIPredicate.eq, warp, c(0)))
+            for half, register in enumerate(halves):
+                (pair,) = warp_mma.words(register)
+                pair = mgpu.utils.inline_ptx(
+                    "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+                    pair,
+                    result_types=i32,
+                    has_side_effects=True,
+                    convergent=True,
+                )
+                mgpu.utils.inline_ptx(
+                    f"st.global.u32 [$0+{2 * 8 * (group * columns + half)}], $1;",
+                    start,
+                    pair,
+                    predicate=there,
+                    has_side_effects=True,
+                )
 
-    store(y, chosen, value, tile, column)
+    store(y, chosen, value, row, column)

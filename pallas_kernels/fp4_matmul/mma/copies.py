@@ -5,13 +5,16 @@ A thread copies the codes that it will read itself. Scales and tokens are those 
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels import warp_mma
 from pallas_kernels.fp4_matmul import layout
 from pallas_kernels.fp4_matmul.mma.codes import STEPS
 from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig, padded_tokens
@@ -54,13 +57,12 @@ def start_x(
     stage: Any,
     column: Any,
     end: Any,
-    chosen: tuple[Any, int] | None = None,
+    chosen: jax.Array | None = None,
 ) -> None:
     """Starts to copy columns of x [M, K], from one on, to `Stages.x` of a stage.
 
     The columns from `end` on, and rows from M on, become zero. `chosen` says which rows of x they
-    are: an int32 [M'] in shared memory, and the number by which it is divided for the row. Those of
-    negative numbers become zero.
+    are, see `chosen_rows`: nothing is copied where it is negative.
     """
     (m, k), (tokens, pitch) = x.shape, stage.shape
     width = pitch - pitch % TILE_COLUMNS
@@ -68,15 +70,14 @@ def start_x(
     if threads.simulated:
         whole = jnp.pad(x[...], ((0, max(0, tokens - m)), (0, 0)))
         if chosen is not None:
-            found = chosen[0][...]
-            whole = jnp.where((found < 0)[:, None], 0, whole[jnp.maximum(found, 0) // chosen[1]])
+            whole = jnp.where((chosen < 0)[:, None], jnp.nan, whole[jnp.maximum(chosen, 0)])
         index = column + jnp.arange(width)
         stage[:, :width] = jnp.where(index < end, whole[:, jnp.minimum(index, k - 1)], 0)
         return
     numbers = _CHUNK // 2
     chunks = width // numbers  # of a row
     rows = _THREADS // chunks  # of x, that the threads copy at a time
-    chosen_types = () if chosen is None else (plgpu.RefType(),)
+    chosen_types = () if chosen is None else (_of_threads(len(chosen)),)
 
     @plgpu.inline_mgpu(
         arg_types=(
@@ -100,19 +101,50 @@ def start_x(
         for first_row in range(0, tokens, rows):
             there = inside
             if chosen is not None:
-                number = arith.addi(address(chosen_rows[0]), arith.muli(row, _i32(4)))
-                found = read_shared(number, 4 * first_row)
-                there = arith.cmpi(arith.CmpIPredicate.sge, found, _i32(0))
-                there = arith.andi(inside, there)
-                found = arith.divui(arith.maxsi(found, _i32(0)), _i32(chosen[1]))
-                _copy(target, source_of(found), 2 * first_row * pitch, 0, _CHUNK, there)
+                (found,) = warp_mma.numbers(chosen_rows[0].registers[first_row // rows])
+                exists = arith.cmpi(arith.CmpIPredicate.sge, found, _i32(0))
+                _copy(target, source_of(found), 2 * first_row * pitch, 0, _CHUNK, inside, exists)
                 continue
             if first_row + rows > m:
                 exists = arith.cmpi(arith.CmpIPredicate.slt, row, _i32(m - first_row))
                 there = arith.andi(inside, exists)
             _copy(target, source, 2 * first_row * pitch, 2 * first_row * k, _CHUNK, there)
 
-    copy(x, stage, column, end, *(() if chosen is None else chosen[:1]))
+    copy(x, stage, column, end, *(() if chosen is None else (chosen,)))
+
+
+def chosen_rows(threads: Warpgroup, chosen: Any, divisor: int, width: int) -> jax.Array:
+    """The rows of x that `start_x` copies, in steps of some columns, for each copy of a thread.
+
+    `chosen` is an int32 [M'] in shared memory, which is divided for the row. Negative numbers stay
+    negative: no token's product depends on those of others, so that they need none.
+    """
+    if threads.simulated:
+        return chosen[...] // divisor
+    (tokens,) = chosen.shape
+    chunks = width // (_CHUNK // 2)
+    kind = _of_threads(tokens * chunks)
+    result = plgpu.ShapeDtypeStruct((tokens * chunks,), jnp.dtype(jnp.int32), layout=kind)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def load(_, chosen):
+        row = arith.divui(mgpu.utils.thread_idx(), _i32(chunks))
+        start = arith.addi(address(chosen), arith.muli(row, _i32(4)))
+        rows = []
+        for first in range(0, tokens, _THREADS // chunks):
+            found = read_shared(start, 4 * first)
+            exists = arith.cmpi(arith.CmpIPredicate.sge, found, _i32(0))
+            found = arith.select(exists, arith.divui(found, _i32(divisor)), found)
+            rows.append(warp_mma.vector_of([found]))
+        registers = np.array(rows, dtype=object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=kind.to_mgpu(), _is_signed=True)
+
+    return load(chosen)
+
+
+def _of_threads(count: int) -> Any:
+    """The layout of numbers of which the threads have one after the other."""
+    return plgpu.Layout.WG_STRIDED((count,), vec_size=1)
 
 
 def read_shared(address: ir.Value, offset: int) -> ir.Value:
@@ -222,11 +254,18 @@ def start_tiles(
 
 
 def _copy(
-    target: ir.Value, source: ir.Value, to: int, start: int, size: int, inside: ir.Value
+    target: ir.Value,
+    source: ir.Value,
+    to: int,
+    start: int,
+    size: int,
+    inside: ir.Value,
+    exists: ir.Value | None = None,
 ) -> None:
     """Starts a copy of 4, 8 or 16 bytes to shared memory, or of zeros if they are not inside.
 
-    What is added to the addresses, `to` and `start`, is known when the kernel is compiled.
+    What is added to the addresses, `to` and `start`, is known when the kernel is compiled. Nothing
+    is copied if the bytes do not exist.
     """
     count = arith.select(inside, _i32(size), _i32(0))
     cached = "cg" if size == 16 else "ca"
@@ -235,6 +274,7 @@ def _copy(
         target,
         source,
         count,
+        predicate=exists,
         has_side_effects=True,
     )
 

@@ -137,12 +137,12 @@ def store(
                         limit = mgpu.utils.c(m - first, i32)
                         there = arith.cmpi(arith.CmpIPredicate.slt, token, limit)
                         inside = arith.andi(inside, there)
-                    store_number(start, size * (first * n + 8 * half), number, size, inside)
+                    _store_number(start, size * (first * n + 8 * half), number, size, inside)
 
     store_existing(y, value, tile)
 
 
-def store_number(start: ir.Value, offset: int, number: ir.Value, size: int, inside: ir.Value):
+def _store_number(start: ir.Value, offset: int, number: ir.Value, size: int, inside: ir.Value):
     """Stores a number, of two bytes or four, if it is inside."""
     convert = ".reg .b16 narrow; cvt.rn.bf16.f32 narrow, $1; " if size == 2 else ""
     source = ("b16", "narrow") if size == 2 else ("f32", "$1")
