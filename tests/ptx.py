@@ -284,11 +284,6 @@ class _Block:
         for thread in np.flatnonzero(mask):
             self.shared[places[thread] : places[thread] + 4].view(np.uint32)[0] |= bits[thread]
 
-    def op_redux(self, parts, operands, mask):
-        numbers = self.get(operands[1], parts[-1]).reshape(-1, 32)
-        found = {"min": np.min, "max": np.max}[parts[2]](numbers, axis=1)
-        self.put(operands[0], np.repeat(found, 32), mask)
-
     def op_mov(self, parts, operands, mask):
         target, source = operands
         width = int(parts[-1][1:]) if parts[-1] != "pred" else 0
@@ -331,9 +326,9 @@ class _Block:
         self.put(operands[0].split("|")[0], value[_THREAD.astype(np.int64) - _LANE + source], mask)
 
     def op_redux(self, parts, operands, mask):
-        assert parts[2] == "add"
-        sums = self.get(operands[1], "u32").reshape(-1, 32).sum(axis=1, dtype=np.uint32)
-        self.put(operands[0], np.repeat(sums, 32), mask)
+        numbers = self.get(operands[1], parts[-1]).reshape(-1, 32)
+        found = {"min": np.min, "max": np.max, "add": np.sum}[parts[2]](numbers, axis=1)
+        self.put(operands[0], np.repeat(found.astype(numbers.dtype), 32), mask)
 
     def op_setp(self, parts, operands, mask):
         kind = parts[-1]

@@ -29,7 +29,7 @@ from qerl_jax.policy.quant import quantize, tile_order
         *(pytest.param(k, PROJECTIONS, marks=pytest.mark.slow) for k in ("qwen2", "llama")),
         pytest.param("qwen2", ("k_proj", "down_proj"), marks=pytest.mark.slow),
         ("qwen3", ()),
-        ("qwen3_moe", ("q_proj", "o_proj")),
+        pytest.param("qwen3_moe", ("q_proj", "o_proj"), marks=pytest.mark.slow),
         ("qwen3_moe with a shared expert", ()),
     ],
 )

@@ -249,7 +249,7 @@ def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Ar
 def _route(
     norm: DeferredNorm, shared_gate: jax.Array | None, router: route.Router
 ) -> route.Routing:
-    """The experts of the tokens behind a norm."""
+    """The experts of the tokens after a norm."""
     assert norm.logit_partials is not None, "the norm has the router's product"
     scores = route.Scores(norm.scaled, norm.square_partials, norm.logit_partials, shared_gate)
     with jax.named_scope("router"):
@@ -401,7 +401,7 @@ def _experts_agree() -> bool:
 
 
 def _agrees(consequence: str, relative_error: Callable[[], float]) -> bool:
-    """Whether an error is small; warns of the consequence where it is not, or there is none."""
+    """Whether an error is small; warns of the consequence where it is not, or cannot be known."""
     try:
         error = relative_error()
     except Exception as problem:  # Whatever an untested version of jax raises.
