@@ -72,7 +72,7 @@ def gated_matmul(
         [R, F] in x's dtype; rows without a pair are undefined.
     """
     if _uses_kernel(x, weight, table, width):
-        config = kernel().choose(table, 2 * width, parts=2)
+        config = kernel().choose(table, 2 * width, weight, parts=2)
         return kernel().gated_matmul(x, weight, table, row_weights, width=width, config=config)
     y = grouped_matmul(to_rows(x, table), weight, table, outputs=2 * width)
     gate, up = jnp.split(y, 2, axis=1)
@@ -110,7 +110,7 @@ def grouped_matmul(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped(x, weight, table, outputs):
     if _uses_kernel(x, weight, table, outputs):
-        config = kernel().choose(table, outputs, parts=1)
+        config = kernel().choose(table, outputs, weight, parts=1)
         return kernel().matmul(x, weight, table, outputs=outputs, config=config)
     return _by_blocks(x, weight, table, outputs, "tmk,tnk->tmn")
 

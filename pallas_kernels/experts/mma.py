@@ -27,6 +27,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import warp_mma, warpgroup
+from pallas_kernels.device import num_sms
 from pallas_kernels.experts.table import Table
 from pallas_kernels.fp4_matmul import layout
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
@@ -34,12 +35,14 @@ from pallas_kernels.fp4_matmul.mma import copies
 from pallas_kernels.fp4_matmul.mma.epilogue import ACC
 from pallas_kernels.fp4_matmul.mma.kernel import multiply_stage
 from pallas_kernels.fp4_matmul.mma_schedule import SHARED_MEMORY, MmaConfig
+from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.warpgroup import WARPS, Warpgroup
 
 TILE = 8  # rows of a tile of the table
 STRIP = TILE_ROWS // WARPS  # outputs of a warp
-_FEW_TILES = 16
+_FEW_TILES = 16  # of the table, with which few CTAs have 64 outputs
+_MOST_TILES = 4
 _LOG2_E = 1.4426950408889634
 # The sums of 16 outputs, which all warps have; a thread has the same ones as in ACC.
 _STRIP_SUMS = plgpu.Layout.TILED(
@@ -105,11 +108,26 @@ class GroupedConfig:
         return None
 
 
-def choose(table: Table, outputs: int, *, parts: int) -> GroupedConfig:
-    """The schedule of a product with experts of so many outputs, those of gate and up together."""
+def choose(table: Table, outputs: int, weight: Fp4Tiles, *, parts: int) -> GroupedConfig:
+    """The schedule of a product with experts of so many outputs, those of gate and up together.
+
+    It is made from times of Qwen3-30B-A3B and Qwen3.6-35B-A3B on an H200.
+    """
+    pairs, experts = len(table.place), weight.shape[0] // outputs
+    # As many as most experts have, when routes are uniform.
+    tiles = min(_MOST_TILES, math.ceil((pairs / experts + TILE / 2) / TILE))
+    if tiles > 1:
+        wide = parts == 1 and outputs % (2 * TILE_ROWS) == 0
+        return GroupedConfig(2 * TILE_ROWS if wide else TILE_ROWS, TILE_COLUMNS, 3, tiles)
     if parts == 2 and len(table.owner) <= _FEW_TILES:
-        return GroupedConfig(STRIP, 512, 4)
-    return GroupedConfig(TILE_ROWS, 128 if parts == 2 else 256, 3)
+        return GroupedConfig(STRIP, 512, 2)
+    touched = experts * (1 - (1 - 1 / experts) ** pairs)
+    ctas = touched * outputs // parts // TILE_ROWS
+    if parts == 2:  # An SM has five CTAs at a time, or with four stages four.
+        return GroupedConfig(TILE_ROWS, TILE_COLUMNS, 3 if ctas <= 5 * num_sms() else 4)
+    if ctas <= 16 * num_sms():
+        return GroupedConfig(TILE_ROWS, 2 * TILE_COLUMNS, 3)
+    return GroupedConfig(TILE_ROWS, TILE_COLUMNS, 4)
 
 
 def gated_matmul(
@@ -192,10 +210,12 @@ def _body(kernel: _Kernel, threads: Warpgroup, operands, _, y, **shared) -> None
             _multiply(kernel, threads, operands, (tile, owner), y, shared)
 
         return
-    owner = threads.cta[1]
-    first, count = _tiles_of(threads, operands, owner)
+    first, count = _tiles_of(threads, operands, threads.cta[1])
 
     def multiply_some(i, _):
+        # Addresses that the compiler knew before the loop would be in registers, and an SM would
+        # have three CTAs instead of four.
+        owner = _opaque(threads, threads.cta[1])
         tile = first + i * tiles
         threads.meet()  # Nobody needs the rows of the tiles before any more.
         _choose_rows(kernel, threads, operands, tile, shared["chosen"])
@@ -218,6 +238,8 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared) -
     rows = _row_tiles(kernel, owner, block)
 
     def start_copies(step):
+        if config.tiles > 1:
+            step = _opaque(threads, step)
         column, stage = step * per_step, stages.at(step)
         start, end = column * TILE_COLUMNS, column_tiles * TILE_COLUMNS
         copies.start_x(threads, x, stage.x, start, end, found)
@@ -265,6 +287,10 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared) -
             results = [_gated(threads, gate, up, shared["factors"])]
         value = results[0].astype(y.dtype)
         _store(threads, y, value, chosen, tile * TILE, (block * count + i) * height)
+
+
+def _opaque(threads: Warpgroup, number):
+    return number if threads.simulated else opaque(number)
 
 
 def _row_tiles(kernel: _Kernel, owner, block) -> list:
