@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_model
 from h200 import array, tiles
+from tiny_checkpoints import model_config
 from warpgroup_kernel import BACKENDS, assert_close, normal, use_decode_kernels, wide
 
 from pallas_kernels import decode, device, fp4_matmul
@@ -17,6 +18,7 @@ from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, cases, dispatch, lora_
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ExpertsConfig
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.kinds import PROJECTIONS
 from qerl_jax.policy.quant import quantize, tile_order
 
@@ -65,6 +67,19 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
     layers = map(jax.tree.leaves, (actual_cache.layers, expected_cache.layers))
     for new, old in zip(*layers, strict=True):
         assert_close(new, wide(old), 2e-2)
+
+
+def test_adapters_of_routed_experts_are_not_left_out(monkeypatch):
+    """No kernel adds them, so the step with them is that of XLA."""
+    monkeypatch.setattr(decode, "supports_device", lambda _: True)
+    config = model_config("qwen3_moe", head_dim=32)
+    kept = kinds.row_shapes(config, 16, jnp.bfloat16)
+    kept = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), kept)
+    cache = transformer.Cache(kept, array(3, dtype=jnp.int32))
+    own = {name: (array(4, 32), array(32, 8)) for name in ("qkv_proj", "experts_down")}
+    for names, expected in (("qkv_proj",), True), (tuple(own), False):
+        adapters = [{}, {name: own[name] for name in names}]
+        assert transformer._is_fused(config, jnp.bfloat16, cache, adapters) == expected
 
 
 @functools.cache

@@ -67,6 +67,15 @@ def test_routes_weights_and_table(m, width, router, interpret):
         np.testing.assert_array_equal(new, old)
 
 
+def test_what_the_kernel_routes():
+    router = Router(128, 8, normalized=True, eps=EPS)
+    scores = [scores_of(np.zeros((m, 128)), width=width) for m, width in ((256, 64), (257, 64))]
+    assert route.supports(scores[0], router)
+    assert not route.supports(scores[1], router)
+    assert not route.supports(scores_of(np.zeros((1, 128)), width=40), router)
+    assert not route.supports(scores[0], router._replace(top_k=17))
+
+
 @pytest.mark.parametrize("interpret", BACKENDS)
 def test_ties_and_numbers_that_are_none(interpret):
     """Of equal logits, as zeros of both signs, the lower id is taken, and no expert twice."""
