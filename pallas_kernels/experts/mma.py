@@ -94,7 +94,7 @@ class GroupedConfig:
         return types
 
     def problem(self, outputs: int, parts: int) -> str | None:
-        """Why experts with so many outputs, those of gate and up together, cannot have it."""
+        """Why experts with this number of outputs, gate and up together, cannot have it."""
         if (self.rows % TILE_ROWS and not self.apart) or outputs % (self.rows * parts):
             return f"rows is {self.rows}, expected 16 or a multiple of 64 that divides {outputs}"
         if self.columns not in ((512,) if self.apart else (128, 256, 512)):
@@ -109,7 +109,7 @@ class GroupedConfig:
 
 
 def choose(table: Table, outputs: int, weight: Fp4Tiles, *, parts: int) -> GroupedConfig:
-    """The schedule of a product with experts of so many outputs, those of gate and up together.
+    """The schedule for experts with this number of outputs, gate and up together.
 
     It is made from times of Qwen3-30B-A3B and Qwen3.6-35B-A3B on an H200.
     """
@@ -217,7 +217,7 @@ def _body(kernel: _Kernel, threads: Warpgroup, operands, _, y, **shared) -> None
         # have three CTAs instead of four.
         owner = _opaque(threads, threads.cta[1])
         tile = first + i * tiles
-        threads.meet()  # Nobody needs the rows of the tiles before any more.
+        threads.meet()  # The rows of the tiles before are no longer read.
         _choose_rows(kernel, threads, operands, tile, shared["chosen"])
         _multiply(kernel, threads, operands, (tile, owner), y, shared)
         return 0

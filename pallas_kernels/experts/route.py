@@ -18,10 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import warp_mma, warpgroup
 from pallas_kernels.experts.table import Table, table, tile_bound, tile_rows
+from pallas_kernels.fp4_matmul.mma import copies
 from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
 from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
 
@@ -261,7 +262,7 @@ def _store_lanes(threads: Warpgroup, ref: Any, start: Any, value: jax.Array) -> 
         row = arith.divui(thread, _i32(32 * WARPS // warps))
         row = arith.addi(start.registers.item(), row)
         index = arith.addi(arith.muli(row, _i32(top_k)), lane)
-        place = _element(_address(ref) if is_shared else _pointer(ref), index)
+        place = _element(copies.address(ref) if is_shared else copies.pointer(ref), index)
         space = "shared" if is_shared else "global"
         for i, register in enumerate(value.registers.flat):
             _ptx(
@@ -358,12 +359,12 @@ def _is_last(threads: Warpgroup, counter: Any, flag: Any, ctas: int) -> Any:
             "@first fence.acq_rel.gpu; "
             f"@first atom.acq_rel.gpu.global.inc.u32 before, [$0], {ctas - 1}; "
             "@first fence.acq_rel.gpu; @first st.shared.u32 [$1], before; }",
-            _pointer(counter),
-            _address(flag),
+            copies.pointer(counter),
+            copies.address(flag),
             mgpu.utils.thread_idx(),
         )
         mgpu.utils.warpgroup_barrier()
-        before = _ptx("ld.shared.u32 $0, [$1];", _address(flag), results=1)
+        before = _ptx("ld.shared.u32 $0, [$1];", copies.address(flag), results=1)
         return mgpu.FragmentedArray.splat(before, (), is_signed=True)
 
     return count(counter, flag) == ctas - 1
@@ -392,7 +393,7 @@ class _TableBuilder:
             own = arith.addi(arith.muli(cta.registers.item(), _i32(_THREADS)), thread)
             for ref, value in ((source, pairs), (owner, self.experts - 1)):
                 (size,) = ir.MemRefType(ref.type).shape
-                start, step = _element(_pointer(ref), own), _THREADS * ctas
+                start, step = _element(copies.pointer(ref), own), _THREADS * ctas
                 for first in range(0, size, step):
                     _ptx(
                         "{ .reg .pred inside; "
@@ -401,7 +402,7 @@ class _TableBuilder:
                         start,
                         own,
                     )
-            start = arith.addi(_address(bits), arith.muli(thread, _i32(4)))
+            start = arith.addi(copies.address(bits), arith.muli(thread, _i32(4)))
             for first in range(0, self.words * self.width, _THREADS):
                 _ptx(f"st.shared.u32 [$0+{4 * first}], 0;", start)
 
@@ -424,8 +425,8 @@ class _TableBuilder:
             arg_types=(plgpu.RefType(), [plgpu.RefType()] * len(names), [plgpu.RefType()] * 3)
         )
         def run(_, routes, arrays, shared):
-            pointers = dict(zip(names, map(_pointer, arrays), strict=True))
-            bits, starts, totals = map(_address, shared)
+            pointers = dict(zip(names, map(copies.pointer, arrays), strict=True))
+            bits, starts, totals = map(copies.address, shared)
             own = self._mark(routes, bits)
             mgpu.utils.warpgroup_barrier()
             self._count(bits, starts, totals, pointers["used"])
@@ -439,7 +440,7 @@ class _TableBuilder:
         """Sets the bits of the pairs; returns of the thread's pairs expert, place and bit."""
         thread, is_shared = mgpu.utils.thread_idx(), mgpu.utils.is_smem_ref(routes)
         load = "ld.shared.b32" if is_shared else "ld.relaxed.gpu.global.b32"
-        first = _element(_address(routes) if is_shared else _pointer(routes), thread)
+        first = _element(copies.address(routes) if is_shared else copies.pointer(routes), thread)
         starts = range(0, self.tokens * self.top_k, _THREADS)
         experts = [
             _ptx(
@@ -572,19 +573,9 @@ def _i32(value: int) -> ir.Value:
     return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
 
 
-def _pointer(array: Any) -> ir.Value:
-    """The address of an array in global memory, i64."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(array))
-
-
 def _element(pointer: ir.Value, index: ir.Value) -> ir.Value:
     """The address of a number of four bytes."""
     offset = arith.muli(index, _i32(4))
-    return arith.addi(
-        pointer, offset if pointer.type == offset.type else arith.extui(pointer.type, offset)
-    )
-
-
-def _address(shared: Any) -> ir.Value:
-    """The address of an array in shared memory, i32."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(shared))
+    if pointer.type == offset.type:  # in shared memory
+        return arith.addi(pointer, offset)
+    return copies.advanced(pointer, offset)
