@@ -34,6 +34,7 @@ _ARITHMETIC = {
 _OF_FLOATS = {"div": operator.truediv, "min": np.fmin, "max": np.fmax}
 _UNARY = {
     "neg": operator.neg,
+    "popc": lambda x: np.bitwise_count(x).astype(np.uint32),
     "abs": np.abs,
     "ex2": np.exp2,
     "rsqrt": lambda x: 1 / np.sqrt(x),
@@ -276,6 +277,13 @@ class _Block:
             word[0] = 0 if word[0] >= limit[thread] else word[0] + 1
         self.put(operands[0], before, mask)
 
+    def op_red(self, parts, operands, mask):
+        """Bits that are set in shared memory, by one thread after another."""
+        assert parts[1:] == ["shared", "or", "b32"]
+        bits, places = self.get(operands[1], "u32"), self.address(operands[0])
+        for thread in np.flatnonzero(mask):
+            self.shared[places[thread] : places[thread] + 4].view(np.uint32)[0] |= bits[thread]
+
     def op_mov(self, parts, operands, mask):
         target, source = operands
         width = int(parts[-1][1:]) if parts[-1] != "pred" else 0
@@ -313,13 +321,14 @@ class _Block:
 
     def op_shfl(self, parts, operands, mask):
         value, lane = self.get(operands[1], "u32"), self.get(operands[2], "u32").astype(np.int64)
-        source = {"idx": lane, "bfly": _LANE ^ lane}[parts[2]] % 32
+        source = {"idx": lane, "bfly": _LANE ^ lane, "up": np.maximum(_LANE - lane, 0)}[parts[2]]
+        source %= 32
         self.put(operands[0].split("|")[0], value[_THREAD.astype(np.int64) - _LANE + source], mask)
 
     def op_redux(self, parts, operands, mask):
-        assert parts[2] == "add"
-        sums = self.get(operands[1], "u32").reshape(-1, 32).sum(axis=1, dtype=np.uint32)
-        self.put(operands[0], np.repeat(sums, 32), mask)
+        numbers = self.get(operands[1], parts[-1]).reshape(-1, 32)
+        found = {"min": np.min, "max": np.max, "add": np.sum}[parts[2]](numbers, axis=1)
+        self.put(operands[0], np.repeat(found.astype(numbers.dtype), 32), mask)
 
     def op_setp(self, parts, operands, mask):
         kind = parts[-1]

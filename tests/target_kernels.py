@@ -36,7 +36,10 @@ from simulated_kernel import random_weight
 from pallas_kernels import experts, fp4_matmul, matvec, warpgroup
 from pallas_kernels.decode import attention, norms
 from pallas_kernels.experts import mma as experts_mma
+from pallas_kernels.experts import route
+from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.experts.mma import GroupedConfig
+from pallas_kernels.experts.route import Router, Scores
 from pallas_kernels.fp4_matmul import lora_shrink, mma
 from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 
@@ -119,7 +122,8 @@ def inner_jaxprs(equation, inputs):
             (params["body_jaxpr"].jaxpr, inputs[tests:]),
         ]
     elif name == "cond":
-        bodies = [(branch.jaxpr, inputs[1:]) for branch in params["branches"]]
+        *others, last = params["branches"]  # the last one is the default, which comes first
+        bodies = [(branch.jaxpr, inputs[1:]) for branch in (last, *others)]
     for body, values in bodies:
         yield body, dict(zip(body.invars, values, strict=True))
     if name == "run_scoped":
@@ -201,6 +205,24 @@ def cases(target):
     for m, k, rank in ((5, 200, 96), (33, 256, 32)):
         scale, a = normal(k, dtype=FLOAT32), normal(rank, k)
         yield f"add_rmsnorm {m} {k}", norms.add_rmsnorm, normal(m, k), normal(m, k), scale, a
+    for m, k, rank in ((1, 256, 0), (5, 200, 24)):  # experts are added up, a router multiplies
+        sums = ExpertSums(
+            normal(5 * m, k),
+            jax.random.permutation(jax.random.key(m), 5 * m)[: 3 * m].reshape(m, 3),
+            *((normal(m, k), jnp.linspace(0, 1, m)) if rank else ()),
+        )
+        arguments = normal(m, k), sums, normal(k, dtype=FLOAT32), normal(rank, k) if rank else None
+        yield f"add_rmsnorm of experts {m} {k}", add_rmsnorm_of_experts, *arguments, normal(40, k)
+    for m, k, top_k, count, partials in (
+        *((1, 256, 8, 128, 16), (8, 96, 3, 256, 3), (37, 288, 2, 40, 70)),
+        *((256, 64, 8, 128, 1), (3, 64, 1, 6, 2)),
+    ):
+        gate = (normal(1, k),) if m % 8 else ()
+        squares = jnp.abs(normal(partials, m, dtype=FLOAT32))
+        logits = normal(partials, m, -(-count // 32) * 32, dtype=FLOAT32)
+        router = Router(count, top_k, normalized=m != 3, eps=1e-6)
+        run = functools.partial(routed, router=router)
+        yield f"route {m} {k} {top_k} {count}", run, Scores(normal(m, k), squares, logits, *gate)
     for m, k, partials in ((1, 264, 3), (6, 512, 28), (18, 256, 70)):
         squares = jnp.abs(normal(partials, m, dtype=FLOAT32))
         run = functools.partial(norms.swiglu, eps=1e-6)
@@ -245,6 +267,14 @@ def cases(target):
         attend = attention.attend_whole if whole else attention.attend
         name = f"attend {group} {positions} {head_dim} {jnp.dtype(dtype)}"
         yield name, functools.partial(attend, eps=1e-6, num_sms=132), inputs
+
+
+def add_rmsnorm_of_experts(x, sums, scale, a, router, *, interpret):
+    return norms.add_rmsnorm(x, sums, scale, a, router=router, interpret=interpret)
+
+
+def routed(scores, *, router, interpret):
+    return route.route(scores, router, interpret=interpret)
 
 
 def packed_cases():

@@ -225,7 +225,7 @@ def test_a_step_by_part():
 def test_the_parts_of_a_chunk(monkeypatch):
     _, table = benchmark_subject.operations_of_steps(subject("bf16"), 2, OPTIONS)
     found = parts.parts_of(table["decode", 2].lower().compile().as_text())
-    assert set(found.values()) == set(parts.PARTS) - {"recurrence"}
+    assert set(found.values()) == set(parts.PARTS) - set(parts._PARTS_OF_SOME)
 
     def kernels(run):
         drawn = jax.device_get(run())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_model
 from h200 import array, tiles
+from tiny_checkpoints import model_config
 from warpgroup_kernel import BACKENDS, assert_close, normal, use_decode_kernels, wide
 
 from pallas_kernels import decode, device, fp4_matmul
@@ -16,6 +17,8 @@ from pallas_kernels.decode import attention, attention_sm90, layer, norms
 from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, cases, dispatch, lora_shrink, mma
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
+from qerl_jax.policy.config import ExpertsConfig
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.kinds import PROJECTIONS
 from qerl_jax.policy.quant import quantize, tile_order
 
@@ -28,10 +31,18 @@ from qerl_jax.policy.quant import quantize, tile_order
         *(pytest.param(k, PROJECTIONS, marks=pytest.mark.slow) for k in ("qwen2", "llama")),
         pytest.param("qwen2", ("k_proj", "down_proj"), marks=pytest.mark.slow),
         ("qwen3", ()),
+        pytest.param("qwen3_moe", ("q_proj", "o_proj"), marks=pytest.mark.slow),
+        ("qwen3_moe with a shared expert", ()),
     ],
 )
 def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
-    config, params = tiny_model.tiny_policy(kind, embed_dim=64, head_dim=32)
+    changes = {}
+    if "shared" in kind:
+        # Adapters of the expert that all tokens have.
+        targets = ("gate_proj", "up_proj", "down_proj")
+        targets = tuple(f"shared_expert.{name}" for name in targets)
+        changes["experts"] = ExpertsConfig(40, 3, 16, shared_width=48, normalized=False)
+    config, params = tiny_model.tiny_policy(kind.split()[0], embed_dim=64, head_dim=32, **changes)
     norms = ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
     params = jax.tree.map_with_path(
         lambda path, x: x if path[-1].key in norms else x.astype(jnp.bfloat16), params
@@ -46,14 +57,29 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
 
     arguments = params, lora_layers, prompts[:, 0], cache
     monkeypatch.setattr(decode, "supports_device", lambda _: False)
-    expected, expected_cache = traced_step(config, *arguments)
+    expected, expected_cache, expected_routes = traced_step(config, *arguments)
     use_decode_kernels(monkeypatch, interpret)
     assert decode.supports_layer(jnp.dtype("bfloat16"), cache.layers[0].keys)
-    actual, actual_cache = traced_step(config, *arguments)
+    actual, actual_cache, routes = traced_step(config, *arguments)
     assert_close(actual, wide(expected), 2e-2)
+    if config.experts is not None:
+        np.testing.assert_array_equal(routes, expected_routes)
     layers = map(jax.tree.leaves, (actual_cache.layers, expected_cache.layers))
     for new, old in zip(*layers, strict=True):
         assert_close(new, wide(old), 2e-2)
+
+
+def test_adapters_of_routed_experts_are_not_left_out(monkeypatch):
+    """No kernel adds them, so the step with them is that of XLA."""
+    monkeypatch.setattr(decode, "supports_device", lambda _: True)
+    config = model_config("qwen3_moe", head_dim=32)
+    kept = kinds.row_shapes(config, 16, jnp.bfloat16)
+    kept = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), kept)
+    cache = transformer.Cache(kept, array(3, dtype=jnp.int32))
+    own = {name: (array(4, 32), array(32, 8)) for name in ("qkv_proj", "experts_down")}
+    for names, expected in (("qkv_proj",), True), (tuple(own), False):
+        adapters = [{}, {name: own[name] for name in names}]
+        assert transformer._is_fused(config, jnp.bfloat16, cache, adapters) == expected
 
 
 @functools.cache
@@ -93,7 +119,7 @@ def traced_step(config, *arguments):
     """A decode step that is traced anew, as the test has chosen its kernels since the last one."""
     jax.clear_caches()
     step = jax.jit(functools.partial(transformer.decode_step, config=config))
-    return step(*arguments)[:2]
+    return step(*arguments)
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
@@ -219,8 +245,10 @@ def test_when_the_output_projection_computes_the_norm(change, expected, monkeypa
         for name, shape in {"o": (512, 128), "gate_up": (1280, 512)}.items()
     )
     attended, scale = layer.Activations(normal(4, 8, 128)), jnp.ones(512)
+    own = layer.Own({"post_attention_layernorm": scale}, {}, 1e-6, None)
+    mixed = layer.Mixed(normal(5, 8, 512), attended, o)
     with pytest.raises(StopTraceError, match="^with norm" if expected else "^without norm"):
-        layer._output(attended, o, normal(5, 8, 512), scale, gate_up, 1e-6)
+        layer._output(own, mixed, gate_up)
 
 
 PLAIN = "add_rmsnorm fp4 attend merge_parts fp4 add_rmsnorm fp4 swiglu fp4"
@@ -287,8 +315,7 @@ def test_the_kernels_of_a_layer(rows, kernel, expected, monkeypatch):
         weights,
         adapters,
         (array(rows, embed),) * 2,
-        cache,
-        cache,
+        (cache, cache),
         array(rows, dtype=jnp.int32),
         (angle, angle),
     )

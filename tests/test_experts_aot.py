@@ -3,6 +3,7 @@
 uv run --group aot pytest -n 0 -m aot
 """
 
+import collections
 import dataclasses
 import functools
 import re
@@ -16,12 +17,15 @@ import pytest
 from row_loss import loss_config
 
 from benchmarks.rollout import random_policy
-from pallas_kernels.experts import dense_sm90
+from pallas_kernels import decode as decode_kernels
+from pallas_kernels.decode import layer as decode_layer
+from pallas_kernels.experts import api, dense_sm90
 from pallas_kernels.experts.table import Table
 from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.config.models import lora_targets
 from qerl_jax.policy import lora, transformer
 from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.trainable import Trainable
@@ -33,10 +37,11 @@ pytestmark = pytest.mark.aot
 DENSE_STACK = 2 * 256 * 1024 * 2048  # bytes of all experts' gate and up of a layer in bfloat16
 
 
-def policy():
-    """Two layers of Qwen3.6-35B-A3B in the order of the kernels, as shapes."""
-    whole = ARCHITECTURES["qwen3.6-35b-a3b"]
-    config = dataclasses.replace(whole, num_layers=2, recurrent_layers=(0,), vocab_size=4096)
+def policy(model="qwen3.6-35b-a3b", layers=2, recurrent=(0,)):
+    """Layers of a mixture in the order of the kernels, as shapes."""
+    config = dataclasses.replace(
+        ARCHITECTURES[model], num_layers=layers, recurrent_layers=recurrent, vocab_size=4096
+    )
     table = h200.array(config.vocab_size, config.embed_dim)
 
     def layer_of(number):
@@ -59,9 +64,9 @@ def policy():
         "embed_tokens": table,
         "lm_head": table,
         "norm": h200.array(config.embed_dim, dtype=jnp.float32),
-        "layers": [layer_of(number) for number in range(2)],
+        "layers": [layer_of(number) for number in range(layers)],
     }
-    own = LoraConfig(rank=32, alpha=32.0, targets=lora_targets("qwen3.6-35b-a3b"))
+    own = LoraConfig(rank=32, alpha=32.0, targets=lora_targets(model))
     return config, params, jax.eval_shape(lambda: lora.init(jax.random.key(0), config, own))
 
 
@@ -136,3 +141,46 @@ def test_steps_dequantize_experts_in_parts(monkeypatch):
     with h200.compiler() as compile_for_h200:
         compiled = compile_for_h200(generate, params, adapter, tokens, lengths)
     assert compiled.memory_analysis().temp_size_in_bytes < DENSE_STACK
+
+
+@pytest.mark.parametrize("rows", [1, 8, 256])
+def test_a_layer_of_a_step_is_nine_kernels(rows, monkeypatch):
+    """Qwen3-30B-A3B: the router's product and the sum over the experts are parts of norms."""
+    monkeypatch.setattr(decode_kernels, "supports_device", lambda _: True)
+    monkeypatch.setattr(decode_layer, "_sm90_attention_agrees", lambda: True)
+    monkeypatch.setattr(decode_layer, "_experts_agree", lambda: True)
+    monkeypatch.setattr(api, "has_kernel", lambda: True)
+    monkeypatch.setattr(dispatch, "supports_mma_device", lambda: False)
+    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
+    counts = []
+    for layers in (2, 3):
+        jax.clear_caches()
+        config, params, adapter = policy("qwen3-30b-a3b", layers, ())
+        dtype = jnp.dtype(jnp.bfloat16)
+        fused = jax.eval_shape(functools.partial(lora.fuse, config=config, dtype=dtype), adapter)
+        kept = kinds.row_shapes(config, 448, dtype)
+        kept = jax.tree.map(lambda x: h200.array(rows, *x.shape, dtype=x.dtype), kept)
+        cache = transformer.Cache(kept, h200.array(rows, dtype=jnp.int32))
+
+        def step(params, fused, tokens, cache, config=config):
+            return transformer.decode_step(params, fused, tokens, cache, config=config)
+
+        with h200.compiler() as compile_for_h200:
+            compiled = compile_for_h200(
+                step, params, fused, h200.array(rows, dtype=jnp.int32), cache
+            )
+        assert compiled.memory_analysis().temp_size_in_bytes < DENSE_STACK / 10
+        names = re.findall(
+            r'custom_call_target="mosaic_gpu\w*".*?op_name="[^"]*/(\w+)/mpmd_map"',
+            compiled.as_text(),
+        )
+        counts.append(collections.Counter(names))
+    assert counts[1] - counts[0] == {
+        "add_rmsnorm": 2,
+        "fp4_matmul_sm90": 2,
+        "attend": 1,
+        "merge_parts": 1,
+        "route_experts": 1,
+        "experts_gated_matmul": 1,
+        "experts_matmul": 1,
+    }

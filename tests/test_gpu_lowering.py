@@ -16,6 +16,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from pallas_kernels import matvec
 from pallas_kernels.decode import attention, attention_sm90, norms
+from pallas_kernels.experts import route
+from pallas_kernels.experts.combine import ExpertSums
+from pallas_kernels.experts.route import Router, Scores
 from pallas_kernels.fp4_matmul import lora_shrink, sm90, tiling
 
 N, K, RANK = 512, 512, 32
@@ -61,6 +64,31 @@ KERNELS = {
     "add_rmsnorm": (
         norms.add_rmsnorm,
         (array(3, K), array(3, K), array(K, dtype=FLOAT32), array(RANK, K)),
+    ),
+    "add_rmsnorm of experts": (
+        functools.partial(norms.add_rmsnorm, router=jnp.zeros((40, K), jnp.bfloat16)),
+        (
+            array(3, K),
+            ExpertSums(
+                array(24, K),
+                array(3, 2, dtype=jnp.int32),
+                array(3, K),
+                array(3, dtype=FLOAT32),
+            ),
+            array(K, dtype=FLOAT32),
+            array(RANK, K),
+        ),
+    ),
+    "route": (
+        functools.partial(route.route, router=Router(40, 2, normalized=False, eps=1e-6)),
+        (
+            Scores(
+                array(37, K),
+                array(4, 37, dtype=FLOAT32),
+                array(4, 37, 64, dtype=FLOAT32),
+                array(1, K),
+            ),
+        ),
     ),
     "swiglu": (
         functools.partial(norms.swiglu, eps=1e-6),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decode
-from pallas_kernels.decode import attention, norms
+from pallas_kernels.decode import attention, layer, norms
+from pallas_kernels.experts import route
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 BACKENDS = [
@@ -36,7 +37,9 @@ def assert_close(actual, expected, tolerance=4e-3):
 def use_decode_kernels(monkeypatch, interpret):
     """Makes the layer take the kernels of `decode`, in the interpreter if told so."""
     monkeypatch.setattr(decode, "supports_device", lambda _: True)
+    monkeypatch.setattr(layer, "_experts_agree", lambda: True)
     for module, names in (
+        (route, ("route",)),
         (norms, ("add_rmsnorm", "swiglu")),
         (attention, ("attend", "attend_whole", "merge_parts")),
     ):

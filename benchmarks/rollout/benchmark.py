@@ -11,6 +11,7 @@ Fields of a "decode" row:
     ms_per_step             milliseconds of a step of all rows; tokens_per_s follows from it
     prefill_tokens_per_s    prompt tokens over the seconds of a generation of one token
     peak_gb                 largest memory of the process so far in 10^9 bytes
+    distinct_experts        of a mixture, the experts of a layer that a step's tokens have; a mean
 
 A "parts" row has the fields of a decode row, and in `parts` the milliseconds of a step by part, as
 `profile.per_step` returns them.
@@ -149,15 +150,17 @@ def measure_decoding(
     engine, sampling = engine_of(options, batch), SamplingConfig(max_new_tokens=options.new_tokens)
     sampler = Sampler(subject.model_config, NO_TEXT, sampling, engine, executables=programs)
     drains: list[tuple[float, int]] = []  # time and received tokens per row, but for the last chunk
+    last: RolloutProgress | None = None
 
     def run(new_tokens: int) -> None:
+        nonlocal last
         drains.clear()
         run_sampler = dataclasses.replace(
             sampler, sampling=SamplingConfig(max_new_tokens=new_tokens)
         )
-        for step in run_sampler.steps(key, subject.policy, prompts):
-            if step.ended_rows < step.rows:
-                drains.append((time.perf_counter(), step.tokens // batch))
+        for last in run_sampler.steps(key, subject.policy, prompts):
+            if last.ended_rows < last.rows:
+                drains.append((time.perf_counter(), last.tokens // batch))
 
     def step() -> float:
         run(options.new_tokens)
@@ -175,6 +178,7 @@ def measure_decoding(
         run(new_tokens)
     seconds = min(prefill() for _ in range(_REPEATS))
     ms_per_step = 1e3 * min(step() for _ in range(_REPEATS))
+    assert last is not None
     return row_settings(subject, "decode", options) | {
         "batch": batch,
         "prompt": options.prompt,
@@ -183,7 +187,21 @@ def measure_decoding(
         "tokens_per_s": round(1e3 * batch / ms_per_step, 1),
         "prefill_tokens_per_s": round(batch * options.prompt / seconds, 1),
         "peak_gb": peak_gb(),
+        **distinct_experts(last.rollout.routes),
     }
+
+
+def distinct_experts(routes: np.ndarray | None) -> dict[str, float]:
+    """How many experts of a layer the tokens of a step have, on average.
+
+    `routes` are those of a rollout whose rows have equally many tokens, or None.
+    """
+    if routes is None:
+        return {}
+    # [tokens, L, pairs], in which equal experts follow each other.
+    experts = np.sort(np.concatenate(list(routes), axis=2), axis=2)
+    counts = 1 + (np.diff(experts.astype(np.int32), axis=2) != 0).sum(axis=2)
+    return {"distinct_experts": round(float(counts.mean()), 1)}
 
 
 def measure_rollouts(subject: Subject, options: argparse.Namespace) -> dict:

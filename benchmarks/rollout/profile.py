@@ -27,7 +27,11 @@ from qerl_jax.compile.operation import Programs
 from qerl_jax.policy.dequantize import dequantized
 from qerl_jax.rollout import decode
 
-PARTS = ("linears", "lora", "attention", "recurrence", "norms", "mlp", "head", "sampling", "other")
+PARTS = (
+    *("linears", "lora", "attention", "recurrence", "norms", "mlp", "router", "experts"),
+    *("head", "sampling", "other"),
+)
+_PARTS_OF_SOME = "recurrence", "router", "experts"  # that most models do not have
 
 _REPEATS = 3
 _CHUNKS = 4  # chunks that are timed together
@@ -209,8 +213,7 @@ def per_step(
     for name, milliseconds in kernels:
         default = "linears" if _FP4 in name else "other"
         times[part_of_kernel.get(_as_kernel(name), default)] += milliseconds / steps
-    if not times["recurrence"]:
-        del times["recurrence"]  # Most models have no recurrent layer.
+    times = {part: time for part, time in times.items() if time or part not in _PARTS_OF_SOME}
     times["gaps"] = wall_ms / steps - sum(times.values())
     return {part: round(time, 4) for part, time in times.items()} | {
         "kernels_per_layer": round(len(kernels) / steps / layers, 1)

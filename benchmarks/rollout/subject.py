@@ -228,6 +228,7 @@ def engine_of(options: argparse.Namespace, max_rows: int, prompt_width: int = 0)
         max_rows=max_rows,
         dequantize=options.dequantize,
         prompt_width=prompt_width,
+        records_routes=True,
     )
 
 

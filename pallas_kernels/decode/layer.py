@@ -15,6 +15,16 @@ A layer has six steps. In each step the first line is taken whose conditions hol
                gate_up_proj, swiglu       none
     down       down_proj                  none; the norm of the next layer adds its result
 
+A mixture of experts has these steps after attention:
+
+    step       kernels                    conditions
+    output     o_proj, add_rmsnorm        none; the norm also multiplies by the router
+    route      route_experts              M <= 256
+    experts    experts_gated_matmul,      FP4 in tiles of eight rows (`experts.api`); the norm of
+               experts_matmul             the next layer adds the pairs of each token up
+    shared     gate_up_proj, swiglu,      if all tokens have an expert, too; as mlp and down, and
+               down_proj                  the norm of the next layer adds it
+
 A weight is "FP4" if it is in tile order (`Fp4Tiles`) and the Hopper kernel runs; the two epilogues
 "+RMSNorm" and "+SwiGLU" need rows in multiples of eight. Attention is "unsplit" if M <= 128, o_proj
 is FP4, and the M K heads of keys occupy all SMs. Where another kernel multiplies weights in tile
@@ -46,15 +56,18 @@ needed, after `decode.supports_layer`.
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from pallas_kernels import fp4_matmul, matvec
-from pallas_kernels.decode import attention, norms
+from pallas_kernels.decode import attention, norms, self_test
 from pallas_kernels.decode.attention import AttentionInputs
 from pallas_kernels.decode.norms import DeferredNorm
 from pallas_kernels.device import num_sms
+from pallas_kernels.experts import combine, gated_matmul, grouped_matmul, route
+from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.fp4_matmul import AddRmsNorm, Epilogue, Fp4Tiles, Fp4Weight, Swiglu
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
 
@@ -82,20 +95,58 @@ class Projection(NamedTuple):
         return None if self.adapter is None else self.adapter[0]
 
 
+class Own(NamedTuple):
+    """What the parts of a layer compute with."""
+
+    layer: dict[str, Any]  # the arrays of the layer by name
+    adapters: dict[str, Adapter]  # (A, B) of the projections that have an adapter, by name
+    eps: float  # epsilon of the norms
+    axis: str | None  # axis of a mesh whose devices have the layer together
+
+    def projection(self, name: str) -> Projection:
+        """A projection of the layer."""
+        return Projection(self.layer[name], self.adapters.get(name))
+
+
+class Mixed(NamedTuple):
+    """What a mixer leaves for the MLP of the layer, whose norm is computed with the last product.
+
+    The product of `activations` with `output` is still to be added to the residual.
+    """
+
+    residual: jax.Array  # bfloat16 [M, D]
+    activations: Activations  # what the output projection reads
+    output: Projection
+
+
+class Experts(NamedTuple):
+    """The shapes of a mixture of experts."""
+
+    count: int  # number E of experts
+    top_k: int  # experts of a token
+    width: int  # width F of an expert
+    normalized: bool  # whether the weights are a softmax over a token's experts, or over all
+
+
+# The residual and what is still to be added to it: the first kernel of a layer adds the last
+# product of the layer before, or what its experts computed.
+Residual = tuple[jax.Array, jax.Array | ExpertSums]
+
+
 # One jit: the layers share a trace and a lowering.
-@functools.partial(jax.jit, static_argnames=("eps", "axis"))
+@functools.partial(jax.jit, static_argnames=("eps", "experts", "axis"))
 def decode_layer(
     layer: dict[str, Any],
     adapters: dict[str, Adapter],
-    residual: tuple[jax.Array, jax.Array],
-    keys: jax.Array,
-    values: jax.Array,
+    residual: Residual,
+    kept: tuple[jax.Array, ...],
     lengths: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     *,
     eps: float,
+    experts: Experts | None = None,
     axis: str | None = None,
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+) -> tuple[Residual, tuple[jax.Array, ...], jax.Array | None]:
     """One transformer layer over one new token per row, where `decode.supports_layer`.
 
     Args:
@@ -103,24 +154,42 @@ def decode_layer(
             [2 F, D] and 'down_proj' [D, F], each a bfloat16 array, an Fp4Weight or an Fp4Tiles;
             float32 scales of the norms 'input_layernorm' and 'post_attention_layernorm' [D] and,
             if queries and keys have norms, 'q_norm' and 'k_norm' [H]; 'qkv_bias', if there is one.
+            A mixture of experts has in place of the last two products 'router' bfloat16 [E, D],
+            'experts_gate_up' [E 2F, D], 'experts_down' [E D, F] and, if a shared expert of width S
+            is there, 'shared_gate_up' [2 S, D], 'shared_down' [D, S] and 'shared_gate' [1, D].
         adapters: (A, B) of the projections that have an adapter, by the name of the projection.
-        residual: bfloat16 [M, D] twice, the residual and what is still to be added to it: the
-            first kernel of a layer adds the last product of the layer before.
-        keys: [M, K, S, H] cached keys, bfloat16 or float8_e4m3fn; donated.
-        values: [M, K, S, H] cached values; donated.
+        residual: bfloat16 [M, D] twice, the residual and what is still to be added to it.
+        kept: what rows keep of their tokens: cached keys and values [M, K, S, H], bfloat16 or
+            float8_e4m3fn; donated.
         lengths: int32 [M], number of filled cache positions of each row, less than S.
         angles: float32 [M, H/2] twice, cosines and sines of the rotation at the new positions.
         eps: epsilon of the norms.
+        experts: shapes of a mixture of experts, or None for a layer with one MLP.
         axis: axis of a mesh whose devices have the layer together: the results of o_proj and of
             down_proj, adapters included, are parts that are added up along it. None on one device.
 
     Returns:
-        The residual and what is still to be added to it, and the updated keys and values.
+        The residual and what is still to be added to it, what the rows keep, and the experts of
+        the tokens, int32 [M, k] or None.
     """
-    qkv, o, gate_up, down = (
-        Projection(layer[name], adapters.get(name))
-        for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    )
+    own = Own(layer, adapters, eps, axis)
+    mixed, kept = _mix_by_attention(own, residual, kept, lengths, angles)
+    if experts is None:
+        return _gated_mlp(own, mixed), kept, None
+    residual, routes = _mixture(own, mixed, experts)
+    return residual, kept, routes
+
+
+def _mix_by_attention(
+    own: Own,
+    residual: Residual,
+    kept: tuple[jax.Array, ...],
+    lengths: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+) -> tuple[Mixed, tuple[jax.Array, ...]]:
+    """The mixer of a layer with attention, and the updated keys and values."""
+    keys, values = kept
+    layer, qkv, o = own.layer, own.projection("qkv_proj"), own.projection("o_proj")
     norm = _norm(*residual, layer["input_layernorm"], qkv)
     inputs = AttentionInputs(
         qkv=_project(Activations(norm.scaled, norm.xa_partials), qkv),
@@ -134,15 +203,65 @@ def decode_layer(
         keys=keys,
         values=values,
     )
-    attended, keys, values = _attention(inputs, o, eps)
-    scale = layer["post_attention_layernorm"]
-    if axis is None:
-        norm = _output(attended, o, norm.residual, scale, gate_up, eps)
-    else:
-        # The sum lies between the product and the norm, which one kernel would compute.
-        norm = _norm(norm.residual, _sum(_project(attended, o), axis), scale, gate_up)
-    hidden = _mlp(norm, gate_up, down, eps)
-    return (norm.residual, _sum(_project(hidden, down), axis)), keys, values
+    attended, keys, values = _attention(inputs, o, own.eps)
+    return Mixed(norm.residual, attended, o), (keys, values)
+
+
+def _gated_mlp(own: Own, mixed: Mixed) -> tuple[jax.Array, jax.Array]:
+    """The MLP of a layer without experts: the residual and what is still to be added to it."""
+    gate_up, down = own.projection("gate_up_proj"), own.projection("down_proj")
+    norm = _output(own, mixed, gate_up)
+    hidden = _mlp(norm, gate_up, down, own.eps)
+    return norm.residual, _sum(_project(hidden, down), own.axis)
+
+
+def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Array]:
+    """The MLP of a layer with experts, and the experts of the tokens, int32 [M, k]."""
+    layer = own.layer
+    adapted = own.projection("shared_gate_up") if "shared_gate_up" in layer else None
+    product, scale = _project(mixed.activations, mixed.output), layer["post_attention_layernorm"]
+    norm = _norm(mixed.residual, product, scale, adapted, layer["router"])
+    router = route.Router(experts.count, experts.top_k, experts.normalized, own.eps)
+    routing = _route(norm, layer.get("shared_gate"), router)
+    with jax.named_scope("experts"):
+        hidden = gated_matmul(
+            routing.states,
+            layer["experts_gate_up"],
+            routing.table,
+            routing.weights,
+            width=experts.width,
+        )
+        rows = grouped_matmul(
+            hidden,
+            layer["experts_down"],
+            routing.table,
+            outputs=norm.residual.shape[1],
+            zeros=False,
+        )
+    y = None
+    if adapted is not None:
+        down = own.projection("shared_down")
+        y = _project(_mlp(norm, adapted, down, own.eps), down)
+    sums = ExpertSums(rows, routing.table.place.reshape(routing.routes.shape), y, routing.opened)
+    return (norm.residual, sums if _experts_agree() else combine.total(sums)), routing.routes
+
+
+def _route(
+    norm: DeferredNorm, shared_gate: jax.Array | None, router: route.Router
+) -> route.Routing:
+    """The experts of the tokens after a norm."""
+    assert norm.logit_partials is not None, "the norm has the router's product"
+    scores = route.Scores(norm.scaled, norm.square_partials, norm.logit_partials, shared_gate)
+    with jax.named_scope("router"):
+        if route.supports(scores, router) and _experts_agree():
+            return route.route(scores, router)
+        return route.reference(scores, router)
+
+
+def total(residual: Residual) -> jax.Array:
+    """Returns the residual [M, D] with all that is to be added to it."""
+    x, y = residual
+    return x + (combine.total(y) if isinstance(y, ExpertSums) else y)
 
 
 def _sum(x: jax.Array, axis: str | None) -> jax.Array:
@@ -150,10 +269,19 @@ def _sum(x: jax.Array, axis: str | None) -> jax.Array:
         return x if axis is None else jax.lax.psum(x, axis)
 
 
-def _norm(x: jax.Array, y: jax.Array, scale: jax.Array, reader: Projection) -> DeferredNorm:
-    """The norm of x + y, which a projection reads."""
+def _norm(
+    x: jax.Array,
+    y: jax.Array | ExpertSums,
+    scale: jax.Array,
+    reader: Projection | None,
+    router: jax.Array | None = None,
+) -> DeferredNorm:
+    """The norm of x + y, which a projection reads, or a router, or both."""
+    a = None if reader is None else reader.a
     with jax.named_scope("norms"):
-        return norms.add_rmsnorm(x, y, scale, reader.a)
+        if router is None:
+            return norms.add_rmsnorm(x, y, scale, a)
+        return norms.add_rmsnorm(x, y, scale, a, router=router)
 
 
 def _project(
@@ -207,25 +335,23 @@ def _attention(
         return Activations(attended), keys, values
 
 
-def _output(
-    attended: Activations,
-    o: Projection,
-    residual: jax.Array,
-    scale: jax.Array,
-    gate_up: Projection,
-    eps: float,
-) -> DeferredNorm:
-    """The output projection added to the residual, and the norm of the sum.
+def _output(own: Own, mixed: Mixed, gate_up: Projection) -> DeferredNorm:
+    """The output projection of a mixer added to the residual, and the norm of the sum.
 
     The projection begins the norm only before a product of gate and up that computes x A^T itself
     and ends with SwiGLU: with a kernel for x A^T nothing would be saved.
     """
+    residual, attended, o = mixed
+    scale = own.layer["post_attention_layernorm"]
+    if own.axis is not None:
+        # The sum lies between the product and the norm, which one kernel would compute.
+        return _norm(residual, _sum(_project(attended, o), own.axis), scale, gate_up)
     epilogue = AddRmsNorm(residual, scale)
     fused = _supports(attended, o, epilogue) and _supports(
         # The scaled sum has the size of the residual.
         Activations(residual),
         gate_up,
-        Swiglu(None, eps),
+        Swiglu(None, own.eps),
     )
     if not fused:
         return _norm(residual, _project(attended, o), scale, gate_up)
@@ -259,15 +385,30 @@ def _sm90_attention_agrees() -> bool:
 
     It uses an API of jax that may change.
     """
-    try:
-        from pallas_kernels.decode import attention_sm90, self_test
 
-        error = self_test.relative_error(attention_sm90.attend)
+    def relative_error():
+        from pallas_kernels.decode import attention_sm90
+
+        return self_test.relative_error(attention_sm90.attend)
+
+    return _agrees("attention without the kernel for Hopper GPUs", relative_error)
+
+
+@functools.cache
+def _experts_agree() -> bool:
+    """Whether the kernels that route tokens and add their experts up agree with the definition."""
+    return _agrees("experts without the kernels that route tokens", self_test.routing_error)
+
+
+def _agrees(consequence: str, relative_error: Callable[[], float]) -> bool:
+    """Whether an error is small; warns of the consequence where it is not, or cannot be known."""
+    try:
+        error = relative_error()
     except Exception as problem:  # Whatever an untested version of jax raises.
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
     else:
         if error < 1e-2:
             return True
         reason = f"it is off by {error:.1e}"
-    warnings.warn(f"attention without the kernel for Hopper GPUs ({reason})", stacklevel=2)
+    warnings.warn(f"{consequence} ({reason})", stacklevel=3)
     return False

@@ -9,6 +9,7 @@ sums, which their reader adds up in an order that never changes.
 `lora_shrink` has what the kernels share.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import warp_mma
+from pallas_kernels.experts import combine
+from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.fp4_matmul import lora_shrink
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
 from pallas_kernels.warpgroup import WARPS, Layout
@@ -38,6 +41,9 @@ class DeferredNorm(NamedTuple):
     # them. Columns after R are zero.
     xa_partials: jax.Array | None
     square_partials: jax.Array  # float32 [P, M] whose sum over P is the mean square of the residual
+    # float32 [P, M, E'] whose sum over P is the product of `scaled` with a router, which lacks the
+    # factor; or None without one.
+    logit_partials: jax.Array | None = None
 
 
 def _norm_factors(tile: lora_shrink.Tile, square_partials: Any, eps: float) -> jax.Array:
@@ -72,23 +78,32 @@ def _partials_layout(rows: int) -> Layout:
 
 def add_rmsnorm(
     x: jax.Array,
-    y: jax.Array,
+    y: jax.Array | ExpertSums,
     scale: jax.Array,
     a: jax.Array | None,
     *,
+    router: jax.Array | None = None,
     interpret: bool = False,
 ) -> DeferredNorm:
     """Adds y to the residual x, and computes the LoRA shrink of the next product.
 
-    x and y are bfloat16 [M, D], the scale of the norm is float32 [D], and A bfloat16 [R, D], or
-    None. The sum's RMSNorm lacks its factor.
+    x and y are bfloat16 [M, D], the scale of the norm is float32 [D], A bfloat16 [R, D], or None,
+    and the router bfloat16 [E, D], or None. y may also be what experts are still to be added up.
+    The sum's RMSNorm lacks its factor.
     """
     columns = x.shape[1]
-    x, y, scale = (lora_shrink.padded(array, lora_shrink.COLUMNS) for array in (x, y, scale))
+    pad = functools.partial(lora_shrink.padded, width=lora_shrink.COLUMNS)
+    x, scale = pad(x), pad(scale)
+    if isinstance(y, ExpertSums):
+        y = y._replace(rows=pad(y.rows), shared=y.shared if y.shared is None else pad(y.shared))
+    else:
+        y = pad(y)
     m, width = x.shape
 
     def compute_tile(refs, tile):
-        residual = _float32(tile.load(refs["x"])) + _float32(tile.load(refs["y"]))
+        residual, added = _float32(tile.load(refs["x"])), refs["y"]
+        is_sum = isinstance(added, ExpertSums)
+        residual += combine.load(tile, added) if is_sum else _float32(tile.load(added))
         residual = residual.astype(x.dtype)
         scaled = (_float32(residual) * tile.load_columns(refs["scale"])).astype(x.dtype)
 
@@ -108,18 +123,19 @@ def add_rmsnorm(
         "scaled": jax.ShapeDtypeStruct(x.shape, x.dtype),
         "square_partials": jax.ShapeDtypeStruct(partials, jnp.float32),
     }
+    operands: dict[str, Any] = {"x": x, "y": y, "scale": scale}
     outs = lora_shrink.shrink_tiles(
         "add_rmsnorm",
         compute_tile,
-        {"x": x, "y": y, "scale": scale},
+        operands,
         results,
-        a,
+        a if router is None else (a, router),
         (m, width),
         interpret=interpret,
     )
     for name in ("residual", "scaled"):
         outs[name] = outs[name][:, :columns]
-    return DeferredNorm(*(outs[name] for name in DeferredNorm._fields))
+    return DeferredNorm(**outs)
 
 
 def swiglu(

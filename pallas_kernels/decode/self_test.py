@@ -1,4 +1,4 @@
-"""A small attention by `attention_sm90`, compared with its definition in float64."""
+"""Small runs of kernels that may be left out, compared with their definitions."""
 
 import concurrent.futures
 import functools
@@ -9,7 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.decode import norms
 from pallas_kernels.decode.attention import AttentionInputs
+from pallas_kernels.experts import combine, route
+from pallas_kernels.experts.combine import ExpertSums
+from pallas_kernels.experts.route import Router, Scores
 
 
 def relative_error(attend: Callable, *, head_dim: int = 128) -> float:
@@ -32,10 +36,7 @@ def relative_error(attend: Callable, *, head_dim: int = 128) -> float:
         "values": values,
     }
     inputs = AttentionInputs(**fields, bias=None, q_norm=None, k_norm=None)
-    run = jax.jit(functools.partial(attend, eps=0.0, num_sms=1))
-    # The caller may be tracing a program. Tracing belongs to a thread, so another thread computes.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        results = thread.submit(run, inputs).result()
+    results = _run(functools.partial(attend, eps=0.0, num_sms=1), inputs)
     attended, new_keys, new_values = (np.asarray(x, np.float64) for x in results)
     q, k, v = np.split(
         qkv.astype(np.float64).reshape(m, -1, head_dim),
@@ -54,3 +55,48 @@ def relative_error(attend: Callable, *, head_dim: int = 128) -> float:
         expected[row] = weights / weights.sum(axis=-1, keepdims=True) @ filled_values
     pairs = [(attended, expected.reshape(m, -1)), *zip((new_keys, new_values), caches, strict=True)]
     return float(np.max([np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs]))
+
+
+def routing_error(*, interpret: bool = False) -> float:
+    """The largest relative error of experts that `route` chooses and `norms` adds up.
+
+    It is 1 if an expert or a row of the table differs. Both kernels have several CTAs.
+    """
+    m, width = 37, 256
+    router = Router(experts=40, top_k=3, normalized=True, eps=1e-6)
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((router.experts, width)).astype(jnp.bfloat16)
+    x, shared = (rng.standard_normal((m, width)).astype(jnp.bfloat16) for _ in range(2))
+    rows = rng.standard_normal((m * router.top_k, width)).astype(jnp.bfloat16)
+    scale = rng.standard_normal(width).astype(np.float32)
+
+    def run(x, shared, rows, weights, scale):
+        add = functools.partial(norms.add_rmsnorm, interpret=interpret)
+        norm = add(x, shared, scale, None, router=weights)
+        assert norm.logit_partials is not None
+        scores = Scores(norm.scaled, norm.square_partials, norm.logit_partials, shared[:1] / 16)
+        found = route.route(scores, router, interpret=interpret)
+        place = jnp.arange(len(rows), dtype=jnp.int32)[::-1].reshape(m, router.top_k)
+        sums = ExpertSums(rows, place, shared, found.opened)
+        wide = norm.scaled.astype(jnp.float32)
+        logits = jnp.dot(wide, weights.astype(jnp.float32).T, precision="highest")[None]
+        expected = route.reference(scores._replace(logit_partials=logits), router)
+        added = add(x, sums, scale, None).residual, x + combine.total(sums)
+        return found, expected, added
+
+    found, expected, added = _run(run, x, shared, rows, weights, scale)
+    exact = [(found.routes, expected.routes), *zip(found.table, expected.table, strict=True)]
+    if not all(np.array_equal(*pair) for pair in exact):
+        return 1.0
+    values = [(getattr(found, x), getattr(expected, x)) for x in ("states", "weights", "opened")]
+    pairs = [tuple(np.asarray(x, np.float64) for x in pair) for pair in (*values, added)]
+    return float(np.max([np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs]))
+
+
+def _run(function: Callable, *arguments: Any) -> Any:
+    """The results of a program.
+
+    The caller may be tracing one. Tracing belongs to a thread, so another thread computes.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(jax.jit(function), *arguments).result()

@@ -11,7 +11,7 @@ those of the other warps in shared memory.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,13 +150,13 @@ def shrink_tiles(
     value: Callable[[dict, Tile], jax.Array],
     operands: dict[str, jax.Array],
     results: dict[str, jax.ShapeDtypeStruct],
-    a: jax.Array | None,
+    a: jax.Array | tuple[jax.Array | None, jax.Array] | None,
     shape: tuple[int, int],
     *,
     block: int = COLUMNS,
     interpret: bool,
 ) -> dict[str, Any]:
-    """Computes x [M, K] tile by tile, and its product with A.
+    """Computes x [M, K] tile by tile, and its products with A and with a router.
 
     Args:
         name: name of the kernel.
@@ -164,26 +164,32 @@ def shrink_tiles(
             bfloat16 and may store results.
         operands: whole operands of `value` by name.
         results: shapes of the results of `value` by name.
-        a: bfloat16 [R, K], or None; not yet `padded`.
+        a: bfloat16 [R, K], or None; not yet `padded`. Or a pair of it and of a router's weight,
+            bfloat16 [E, K].
         shape: shape [M, K] of x, `padded`.
         block: number of columns of a tile.
         interpret: whether to simulate the kernel on a CPU.
 
     Returns:
-        The results by name, and "xa_partials" of `shrink`, None without A.
+        The results by name, "xa_partials" of `shrink`, None without A, and "logit_partials", the
+        same of a router.
     """
     m, width = shape
     rows, blocks = tile_rows(m), pl.cdiv(width, block)
     grid = pl.cdiv(m, rows), blocks
-    ranks, scratch = 0, {}
-    if a is not None:
-        columns = pl.cdiv(len(a), PARTIAL_COLUMNS) * PARTIAL_COLUMNS
-        ranks = pl.cdiv(len(a), warp_mma.ROWS) * warp_mma.ROWS
-        a = padded(jnp.pad(a, ((0, ranks - len(a)), (0, 0))), block)
-        grid = *grid, columns // _RANK
-        operands = operands | {"a": a}
-        partials = jax.ShapeDtypeStruct((blocks, m, columns), jnp.float32)
-        results = results | {"xa_partials": partials}
+    a, router = a if isinstance(a, tuple) else (a, None)
+    factors, scratch = [], {}
+    for factor, names in ((a, ("a", "xa_partials")), (router, ("router", "logit_partials"))):
+        if factor is not None:
+            first = factors[-1].end if factors else 0
+            ranks = pl.cdiv(len(factor), warp_mma.ROWS) * warp_mma.ROWS
+            factors.append(_Factor(*names, first, first + pl.cdiv(ranks, _RANK), ranks))
+            factor = padded(jnp.pad(factor, ((0, ranks - len(factor)), (0, 0))), block)
+            columns = pl.cdiv(ranks, PARTIAL_COLUMNS) * PARTIAL_COLUMNS
+            partials = jax.ShapeDtypeStruct((blocks, m, columns), jnp.float32)
+            operands, results = operands | {names[0]: factor}, results | {names[1]: partials}
+    if factors:
+        grid = *grid, factors[-1].end
         warps = min(WARPS, block // _WARP_COLUMNS)
         scratch["sums"] = (warps, max(rows, warp_mma.ROWS), _RANK), jnp.float32
 
@@ -204,26 +210,49 @@ def shrink_tiles(
             return
         part = parts[0]
         tile = dataclasses.replace(tile, first=part == 0)
-        # Rows by eights, the last ones instead of those that do not exist.
-        starts = [
-            jnp.minimum(part * _RANK + i, ranks - warp_mma.ROWS)
-            for i in range(0, _RANK, warp_mma.ROWS)
-        ]
-        layout = tile_layout(warp_mma.ROWS, block)
-        factors = [
-            threads.load(refs["a"].at[pl.ds(i, warp_mma.ROWS), tile.columns()], layout)
-            for i in starts
-        ]
-        product = _multiply(tile, tile.once(value(refs, tile)), factors)
+        loads = [functools.partial(factor.load, refs, tile, part) for factor in factors]
+        is_first = part < factors[0].end
+        loaded = loads[0]() if len(loads) == 1 else lax.cond(is_first, *loads)
+        product = _multiply(tile, tile.once(value(refs, tile)), loaded)
         total = _sum_of_warps(threads, product, sums, rows)
-        if ranks % _RANK:
-            column = part * _RANK + threads.iota(total.shape, 1, _dense_layout(rows))
-            total = jnp.where(column < ranks, total, jnp.zeros_like(total))
-        place = index, tile.rows, pl.ds(part * _RANK, _RANK)
-        threads.store(refs["xa_partials"].at[place], total)
+        stores = [functools.partial(factor.store, refs, tile, part, total) for factor in factors]
+        if len(stores) == 1:
+            stores[0]()
+        else:
+            pl.when(is_first)(stores[0])
+            pl.when(~is_first)(stores[1])
 
     outs = warpgroup.run(body, name, grid, operands, results, scratch=scratch, interpret=interpret)
     return {"xa_partials": None} | outs
+
+
+class _Factor(NamedTuple):
+    """What multiplies tiles of x: A, or the weight of a router."""
+
+    operand: str  # its name
+    result: str  # the name of its partials
+    first: int  # index of its first CTA, of those with the same tile
+    end: int  # index after that of its last one
+    ranks: int  # number of rows, a multiple of eight
+
+    def load(self, refs: dict, tile: Tile, part: Any) -> list[jax.Array]:
+        """Requests the rows of a CTA by eights, the last ones in place of any that do not exist."""
+        starts = [
+            jnp.minimum((part - self.first) * _RANK + i, self.ranks - warp_mma.ROWS)
+            for i in range(0, _RANK, warp_mma.ROWS)
+        ]
+        layout = tile_layout(warp_mma.ROWS, tile.width)
+        rows = [(pl.ds(i, warp_mma.ROWS), tile.columns()) for i in starts]
+        return [tile.threads.load(refs[self.operand].at[place], layout) for place in rows]
+
+    def store(self, refs: dict, tile: Tile, part: Any, total: jax.Array) -> None:
+        """Stores the products with the rows of a CTA, and zeros for rows that do not exist."""
+        first = (part - self.first) * _RANK
+        if self.ranks % _RANK:
+            column = first + tile.threads.iota(total.shape, 1, _dense_layout(len(total)))
+            total = jnp.where(column < self.ranks, total, jnp.zeros_like(total))
+        place = tile.index, tile.rows, pl.ds(first, _RANK)
+        tile.threads.store(refs[self.result].at[place], total)
 
 
 def _multiply(tile: Tile, tokens: jax.Array, factors: list[jax.Array]) -> jax.Array:

@@ -242,13 +242,10 @@ def decode_step(
     """
     angles = rotary_angles(cache.lengths[:, None], config)
     x = embed(params["embed_tokens"], tokens, config)
-    if all(
-        kind.mlp.FUSES and kind.mixer.fuses(config, x.dtype, kept)
-        for kind, kept in zip(kinds.layers_of(config), cache.layers, strict=True)
-    ):
-        x, layers = _fused_layers(params, lora_layers, x, cache, angles, config=config)
+    if _is_fused(config, x.dtype, cache, lora_layers):
+        x, layers, routes = _fused_layers(params, lora_layers, x, cache, angles, config=config)
         # A head for a few rows is slow in some libraries, and never faster than for 16.
-        x, routes = jnp.pad(x, ((0, max(0, 16 - len(tokens))), (0, 0))), None
+        x = jnp.pad(x, ((0, max(0, 16 - len(tokens))), (0, 0)))
     else:
         x, layers, routes = x[:, None], [], []
         parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
@@ -257,10 +254,11 @@ def decode_step(
             x, kept, chosen = _decode_layer(*arrays, kind=kind, config=config)
             layers.append(kept)
             routes.append(None if chosen is None else chosen[:, 0])
-        x, routes = x[:, 0], _stacked(routes)
+        x = x[:, 0]
     x = rms_norm(x, params["norm"], config.norm_eps)
     cache = Cache(layers=layers, lengths=cache.lengths + 1)
-    return whole_vocabulary(logits(params, x)[: len(tokens)], config), cache, routes
+    logits_of = whole_vocabulary(logits(params, x)[: len(tokens)], config)
+    return logits_of, cache, _stacked(routes)
 
 
 def extend(
@@ -455,32 +453,50 @@ def _add(kind, own, x, mixed, routes=None):
     return x + added, routes
 
 
+def _is_fused(config, dtype, cache, lora_layers):
+    """Whether the kernels of `pallas_kernels.decode` compute all layers of a decode step."""
+    return all(
+        kind.mlp.FUSES
+        and kind.mixer.fuses(config, dtype, kept)
+        # The kernels add no adapters to the products of routed experts.
+        and not adapters.keys() & kinds.STACKS.keys()
+        for kind, kept, adapters in zip(
+            kinds.layers_of(config), cache.layers, lora_layers, strict=True
+        )
+    )
+
+
 def _fused_layers(params, lora_layers, x, cache, angles, *, config):
     """`_decode_layer` over all layers, by the fused kernels of `pallas_kernels.decode`.
 
     Roundings differ: the factor of an RMSNorm multiplies the result of a projection, not its input.
     """
     # The module uses an API of jax that may change, and is loaded when needed.
-    from pallas_kernels.decode.layer import decode_layer
+    from pallas_kernels.decode.layer import Experts, decode_layer, total
 
-    residual = x, jnp.zeros_like(x)
+    residual, experts = (x, jnp.zeros_like(x)), config.experts
+    if experts is not None:
+        shapes = experts.count, experts.top_k, experts.width, experts.normalized
+        experts = Experts(*shapes)
     cosines, sines = (part[:, 0, 0] for part in angles)
-    layers = []
+    layers, routes = [], []
     for layer, adapters, kept in zip(params["layers"], lora_layers, cache.layers, strict=True):
         arrays = {
             name: kernel_weight(leaf) if isinstance(leaf, QuantTensor) else leaf
             for name, leaf in layer.items()
         }
-        residual, keys, values = decode_layer(
+        leaves, tree = jax.tree.flatten(kept)
+        residual, leaves, chosen = decode_layer(
             arrays,
             adapters,
             residual,
-            kept.keys,
-            kept.values,
+            tuple(leaves),
             cache.lengths,
             (cosines, sines),
             eps=config.norm_eps,
+            experts=experts,
             axis=TENSOR if config.shards > 1 else None,
         )
-        layers.append(kept.replace(keys=keys, values=values))
-    return residual[0] + residual[1], layers
+        layers.append(tree.unflatten(leaves))
+        routes.append(chosen)
+    return total(residual), layers, routes
