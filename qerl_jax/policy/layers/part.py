@@ -219,8 +219,8 @@ class Mixer(Part, Protocol):
         """
         ...
 
-    def fuses(self, config: ModelConfig, dtype: jnp.dtype, kept: Kept) -> bool:
-        """Whether `decode.layer` computes the layer on this device, if its MLP fuses as well."""
+    def fuses(self, config: ModelConfig, dtype: jnp.dtype, kept: Kept) -> str:
+        """Returns which of `decode.layer.MIXERS` computes it on this device, or '' for none."""
         ...
 
     def in_cache(self, kept: Kept, positions: int) -> Kept:
