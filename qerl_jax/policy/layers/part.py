@@ -156,6 +156,10 @@ class Mlp(Part, Protocol):
 
     FUSES: bool  # whether the fused kernels of `pallas_kernels.decode.layer` compute it
 
+    def fused_shapes(self, config: ModelConfig) -> tuple[int, int, int, bool] | None:
+        """Returns the fields of `decode.layer.Experts`, or None for a kind without experts."""
+        ...
+
     def mlp(
         self, own: Own, x: jax.Array, routes: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
