@@ -31,6 +31,7 @@ from qerl_jax.compile.operation import Programs
 from qerl_jax.compile.run_cache import set_cache_folder
 from qerl_jax.policy import aqn, sharding, transformer
 from qerl_jax.policy.config import RecurrentConfig
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.lora import fuse
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.tensor_parallel import shard_of
@@ -237,32 +238,38 @@ def cached(shape, folder):
         return first, files, rollouts(shape)
 
 
-def fused_step(shape):
+def fused_step(shape, model_type="qwen2"):
     """The logits of a decode step out of the kernels that a GPU has, in the interpreter."""
-    config, params = tiny_policy("qwen2", **CUT | {"embed_dim": 64, "head_dim": 32})
+    changes = CUT | {"embed_dim": 64, "head_dim": 32}
+    if model_type == "qwen3_5":
+        heads = RecurrentConfig(key_heads=2, value_heads=4, key_dim=128, value_dim=128, window=4)
+        changes |= HYBRID | {"recurrent": heads, "head_dim": 128, "rotary_dim": 64}
+    config, params = tiny_policy(model_type, **changes)
+    unrounded = {name for name, array in kinds.ARRAYS.items() if array.is_wide}
+    unrounded |= {"norm", "input_layernorm", "post_attention_layernorm"}
     params = jax.tree.map_with_path(
-        lambda path, x: x if path[-1].key.endswith("norm") else x.astype(jnp.bfloat16), params
+        lambda path, x: x if path[-1].key in unrounded else x.astype(jnp.bfloat16), params
     )
     mesh, lora, prompts = mesh_of(shape), random_lora(config), random_tokens(3, 9)
     own = shard_of(config, shape[1])
-    _, cache, _ = transformer.prefill(
-        params, lora, prompts, jnp.asarray([9, 1, 5]), config=config, cache_positions=16
-    )
-    (lora, cache), params = placed((lora, cache), params, config, mesh)
+    lora, params = placed(lora, params, config, mesh)
 
-    def step(params, lora, tokens, cache):
+    def step(params, lora, prompts):
+        lengths = jnp.asarray([9, 1, 5])
+        _, cache, _ = transformer.prefill(
+            params, lora, prompts, lengths, config=own, cache_positions=16
+        )
         lora_layers = fuse(lora, own, jnp.bfloat16)
-        return transformer.decode_step(params, lora_layers, tokens, cache, config=own)[0]
+        return transformer.decode_step(params, lora_layers, prompts[:, 0], cache, config=own)[0]
 
     if mesh is not None:
-        arguments = params, lora, prompts[:, 0], cache
-        specs = tuple(sharding.specs(argument, shape[1]) for argument in arguments)
+        specs = tuple(sharding.specs(argument, shape[1]) for argument in (params, lora, prompts))
         step = jax.shard_map(
             step, mesh=mesh, in_specs=specs, out_specs=sharding.WHOLE, check_vma=False
         )
     with pytest.MonkeyPatch.context() as patch:
         use_decode_kernels(patch, True)
-        return np.asarray(jax.jit(step)(params, lora, prompts[:, 0], cache))
+        return np.asarray(jax.jit(step)(params, lora, prompts))
 
 
 def checkpoints(folder, shapes):
@@ -336,7 +343,10 @@ def main(path, shapes):
                 for shape in SHAPES[:2]
             }
             found["cached"] = cached((2, 2), folder / "programs")
-            found["fused steps"] = {shape: fused_step(shape) for shape in [(1, 1), (1, 2)]}
+            found["fused steps"] = {
+                model: {shape: fused_step(shape, model) for shape in [(1, 1), (1, 2)]}
+                for model in ("qwen2", "qwen3_5")
+            }
     pathlib.Path(path).write_bytes(pickle.dumps(found))
 
 

@@ -506,6 +506,13 @@ class _Block:
         turned = np.ascontiguousarray(halves).view(np.uint32)
         self.put(operands[0], turned.reshape(-1), mask)
 
+    def op_stmatrix(self, parts, operands, mask):
+        assert {"x1", "m8n8"} <= set(parts)
+        assert mask.all()
+        data = self.get(operands[1].strip("{} "), "u32").reshape(4, 8, 4)
+        rows = self.address(operands[0]).reshape(4, 32)[:, :8]
+        self.shared[rows[..., None] + np.arange(16)] = data.view(np.uint8)
+
     def op_ldmatrix(self, parts, operands, mask):
         names = [name.strip() for name in operands[0].strip("{}").split(",")]
         count = int(parts[4][1:])

@@ -34,7 +34,7 @@ from kernel_code import standard_output
 from simulated_kernel import random_weight
 
 from pallas_kernels import experts, fp4_matmul, matvec, warpgroup
-from pallas_kernels.decode import attention, norms
+from pallas_kernels.decode import attention, delta, gated_attention, norms
 from pallas_kernels.experts import mma as experts_mma
 from pallas_kernels.experts import route
 from pallas_kernels.experts.combine import ExpertSums
@@ -240,6 +240,9 @@ def cases(target):
         )
         run = functools.partial(attention.merge_parts, dtype=jnp.bfloat16)
         yield f"merge_parts {shape} {head_dim}", run, parts, normal(24, heads * head_dim)
+        if m == 3:
+            run = functools.partial(run, gates=normal(m, heads * head_dim))
+            yield "merge_parts with gates", run, parts, normal(24, heads * head_dim)
     for whole, kv_heads, group, positions, head_dim, lengths, partials, norm, dtype in (
         (False, 2, 7, 200, 128, (0, 150), 28, False, jnp.bfloat16),
         (True, 1, 3, 133, 64, (132, 70), 3, True, jnp.bfloat16),
@@ -267,6 +270,53 @@ def cases(target):
         attend = attention.attend_whole if whole else attention.attend
         name = f"attend {group} {positions} {head_dim} {jnp.dtype(dtype)}"
         yield name, functools.partial(attend, eps=1e-6, num_sms=132), inputs
+
+
+def hybrid_cases():
+    """As `cases`, of the kernels of recurrent layers and of attention with gates."""
+    numbers = itertools.count()
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        key = jax.random.fold_in(jax.random.key(1), next(numbers))
+        return jax.random.normal(key, shape, FLOAT32).astype(dtype)
+
+    for m, kv_heads, heads, head_dim, angles, partials in (
+        (2, 1, 2, 256, 32, 20),
+        (1, 2, 2, 128, 64, 3),
+    ):
+        inputs = attention.AttentionInputs(
+            qkv=normal(m, 2 * (heads + kv_heads) * head_dim),
+            square_partials=jnp.abs(normal(partials, m, dtype=FLOAT32)) / partials,
+            cosines=normal(m, angles, dtype=FLOAT32),
+            sines=normal(m, angles, dtype=FLOAT32),
+            lengths=jnp.zeros(m, jnp.int32),
+            bias=None,
+            q_norm=normal(head_dim, dtype=FLOAT32),
+            k_norm=normal(head_dim, dtype=FLOAT32),
+            keys=normal(m, kv_heads, 64, head_dim),
+            values=normal(m, kv_heads, 64, head_dim),
+        )
+        yield (
+            f"split {head_dim} {angles}",
+            functools.partial(gated_attention.split, eps=1e-6),
+            inputs,
+        )
+    for m, ratio, window, partials, rank in ((2, 3, 4, 20, 40), (1, 2, 2, 33, 0), (1, 1, 4, 3, 32)):
+        heads, width = 2 * ratio, delta.HEAD
+        channels = (4 + heads) * width
+        inputs = delta.DeltaInputs(
+            parts=normal(m, channels + heads * (width + 2)),
+            square_partials=jnp.abs(normal(partials, m, dtype=FLOAT32)) / partials,
+            lengths=jnp.arange(m, dtype=jnp.int32),  # the first row stays as it is
+            conv=normal(channels, 1, window),
+            a_log=normal(heads, dtype=FLOAT32),
+            dt_bias=normal(heads, dtype=FLOAT32),
+            scale=normal(width, dtype=FLOAT32),
+            state=normal(m, heads, width, width, dtype=FLOAT32),
+            window=normal(m, channels, window - 1, dtype=FLOAT32),
+        )
+        a = normal(rank, heads * width) if rank else None
+        yield f"delta_step {ratio} {window}", functools.partial(delta.step, eps=1e-6), inputs, a
 
 
 def add_rmsnorm_of_experts(x, sums, scale, a, router, *, interpret):
@@ -339,7 +389,8 @@ def grouped_cases(normal):
 
 def main():
     target = int(sys.argv[1])
-    for name, *arguments in packed_cases() if "packed" in sys.argv else cases(target):
+    dense = itertools.chain(cases(target), hybrid_cases())
+    for name, *arguments in packed_cases() if "packed" in sys.argv else dense:
         print(json.dumps({"case": name} | check(target, *arguments)), flush=True)
 
 

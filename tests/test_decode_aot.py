@@ -3,7 +3,9 @@
 uv run --group aot pytest -n 0 -m aot
 """
 
+import dataclasses
 import functools
+import itertools
 import re
 
 import h200
@@ -20,6 +22,8 @@ from pallas_kernels.decode import attention, attention_sm90, norms
 from pallas_kernels.decode import layer as decode_layer
 from pallas_kernels.fp4_matmul import cases, dispatch
 from qerl_jax.policy import lora
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.layers.kinds import PROJECTIONS
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -160,10 +164,47 @@ def kernels_of_a_step(hlo):
         re.search(rf"^%{re.escape(name)} .*?^}}", hlo, re.M | re.S)[0]
         for name in re.findall(r" body=%([\w.-]+)", hlo)
     ]
-    (body,) = [body for body in bodies if "/attention/" in body]
+    (body,) = [body for body in bodies if "/norms/" in body]
     operations = re.findall(r"^ .*? = (?:\(.*?\)|\S+) ([\w-]+)\(", body, re.M)
     free = {"bitcast", "parameter", "get-tuple-element", "tuple", "constant", "fusion-done"}
     return sum(operation not in free for operation in operations)
+
+
+def step_of(compile_for_h200, config, params, rows, targets=PROJECTIONS):
+    """The text of a compiled chunk of decode steps with an adapter."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    own = lora.LoraConfig(RANK, 32.0, targets)
+    adapters = jax.eval_shape(functools.partial(lora.init, config=config, lora_config=own), key)
+    fused = decode.fuse_adapter.eval_shape(
+        adapters, model_config=config, dtype=jnp.dtype(jnp.bfloat16)
+    )
+    state = jax.eval_shape(
+        functools.partial(decode.empty_state, rows, 448, model_config=config, dtype=jnp.bfloat16)
+    )
+    compiled = compile_for_h200(
+        decode.decode_chunk,
+        key,
+        params,
+        fused,
+        state,
+        decode.CacheRows(array(rows, dtype=jnp.int32), array(rows, dtype=bool)),
+        array(dtype=jnp.float32),
+        config=decode.decode_config(
+            config, SamplingConfig(max_new_tokens=144), EngineConfig(), TinyTokenizer((1,))
+        ),
+        steps=16,
+    )
+    return compiled.as_text()
+
+
+def choose_kernels(monkeypatch, kernel):
+    """Makes a step take the kernels of `decode`, and one of those for packed weights."""
+    monkeypatch.setattr(decode_kernels, "supports_device", lambda _: True)
+    for name in ("_sm90_attention_agrees", "delta_agrees"):
+        monkeypatch.setattr(decode_layer, name, lambda: True)
+    monkeypatch.setattr(dispatch, "supports_mma_device", lambda: kernel == "mma")
+    monkeypatch.setattr(dispatch, "supports_device", lambda: kernel == "mosaic")
+    jax.clear_caches()  # A layer of as many rows was traced with the other kernel.
 
 
 # Attention splits few rows; rows that are no multiple of eight have kernels for SwiGLU and a norm.
@@ -172,42 +213,33 @@ def kernels_of_a_step(hlo):
     [("mosaic", 6, 9), ("mosaic", 8, 7), ("mosaic", 32, 6), ("mosaic", 64, 6), ("mma", 8, 13)],
 )
 def test_a_layer_of_a_step_is_few_kernels(kernel, rows, most, compile_for_h200, monkeypatch):
-    monkeypatch.setattr(decode_kernels, "supports_device", lambda _: True)
-    monkeypatch.setattr(decode_layer, "_sm90_attention_agrees", lambda: True)
-    monkeypatch.setattr(dispatch, "supports_mma_device", lambda: kernel == "mma")
-    monkeypatch.setattr(dispatch, "supports_device", lambda: kernel == "mosaic")
-    jax.clear_caches()  # A layer of as many rows was traced with the other kernel.
+    choose_kernels(monkeypatch, kernel)
     counts = []
     for layers in (1, 2):
-        config, params = policy(layers)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        adapters = jax.eval_shape(
-            functools.partial(lora.init, config=config, lora_config=lora.LoraConfig(RANK, 32.0)),
-            key,
-        )
-        fused = decode.fuse_adapter.eval_shape(
-            adapters, model_config=config, dtype=jnp.dtype(jnp.bfloat16)
-        )
-        state = jax.eval_shape(
-            functools.partial(
-                decode.empty_state, rows, 448, model_config=config, dtype=jnp.bfloat16
-            )
-        )
-        compiled = compile_for_h200(
-            decode.decode_chunk,
-            key,
-            params,
-            fused,
-            state,
-            decode.CacheRows(array(rows, dtype=jnp.int32), array(rows, dtype=bool)),
-            array(dtype=jnp.float32),
-            config=decode.decode_config(
-                config, SamplingConfig(max_new_tokens=144), EngineConfig(), TinyTokenizer((1,))
-            ),
-            steps=16,
-        )
-        hlo = compiled.as_text()
+        hlo = step_of(compile_for_h200, *policy(layers), rows)
         counts.append(kernels_of_a_step(hlo))
         assert ("fp4_matmul_mma" in hlo) == (kernel == "mma")
         assert ("attention_sm90" in hlo) == (kernel == "mosaic" and rows >= 32)
     assert 0 < counts[1] - counts[0] <= most
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_recurrent_layer_of_a_step_is_few_kernels(rows, compile_for_h200, monkeypatch):
+    """Its projections are dense: each has a sum and a product of its adapter. No state is copied.
+
+    Every fourth layer has attention with gates.
+    """
+    choose_kernels(monkeypatch, "mosaic")
+    counts, whole = [], ARCHITECTURES["qwen3.5-4b"]
+    targets = (*PROJECTIONS, "in_proj_qkv", "in_proj_z", "out_proj")
+    for layers in (4, 5, 8):
+        recurrent = tuple(layer for layer in whole.recurrent_layers if layer < layers)
+        config = dataclasses.replace(whole, num_layers=layers, recurrent_layers=recurrent)
+        hlo = step_of(compile_for_h200, config, h200.policy(config), rows, targets)
+        counts.append(kernels_of_a_step(hlo))
+        assert f"copy(f32[{rows},32,128,128]" not in hlo
+        assert "recurrence/delta_step" in hlo
+        assert "attention/split_gates" in hlo
+    of_recurrence, of_three = (y - x for x, y in itertools.pairwise(counts))
+    assert 0 < of_recurrence <= 15
+    assert 0 < of_three - 2 * of_recurrence <= 10

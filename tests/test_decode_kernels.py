@@ -12,7 +12,16 @@ import pytest
 from warpgroup_kernel import BACKENDS, assert_close, on_gpu, wide
 
 from pallas_kernels import decode, device
-from pallas_kernels.decode import attention, attention_sm90, layer, norms, self_test, to_cache
+from pallas_kernels.decode import (
+    attention,
+    attention_sm90,
+    delta,
+    gated_attention,
+    layer,
+    norms,
+    self_test,
+    to_cache,
+)
 from pallas_kernels.decode.attention import AttentionInputs, AttentionParts
 from qerl_jax.policy.layers.attention import attend_to_cache, rotate
 from qerl_jax.policy.layers.linear import rms_norm
@@ -324,3 +333,113 @@ def test_merge_parts(rows, count, rank, interpret):
     expected /= np.sum(of_part * wide(weights), axis=0)[..., None]
     assert_close(attended, expected.reshape(rows, -1))
     assert_xa_partials(xa_partials, attended, a)
+
+
+def delta_inputs(rows, key_heads, ratio, window, partials):
+    """Random inputs of a step of the delta rule, the first row of which stays, and its factors."""
+    heads, width = key_heads * ratio, decode.HEAD_OF_STATE
+    channels = (2 * key_heads + heads) * width
+    factor = jnp.abs(draw(2, rows, dtype=jnp.float32))
+    wide = {"dtype": jnp.float32}
+    inputs = delta.DeltaInputs(
+        parts=draw(1, rows, channels + heads * (width + 2)),
+        square_partials=square_partials_of(factor, partials) - 1e-6 / partials,
+        lengths=jnp.arange(rows, dtype=jnp.int32),
+        conv=draw(3, channels, 1, window),
+        a_log=draw(4, heads, **wide),
+        dt_bias=20 * draw(5, heads, **wide),
+        scale=draw(6, width, **wide),
+        state=draw(7, rows, heads, width, width, **wide),
+        window=draw(8, rows, channels, window - 1).astype(jnp.float32),
+    )
+    return inputs, factor
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(
+    ("rows", "key_heads", "ratio", "window", "partials", "rank"),
+    [
+        (2, 2, 3, 4, 35, 40),  # rows of the product do not begin at 16 bytes
+        pytest.param(2, 1, 1, 2, 3, 0, marks=pytest.mark.slow),
+        pytest.param(9, 16, 2, 4, 20, 32, marks=pytest.mark.slow),
+    ],
+)
+def test_delta_step(rows, key_heads, ratio, window, partials, rank, interpret):
+    inputs, factor = delta_inputs(rows, key_heads, ratio, window, partials)
+    a = draw(9, rank, key_heads * ratio * decode.HEAD_OF_STATE) if rank else None
+    run = jax.jit(functools.partial(delta.step, eps=1e-6, interpret=interpret))
+    out, xa_partials, state, moved = run(inputs, a)
+    expected = self_test.delta_reference(inputs, wide(factor), eps=1e-6)
+    for actual, right, tolerance in zip(
+        (out, state, moved), expected, (6e-3, 2e-3, 2e-3), strict=True
+    ):
+        assert_close(actual, right, tolerance)
+    assert_xa_partials(xa_partials, out, a)
+    np.testing.assert_array_equal(state[0], inputs.state[0])
+    np.testing.assert_array_equal(moved[0], inputs.window[0])
+    again = run(inputs, a)
+    np.testing.assert_array_equal(wide(out), wide(again[0]))
+    np.testing.assert_array_equal(state, again[2])
+
+
+def test_delta_step_tests_itself(monkeypatch):
+    assert self_test.delta_error(interpret=True) < 4e-3
+    monkeypatch.setattr(delta, "_LOG2_E", delta._LOG2_E * 1.5)
+    assert self_test.delta_error(interpret=True) > 1e-2
+
+
+@pytest.mark.parametrize("error", [0.0, 1.0, None])
+def test_recurrent_layers_without_a_kernel_that_agrees_are_not_fused(error, monkeypatch):
+    def delta_error():
+        if error is None:
+            raise NotImplementedError("gone")
+        return error
+
+    monkeypatch.setattr(self_test, "delta_error", delta_error)
+    monkeypatch.setattr(decode, "supports_device", lambda _: True)
+    layer.delta_agrees.cache_clear()
+    state = jax.ShapeDtypeStruct((3, 2, 128, 128), jnp.float32)
+    warns = pytest.warns(match="recurrent layers without .*(off by 1.0e|NotImplementedError: gone)")
+    with contextlib.nullcontext() if error == 0.0 else warns:
+        assert decode.supports_state(jnp.dtype("bfloat16"), state) == (error == 0.0)
+    layer.delta_agrees.cache_clear()
+    # Neither other heads nor other dtypes have the kernel.
+    other = jax.ShapeDtypeStruct((3, 2, 128, 64), jnp.float32)
+    assert not decode.supports_state(jnp.dtype("bfloat16"), other)
+    assert not decode.supports_state(jnp.dtype("float32"), state)
+
+
+@pytest.mark.slow  # `test_a_step_is_the_policys` has one layer by default.
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "angles"), [(2, 3, 256, 32), (1, 4, 128, 64)]
+)
+def test_attention_with_gates(kv_heads, group, head_dim, angles, interpret):
+    """Queries with gates and a rotation of a few dimensions, against plain operations."""
+    rows, positions, heads = 3, 70, kv_heads * group
+    cache_shape = kv_heads, positions, head_dim
+    inputs, factor = draw_inputs(rows, group, cache_shape, [0, 69, 5], norm=True, biased=False)
+    angle = draw(4, rows, angles, dtype=jnp.float32)
+    inputs = inputs._replace(cosines=jnp.cos(angle), sines=jnp.sin(angle))
+    plain = inputs.qkv.reshape(rows, -1, head_dim)
+    gates = draw(10, rows, heads, head_dim)
+    pairs = jnp.stack([plain[:, :heads], gates], axis=2).reshape(rows, 2 * heads, head_dim)
+    whole = jnp.concatenate([pairs, plain[:, heads:]], axis=1).reshape(rows, -1)
+    a = draw(9, 32, heads * head_dim)
+
+    @jax.jit
+    def run(inputs):
+        own, gates = gated_attention.split(inputs, eps=1e-6, interpret=interpret)
+        parts, *caches = attention.attend(own, eps=1e-6, num_sms=132, interpret=interpret)
+        merged = attention.merge_parts(
+            parts, a, dtype=gates.dtype, gates=gates, interpret=interpret
+        )
+        return *merged, *caches
+
+    attended, xa_partials, *caches = run(inputs._replace(qkv=whole))
+    expected, keys, values = reference_attention(inputs, factor)
+    opened = rounded(wide(gates) * wide(factor)[:, None, None]).reshape(rows, -1)
+    assert_close(attended, expected / (1 + np.exp(-opened)), 8e-3)
+    assert_xa_partials(xa_partials, attended, a)
+    assert_same_cache(caches[0], keys)
+    assert_same_cache(caches[1], values)

@@ -17,7 +17,7 @@ from pallas_kernels.decode import attention, attention_sm90, layer, norms
 from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, cases, dispatch, lora_shrink, mma
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
-from qerl_jax.policy.config import ExpertsConfig
+from qerl_jax.policy.config import ExpertsConfig, RecurrentConfig
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.kinds import PROJECTIONS
 from qerl_jax.policy.quant import quantize, tile_order
@@ -33,19 +33,25 @@ from qerl_jax.policy.quant import quantize, tile_order
         ("qwen3", ()),
         pytest.param("qwen3_moe", ("q_proj", "o_proj"), marks=pytest.mark.slow),
         ("qwen3_moe with a shared expert", ()),
+        ("qwen3_5", (*PROJECTIONS, "in_proj_qkv", "out_proj")),
     ],
 )
 def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
-    changes = {}
+    changes: dict = {"embed_dim": 64, "head_dim": 32}
     if "shared" in kind:
         # Adapters of the expert that all tokens have.
         targets = ("gate_proj", "up_proj", "down_proj")
         targets = tuple(f"shared_expert.{name}" for name in targets)
         changes["experts"] = ExpertsConfig(40, 3, 16, shared_width=48, normalized=False)
-    config, params = tiny_model.tiny_policy(kind.split()[0], embed_dim=64, head_dim=32, **changes)
-    norms = ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+    if kind == "qwen3_5":  # A recurrent layer, and one whose attention has gates.
+        states = RecurrentConfig(key_heads=1, value_heads=2, key_dim=128, value_dim=128, window=4)
+        changes |= {"num_layers": 2, "recurrent_layers": (0,), "recurrent": states}
+        changes |= {"rotary_dim": 64, "head_dim": 128}
+    config, params = tiny_model.tiny_policy(kind.split()[0], **changes)
+    unrounded = {name for name, array in kinds.ARRAYS.items() if array.is_wide}
+    unrounded |= {"norm", "input_layernorm", "post_attention_layernorm"}
     params = jax.tree.map_with_path(
-        lambda path, x: x if path[-1].key in norms else x.astype(jnp.bfloat16), params
+        lambda path, x: x if path[-1].key in unrounded else x.astype(jnp.bfloat16), params
     )
     lora = tiny_model.random_lora(config, targets=targets) if targets else None
     lora_layers = lora_lib.fuse(lora, config, jnp.bfloat16)
@@ -59,7 +65,8 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
     monkeypatch.setattr(decode, "supports_device", lambda _: False)
     expected, expected_cache, expected_routes = traced_step(config, *arguments)
     use_decode_kernels(monkeypatch, interpret)
-    assert decode.supports_layer(jnp.dtype("bfloat16"), cache.layers[0].keys)
+    for mixer, kept in zip(kinds.layers_of(config), cache.layers, strict=True):
+        assert mixer.mixer.fuses(config, jnp.dtype("bfloat16"), kept)
     actual, actual_cache, routes = traced_step(config, *arguments)
     assert_close(actual, wide(expected), 2e-2)
     if config.experts is not None:

@@ -15,7 +15,7 @@ from h200 import array, tiles
 from jax.sharding import AbstractMesh, AxisType
 
 from pallas_kernels import matvec
-from pallas_kernels.decode import attention, attention_sm90, norms
+from pallas_kernels.decode import attention, attention_sm90, delta, gated_attention, norms
 from pallas_kernels.experts import route
 from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.experts.route import Router, Scores
@@ -58,6 +58,18 @@ INPUTS = h200.attention_inputs(2, 128, kv_heads=2, group=7)
 PARTS = attention.AttentionParts(
     array(2, 3, 2, 128, dtype=FLOAT32), *[array(2, 3, 2, dtype=FLOAT32)] * 2
 )
+RULE = delta.DeltaInputs(
+    parts=array(3, 4 * 128 + 2 * 130),
+    square_partials=array(35, 3, dtype=FLOAT32),
+    lengths=array(3, dtype=jnp.int32),
+    conv=array(4 * 128, 1, 4),
+    a_log=array(2, dtype=FLOAT32),
+    dt_bias=array(2, dtype=FLOAT32),
+    scale=array(128, dtype=FLOAT32),
+    state=array(3, 2, 128, 128, dtype=FLOAT32),
+    window=array(3, 4 * 128, 3, dtype=FLOAT32),
+)
+GATED = h200.attention_inputs(2, 128, kv_heads=2, group=16, qk_norm=True, bias=False)
 KERNELS = {
     "matvec": (matvec.matvec, (array(1, K), array(N, K))),
     "shrink": (lora_shrink.shrink, (array(3, K), array(RANK, K))),
@@ -97,6 +109,11 @@ KERNELS = {
     "attend": (functools.partial(attention.attend, eps=1e-6, num_sms=132), (INPUTS,)),
     "attend_whole": (functools.partial(attention.attend_whole, eps=1e-6, num_sms=2), (INPUTS,)),
     "attention_sm90": (functools.partial(attention_sm90.attend, eps=1e-6, num_sms=132), (INPUTS,)),
+    "delta_step": (functools.partial(delta.step, eps=1e-6), (RULE, array(RANK, 256))),
+    "split_gates": (
+        functools.partial(gated_attention.split, eps=1e-6),
+        (GATED._replace(cosines=array(2, 32, dtype=FLOAT32), sines=array(2, 32, dtype=FLOAT32)),),
+    ),
     "merge_parts": (
         functools.partial(attention.merge_parts, dtype=jnp.bfloat16),
         (PARTS, array(RANK, 256)),

@@ -37,7 +37,8 @@ def kernels(monkeypatch):
     """Those of an H200, but for cuDNN, which is not there: attention of prompts is XLA's."""
     monkeypatch.setattr(dispatch, "supports_device", lambda: True)
     monkeypatch.setattr(decode_kernels, "supports_device", lambda _: True)
-    monkeypatch.setattr(decode_layer, "_sm90_attention_agrees", lambda: True)
+    for name in ("_sm90_attention_agrees", "_experts_agree", "delta_agrees"):
+        monkeypatch.setattr(decode_layer, name, lambda: True)
 
 
 def compiled(model, layers, changes):

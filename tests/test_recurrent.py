@@ -16,9 +16,11 @@ import tiny_rollout
 import tiny_run
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tiny_model import random_lora, random_tokens, tiny_policy
+from warpgroup_kernel import use_decode_kernels
 
 from pallas_kernels import chunks_sm90
 from pallas_kernels.attention import PART_BITS, segments
+from pallas_kernels.decode import delta as delta_kernel
 from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
@@ -195,6 +197,48 @@ def test_the_trainer_computes_the_log_probabilities_of_the_rollout():
         np.testing.assert_allclose(
             rollout.logprobs[row, :length], expected[row, :length], atol=2e-4
         )
+
+
+@pytest.mark.slow
+def test_rollouts_by_the_kernels(monkeypatch):
+    """Simulated kernels sample what the trainer computes, whichever slot of a batch a row has."""
+    heads = RecurrentConfig(key_heads=1, value_heads=2, key_dim=128, value_dim=128, window=4)
+    changes = {"recurrent": heads, "head_dim": 128, "rotary_dim": 64}
+    config, params = tiny_policy("qwen3_5", num_layers=2, recurrent_layers=(0,), **changes)
+    wide = {name for name, array in kinds.ARRAYS.items() if array.is_wide}
+    wide |= {"norm", "input_layernorm", "post_attention_layernorm"}
+    params = jax.tree.map_with_path(
+        lambda path, x: x if path[-1].key in wide else x.astype(jnp.bfloat16), params
+    )
+    own = Policy(params, random_lora(config, targets=TARGETS))
+    use_decode_kernels(monkeypatch, interpret=True)
+    steps, run = [], delta_kernel.step
+    monkeypatch.setattr(
+        delta_kernel, "step", lambda *args, **options: steps.append(1) or run(*args, **options)
+    )
+    key, prompts = jax.random.key(5), tiny_rollout.PROMPTS
+
+    def rollout(**options):
+        changes = {"max_new_tokens": 12, "chunk_steps": 4} | options
+        sampling, engine, others = tiny_rollout.configs(changes)
+        tokenizer = tiny_rollout.TinyTokenizer((3, 4, 5, 6))
+        made = Sampler(config, tokenizer, sampling, engine, group_size=4, **others)
+        return made.rollout(key, own, prompts)
+
+    together = rollout()
+    assert steps
+    again = rollout()
+    np.testing.assert_array_equal(again.tokens, together.tokens)
+    np.testing.assert_array_equal(again.logprobs, together.logprobs)
+    waiting = rollout(max_rows=6, prefill_prompts=1, compact="often")
+    for made in (together, waiting):
+        repeated = [prompt for prompt in prompts for _ in range(4)]
+        expected, _ = tiny_rollout.conversation_logprobs(config, own, repeated, made)
+        differences = [
+            np.abs(made.logprobs[row, :length] - expected[row, :length])
+            for row, length in enumerate(made.lengths)
+        ]
+        assert np.mean(np.concatenate(differences)) < 0.05
 
 
 def test_a_step_rounds_where_rows_do():

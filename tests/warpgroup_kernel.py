@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decode
-from pallas_kernels.decode import attention, layer, norms
+from pallas_kernels.decode import attention, delta, gated_attention, layer, norms
 from pallas_kernels.experts import route
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
@@ -37,11 +37,14 @@ def assert_close(actual, expected, tolerance=4e-3):
 def use_decode_kernels(monkeypatch, interpret):
     """Makes the layer take the kernels of `decode`, in the interpreter if told so."""
     monkeypatch.setattr(decode, "supports_device", lambda _: True)
-    monkeypatch.setattr(layer, "_experts_agree", lambda: True)
+    for kernel in ("_experts_agree", "delta_agrees"):
+        monkeypatch.setattr(layer, kernel, lambda: True)
     for module, names in (
         (route, ("route",)),
         (norms, ("add_rmsnorm", "swiglu")),
         (attention, ("attend", "attend_whole", "merge_parts")),
+        (delta, ("step",)),
+        (gated_attention, ("split",)),
     ):
         for name in names:
             kernel = functools.partial(getattr(module, name), interpret=interpret)

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from pallas_kernels.device import supports_warpgroup
 
 _HEAD_DIMS = 32, 64, 128, 256
+ANGLES = 32  # angles that rotate a head with a gate come in multiples
+HEAD_OF_STATE = 128  # widths of a key and of a value whose state `delta` computes
 
 
 def supports_device(cache_dtype: jnp.dtype) -> bool:
@@ -29,6 +31,27 @@ def supports_layer(dtype: jnp.dtype, keys: jax.Array | jax.ShapeDtypeStruct) -> 
         and keys.size <= 2**31  # the kernels count elements in 32 bits
         and supports_device(keys.dtype)
     )
+
+
+def supports_state(dtype: jnp.dtype, state: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether `delta.step` takes states through a token on the default device.
+
+    Args:
+        dtype: dtype of the computation.
+        state: float32 [B, N, Dk, Dv] states of a layer.
+    """
+    fits = (
+        dtype == jnp.bfloat16
+        and state.shape[2:] == (HEAD_OF_STATE, HEAD_OF_STATE)
+        and state.size <= 2**31  # the kernel counts elements in 32 bits
+        and supports_device(jnp.dtype(dtype))
+    )
+    if not fits:
+        return False
+    # The module uses an API of jax that may change, and is loaded when needed.
+    from pallas_kernels.decode.layer import delta_agrees
+
+    return delta_agrees()
 
 
 def to_cache(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

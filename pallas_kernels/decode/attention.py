@@ -446,12 +446,13 @@ def merge_parts(
     a: jax.Array | None,
     *,
     dtype: jnp.dtype,
+    gates: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Adds up the parts of `attend`, and computes the LoRA shrink of the next product.
 
-    Returns [M, N H] in a dtype, and partials of its x A^T with A [R, N H], as in
-    `norms.DeferredNorm`, or None without A.
+    Returns [M, N H] in a dtype, times the sigmoid of the gates [M, N H] if there are any, and
+    partials of its x A^T with A [R, N H], as in `norms.DeferredNorm`, or None without A.
     """
     count, m, heads, head_dim = parts.sums.shape
 
@@ -468,6 +469,10 @@ def merge_parts(
             for part, factor in enumerate(factors)
         ]
         attended = functools.reduce(jnp.add, sums).astype(dtype)
+        if gates is not None:
+            gate = tile.load(refs["gates"]).astype(jnp.float32)
+            opened = attended.astype(jnp.float32) / (1.0 + jnp.exp2(-_LOG2_E * gate))
+            attended = opened.astype(dtype)
 
         @pl.when(tile.first)
         def store():
@@ -478,7 +483,7 @@ def merge_parts(
     outs = lora_shrink.shrink_tiles(
         "merge_parts",
         compute_tile,
-        parts._asdict(),
+        parts._asdict() | ({} if gates is None else {"gates": gates}),
         {"attended": jax.ShapeDtypeStruct((m, heads * head_dim), dtype)},
         a,
         (m, heads * head_dim),

@@ -50,6 +50,10 @@ For Qwen2.5-7B on an H200 this gives:
                                      gate_up_proj+SwiGLU, [lora_shrink,] down_proj
     136, ...   Fp4Tiles and adapters as with dense weights
 
+A recurrent layer has in_proj and `delta_step` in place of q, k, v and attention, and out_proj in
+place of o_proj. Attention with gates has `split_gates` before `attend`, and `merge_parts` after it
+even if rows are not split.
+
 The module uses an API of jax that may change (Pallas's Mosaic GPU backend): import it when it is
 needed, after `decode.supports_layer`.
 """
@@ -62,8 +66,9 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import fp4_matmul, matvec
-from pallas_kernels.decode import attention, norms, self_test
+from pallas_kernels.decode import attention, delta, gated_attention, norms, self_test
 from pallas_kernels.decode.attention import AttentionInputs
+from pallas_kernels.decode.delta import DeltaInputs
 from pallas_kernels.decode.norms import DeferredNorm
 from pallas_kernels.device import num_sms
 from pallas_kernels.experts import combine, gated_matmul, grouped_matmul, route
@@ -128,13 +133,21 @@ class Experts(NamedTuple):
     normalized: bool  # whether the weights are a softmax over a token's experts, or over all
 
 
+class Kind(NamedTuple):
+    """What a layer is, besides its arrays."""
+
+    mixer: str = "attention"  # of `MIXERS`
+    experts: Experts | None = None  # shapes of a mixture of experts; None for a layer with one MLP
+
+
+_PLAIN = Kind()
 # The residual and what is still to be added to it: the first kernel of a layer adds the last
 # product of the layer before, or what its experts computed.
 Residual = tuple[jax.Array, jax.Array | ExpertSums]
 
 
 # One jit: the layers share a trace and a lowering.
-@functools.partial(jax.jit, static_argnames=("eps", "experts", "axis"))
+@functools.partial(jax.jit, static_argnames=("eps", "kind", "axis"))
 def decode_layer(
     layer: dict[str, Any],
     adapters: dict[str, Adapter],
@@ -144,7 +157,7 @@ def decode_layer(
     angles: tuple[jax.Array, jax.Array],
     *,
     eps: float,
-    experts: Experts | None = None,
+    kind: Kind = _PLAIN,
     axis: str | None = None,
 ) -> tuple[Residual, tuple[jax.Array, ...], jax.Array | None]:
     """One transformer layer over one new token per row, where `decode.supports_layer`.
@@ -164,7 +177,7 @@ def decode_layer(
         lengths: int32 [M], number of filled cache positions of each row, less than S.
         angles: float32 [M, H/2] twice, cosines and sines of the rotation at the new positions.
         eps: epsilon of the norms.
-        experts: shapes of a mixture of experts, or None for a layer with one MLP.
+        kind: what the layer is, besides its arrays.
         axis: axis of a mesh whose devices have the layer together: the results of o_proj and of
             down_proj, adapters included, are parts that are added up along it. None on one device.
 
@@ -173,11 +186,37 @@ def decode_layer(
         the tokens, int32 [M, k] or None.
     """
     own = Own(layer, adapters, eps, axis)
-    mixed, kept = _mix_by_attention(own, residual, kept, lengths, angles)
-    if experts is None:
+    mixed, kept = MIXERS[kind.mixer](own, residual, kept, lengths, angles)
+    if kind.experts is None:
         return _gated_mlp(own, mixed), kept, None
-    residual, routes = _mixture(own, mixed, experts)
+    residual, routes = _mixture(own, mixed, kind.experts)
     return residual, kept, routes
+
+
+def _mix_by_recurrence(
+    own: Own,
+    residual: Residual,
+    kept: tuple[jax.Array, ...],
+    lengths: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+) -> tuple[Mixed, tuple[jax.Array, ...]]:
+    """The mixer of a recurrent layer, and the updated states and windows."""
+    layer, projection, out = own.layer, own.projection("in_proj"), own.projection("out_proj")
+    norm = _norm(*residual, layer["input_layernorm"], projection)
+    inputs = DeltaInputs(
+        parts=_project(Activations(norm.scaled, norm.xa_partials), projection),
+        square_partials=norm.square_partials,
+        lengths=lengths,
+        conv=layer["conv"],
+        a_log=layer["a_log"],
+        dt_bias=layer["dt_bias"],
+        scale=layer["gated_norm"],
+        state=kept[0],
+        window=kept[1],
+    )
+    with jax.named_scope("recurrence"):
+        x, xa_partials, state, window = delta.step(inputs, out.a, eps=own.eps)
+    return Mixed(norm.residual, Activations(x, xa_partials), out), (state, window)
 
 
 def _mix_by_attention(
@@ -186,6 +225,8 @@ def _mix_by_attention(
     kept: tuple[jax.Array, ...],
     lengths: jax.Array,
     angles: tuple[jax.Array, jax.Array],
+    *,
+    gated: bool = False,
 ) -> tuple[Mixed, tuple[jax.Array, ...]]:
     """The mixer of a layer with attention, and the updated keys and values."""
     keys, values = kept
@@ -203,8 +244,16 @@ def _mix_by_attention(
         keys=keys,
         values=values,
     )
-    attended, keys, values = _attention(inputs, o, own.eps)
+    attended, keys, values = (_gated_attention if gated else _attention)(inputs, o, own.eps)
     return Mixed(norm.residual, attended, o), (keys, values)
+
+
+MIXERS: dict[str, Callable] = {
+    "attention": _mix_by_attention,
+    # Each query is followed by its gate, and the rotation may be that of the first dimensions.
+    "gated_attention": functools.partial(_mix_by_attention, gated=True),
+    "recurrence": _mix_by_recurrence,
+}
 
 
 def _gated_mlp(own: Own, mixed: Mixed) -> tuple[jax.Array, jax.Array]:
@@ -335,6 +384,17 @@ def _attention(
         return Activations(attended), keys, values
 
 
+def _gated_attention(
+    inputs: AttentionInputs, o: Projection, eps: float
+) -> tuple[Activations, jax.Array, jax.Array]:
+    """As `_attention`, where each query has a gate and the rotation may be partial."""
+    with jax.named_scope("attention"):
+        inputs, gates = gated_attention.split(inputs, eps=eps)
+        parts, keys, values = attention.attend(inputs, eps=eps, num_sms=num_sms())
+        merged = attention.merge_parts(parts, o.a, dtype=gates.dtype, gates=gates)
+        return Activations(*merged), keys, values
+
+
 def _output(own: Own, mixed: Mixed, gate_up: Projection) -> DeferredNorm:
     """The output projection of a mixer added to the residual, and the norm of the sum.
 
@@ -398,6 +458,12 @@ def _sm90_attention_agrees() -> bool:
 def _experts_agree() -> bool:
     """Whether the kernels that route tokens and add their experts up agree with the definition."""
     return _agrees("experts without the kernels that route tokens", self_test.routing_error)
+
+
+@functools.cache
+def delta_agrees() -> bool:
+    """Whether the kernel of the delta rule loads and agrees with the definition."""
+    return _agrees("recurrent layers without their kernel", self_test.delta_error)
 
 
 def _agrees(consequence: str, relative_error: Callable[[], float]) -> bool:

@@ -70,7 +70,7 @@ class Rotation(NamedTuple):
             if first.ndim == 2:
                 factor = lax.broadcast_in_dim(factor, first.shape, (0,))
             first, second = (
-                _rounded(x * factor * scale) for x, scale in zip(halves, self.scales, strict=True)
+                rounded(x * factor * scale) for x, scale in zip(halves, self.scales, strict=True)
             )
         return [
             first * self.cosines - second * self.sines,
@@ -81,11 +81,31 @@ class Rotation(NamedTuple):
 def projected(halves: list[Half], factor: jax.Array) -> list[jax.Array]:
     """The halves with factor and bias, rounded as if the product had them."""
     products = [(factor * half.product.astype(jnp.float32), half.bias) for half in halves]
-    return [_rounded(x if bias is None else x + bias.astype(jnp.float32)) for x, bias in products]
+    return [rounded(x if bias is None else x + bias.astype(jnp.float32)) for x, bias in products]
 
 
-def _rounded(x: jax.Array) -> jax.Array:
+def rounded(x: jax.Array) -> jax.Array:
+    """Rounds float32 to bfloat16."""
     return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def load_squares(threads: Warpgroup, partials: Any, row: Any) -> tuple[list, list]:
+    """Requests the partial mean squares [P, M] of a row.
+
+    Returns those in vectors of 32, one number per lane, and the others as scalars.
+    """
+    count = partials.shape[0]
+    vectors = [
+        threads.load(partials.at[pl.ds(i, 32), row], _LANES) for i in range(0, count - 31, 32)
+    ]
+    return vectors, [partials[i, row] for i in range(count // 32 * 32, count)]
+
+
+def norm_factor(vectors: list, numbers: list, eps: float) -> jax.Array:
+    """The factor of a row's norm, given what `load_squares` returns."""
+    if vectors:
+        numbers = [jnp.sum(sum(vectors[1:], start=vectors[0])), *numbers]
+    return lax.rsqrt(sum(numbers[1:], start=numbers[0]) + eps)
 
 
 class Row(NamedTuple):
@@ -103,10 +123,7 @@ class Row(NamedTuple):
 
     def norm_factor(self, eps: float) -> jax.Array:
         """The factor of the row's norm."""
-        vectors, numbers = self.square_partials, self.other_partials
-        if vectors:
-            numbers = [jnp.sum(sum(vectors[1:], start=vectors[0])), *numbers]
-        return lax.rsqrt(sum(numbers[1:], start=numbers[0]) + eps)
+        return norm_factor(self.square_partials, self.other_partials, eps)
 
 
 def load_row(
@@ -141,10 +158,7 @@ def load_row(
         return Rotation(cosines, sines, scales)
 
     length = operands.lengths[row]
-    partials = operands.square_partials
-    count = partials.shape[0]
-    vectors = [load(partials, (pl.ds(i, 32), row), _LANES) for i in range(0, count - 31, 32)]
-    others = [partials[i, row] for i in range(count // 32 * 32, count)]
+    squares = load_squares(threads, operands.square_partials, row)
     key = projection(heads + head, one)
     value = projection(heads + kv_heads + head, one)
     starts = range(0, padded_group(group), QUERIES)
@@ -156,4 +170,4 @@ def load_row(
         lambda x: lax.broadcast_in_dim(x, (QUERIES, x.shape[0]), (1,)),
         rotation(opaque(row) if distinct else row, operands.q_norm, eight.reduce(0)),
     )
-    return Row(length, vectors, others, queries, key, value, query_rotation, key_rotation)
+    return Row(length, *squares, queries, key, value, query_rotation, key_rotation)

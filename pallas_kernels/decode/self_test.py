@@ -2,15 +2,16 @@
 
 import concurrent.futures
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.decode import norms
+from pallas_kernels.decode import HEAD_OF_STATE, delta, norms
 from pallas_kernels.decode.attention import AttentionInputs
+from pallas_kernels.decode.delta import DeltaInputs
 from pallas_kernels.experts import combine, route
 from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.experts.route import Router, Scores
@@ -53,8 +54,7 @@ def relative_error(attend: Callable, *, head_dim: int = 128) -> float:
         queries = q[row].reshape(kv_heads, group, head_dim)
         weights = np.exp(queries @ filled_keys.transpose(0, 2, 1) / head_dim**0.5)
         expected[row] = weights / weights.sum(axis=-1, keepdims=True) @ filled_values
-    pairs = [(attended, expected.reshape(m, -1)), *zip((new_keys, new_values), caches, strict=True)]
-    return float(np.max([np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs]))
+    return _largest((attended, new_keys, new_values), (expected.reshape(m, -1), *caches))
 
 
 def routing_error(*, interpret: bool = False) -> float:
@@ -89,7 +89,82 @@ def routing_error(*, interpret: bool = False) -> float:
     if not all(np.array_equal(*pair) for pair in exact):
         return 1.0
     values = [(getattr(found, x), getattr(expected, x)) for x in ("states", "weights", "opened")]
-    pairs = [tuple(np.asarray(x, np.float64) for x in pair) for pair in (*values, added)]
+    return _largest(*zip(*values, added, strict=True))
+
+
+def delta_error(*, interpret: bool = False) -> float:
+    """The largest relative error of a small step of the delta rule, one of whose rows stays."""
+    m, key_heads, ratio, width, taps, rank = 2, 2, 3, HEAD_OF_STATE, 4, 8
+    heads = key_heads * ratio
+    channels = (2 * key_heads + heads) * width
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
+
+    fields: dict[str, Any] = {
+        "parts": normal(m, channels + heads * (width + 2), dtype=jnp.bfloat16),
+        "square_partials": np.full((36, m), 1 / 36, np.float32),  # for a factor of one
+        "lengths": np.array([3, 0], np.int32),
+        "conv": normal(channels, 1, taps, dtype=jnp.bfloat16),
+        "a_log": normal(heads),
+        "dt_bias": normal(heads),
+        "scale": normal(width),
+        "state": normal(m, heads, width, width),
+        "window": normal(m, channels, taps - 1),
+    }
+    inputs, a = DeltaInputs(**fields), normal(rank, heads * width, dtype=jnp.bfloat16)
+    run = functools.partial(delta.step, eps=0.0, interpret=interpret)
+    out, xa_partials, state, window = (np.asarray(x, np.float64) for x in _run(run, inputs, a))
+    expected = delta_reference(inputs, np.ones(m), eps=0.0)
+    product = out @ a.astype(np.float64).T
+    sums = xa_partials.sum(axis=0)[:, :rank]
+    return _largest((out, sums, state, window), (expected[0], product, *expected[1:]))
+
+
+def delta_reference(
+    inputs: DeltaInputs, factor: np.ndarray, *, eps: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `delta.step` returns besides the LoRA shrink, in float64.
+
+    Args:
+        inputs: as of `delta.step`.
+        factor: [M] factors of the norm before the product.
+        eps: epsilon of the gated norm.
+    """
+    wide = {name: np.asarray(x, np.float64) for name, x in inputs._asdict().items()}
+    state, window = wide["state"], wide["window"]
+    m, heads, width, _ = state.shape
+    channels = window.shape[1]
+    key_heads = (channels // width - heads) // 2
+    parts = wide["parts"] * factor[:, None]
+    new, gate, b, a = np.split(parts, np.cumsum([channels, heads * width, heads]), axis=1)
+    is_live = (wide["lengths"] > 0)[:, None]
+    whole = np.concatenate([window, new[..., None]], axis=2)
+    mixed = _silu((whole * wide["conv"][:, 0]).sum(axis=2)).reshape(m, -1, width)
+    q, k, v = np.split(mixed, (key_heads, 2 * key_heads), axis=1)
+    q, k = (x / np.sqrt((x * x).sum(axis=2, keepdims=True) + 1e-6) for x in (q, k))
+    q, k = (np.repeat(x, heads // key_heads, axis=1) for x in (q * width**-0.5, k))
+    decay = np.exp(-np.exp(wide["a_log"]) * np.logaddexp(a + wide["dt_bias"], 0))
+    decay = np.where(is_live, decay, 1)[..., None]
+    rate = np.where(is_live, 1 / (1 + np.exp(-b)), 0)[..., None]
+    state = decay[..., None] * state
+    written = rate * (v - np.einsum("mhkv,mhk->mhv", state, k))
+    state = state + k[..., None] * written[:, :, None]
+    out = np.einsum("mhkv,mhk->mhv", state, q)
+    out /= np.sqrt((out * out).mean(axis=2, keepdims=True) + eps)
+    out = (out * wide["scale"]).reshape(m, -1) * _silu(gate)
+    return out, state, np.where(is_live[..., None], whole[..., 1:], window)
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def _largest(actual: Sequence[Any], expected: Sequence[Any]) -> float:
+    """The largest relative error of some arrays."""
+    wide = ([np.asarray(x, np.float64) for x in arrays] for arrays in (actual, expected))
+    pairs = list(zip(*wide, strict=True))
     return float(np.max([np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs]))
 
 

@@ -32,6 +32,12 @@ MODELS = {
     "32b": _layers(5120, 27648, 40, 8),
     "72b": _layers(8192, 29568, 64, 8),
     "llama8b": _layers(4096, 14336, 32, 8),
+    "qwen3.5-4b": {  # with gates of the queries
+        "qkv": (10240, 2560),
+        "o": (2560, 4096),
+        "gate_up": (18432, 2560),
+        "down": (2560, 9216),
+    },
     # What each of 2 or 4 devices has of a layer that is cut between them.
     "32b/2": _layers(5120, 13824, 20, 4),
     "72b/2": _layers(8192, 14784, 32, 4),

@@ -472,15 +472,14 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
     Roundings differ: the factor of an RMSNorm multiplies the result of a projection, not its input.
     """
     # The module uses an API of jax that may change, and is loaded when needed.
-    from pallas_kernels.decode.layer import Experts, decode_layer, total
+    from pallas_kernels.decode.layer import Experts, Kind, decode_layer, total
 
-    residual, experts = (x, jnp.zeros_like(x)), config.experts
-    if experts is not None:
-        shapes = experts.count, experts.top_k, experts.width, experts.normalized
-        experts = Experts(*shapes)
+    residual = x, jnp.zeros_like(x)
     cosines, sines = (part[:, 0, 0] for part in angles)
     layers, routes = [], []
-    for layer, adapters, kept in zip(params["layers"], lora_layers, cache.layers, strict=True):
+    parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
+    for (kind, layer), adapters, kept in parts:
+        mixer, shapes = kind.mixer.fuses(config, x.dtype, kept), kind.mlp.fused_shapes(config)
         arrays = {
             name: kernel_weight(leaf) if isinstance(leaf, QuantTensor) else leaf
             for name, leaf in layer.items()
@@ -494,7 +493,7 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
             cache.lengths,
             (cosines, sines),
             eps=config.norm_eps,
-            experts=experts,
+            kind=Kind(mixer, None if shapes is None else Experts(*shapes)),
             axis=TENSOR if config.shards > 1 else None,
         )
         layers.append(tree.unflatten(leaves))

@@ -195,9 +195,17 @@ def seen_bytes(
     return scores * (4 + itemsize) // 4 + itemsize * (own + seen)
 
 
-def fuses(config: ModelConfig, dtype: jnp.dtype, kept: KeysValues) -> bool:
-    """As in `part.Mixer`: the kernels know no gate."""
-    return not config.gated_attention and decode.supports_layer(dtype, kept.keys)
+def fuses(config: ModelConfig, dtype: jnp.dtype, kept: KeysValues) -> str:
+    """As in `part.Mixer`."""
+    rotated = config.rotary_dim or config.head_dim
+    if config.gated_attention:
+        fits = rotated % (2 * decode.ANGLES) == config.head_dim % (2 * decode.ANGLES) == 0
+        fits = fits and config.qk_norm and not config.attention_bias
+    else:
+        fits = rotated == config.head_dim
+    if not fits or not decode.supports_layer(dtype, kept.keys):
+        return ""
+    return "gated_attention" if config.gated_attention else "attention"
 
 
 def in_cache(kept: KeysValues, positions: int) -> KeysValues:

@@ -140,6 +140,12 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     )
 
 
+def fused_shapes(config: ModelConfig) -> tuple[int, int, int, bool] | None:
+    """As in `part.Mlp`."""
+    experts = _of(config)
+    return experts.count, experts.top_k, experts.width, experts.normalized
+
+
 def mlp(
     own: Own, x: jax.Array, routes: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:

@@ -59,6 +59,11 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     )
 
 
+def fused_shapes(config: ModelConfig) -> tuple[int, int, int, bool] | None:
+    """As in `part.Mlp`."""
+    return None
+
+
 def mlp(
     own: Own, x: jax.Array, routes: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:

@@ -157,6 +157,10 @@ class Mlp(Part, Protocol):
 
     FUSES: bool  # whether the fused kernels of `pallas_kernels.decode.layer` compute it
 
+    def fused_shapes(self, config: ModelConfig) -> tuple[int, int, int, bool] | None:
+        """Returns the fields of `decode.layer.Experts`, or None for a kind without experts."""
+        ...
+
     def mlp(
         self, own: Own, x: jax.Array, routes: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -220,8 +224,8 @@ class Mixer(Part, Protocol):
         """
         ...
 
-    def fuses(self, config: ModelConfig, dtype: jnp.dtype, kept: Kept) -> bool:
-        """Whether `decode.layer` computes the layer on this device, if its MLP fuses as well."""
+    def fuses(self, config: ModelConfig, dtype: jnp.dtype, kept: Kept) -> str:
+        """Returns which of `decode.layer.MIXERS` computes it on this device, or '' for none."""
         ...
 
     def in_cache(self, kept: Kept, positions: int) -> Kept:

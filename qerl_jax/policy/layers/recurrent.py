@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels import decode
 from pallas_kernels.attention import Segments
 from qerl_jax.policy.collectives import divided
 from qerl_jax.policy.config import ModelConfig, RecurrentConfig
@@ -182,9 +183,9 @@ def seen_bytes(
     return 4 * sizes[0] * shapes.value_heads * shapes.key_dim * shapes.value_dim
 
 
-def fuses(config: ModelConfig, dtype: jnp.dtype, kept: RowState) -> bool:
+def fuses(config: ModelConfig, dtype: jnp.dtype, kept: RowState) -> str:
     """As in `part.Mixer`."""
-    return False
+    return "recurrence" if decode.supports_state(dtype, kept.state) else ""
 
 
 def in_cache(kept: RowState, positions: int) -> RowState:
