@@ -830,17 +830,46 @@ def test_functions_are_tools():
         pool.close()
 
 
+def counts(end: int):
+    """Counts; as a tool the policy would read that there is a generator."""
+    yield from range(end)
+
+
+def says_noon():
+    return "noon"
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        ([], "at least one"),
-        ([environment_cases.add, environment_cases.add], "functions of different names"),
-        ([environment_cases.add, environment_cases.Echo], "functions of different names"),
+        ([], "the list of tools is empty"),
+        ([environment_cases.add, environment_cases.add], "two tools are named add"),
+        ([environment_cases.add, environment_cases.Echo], "tool 2 of 2 is <class .*no function"),
+        ([environment_cases.add, [environment_cases.add]], "tool 2 of 2 is .* no function"),
+        ([environment_cases.add, "add"], "tool 2 of 2 is 'add', and no function"),
+        (counts, "the tool counts yields; return one value"),
+        (
+            says_noon,
+            "what it made is 'noon', without a method reset; as a tool, put it into a list",
+        ),
+        (environment_cases.Calculator(), "it is <.*: name a class, a function or a list"),
+        ({"add": environment_cases.add}, "it is {'add'.*: name a class, a function or a list"),
+        (None, "it is None: name a class"),
     ],
 )
 def test_what_is_no_list_of_tools_is_refused(made, message):
     with pytest.raises(Exception, match=message):
         worker._Host({"tools": made}).describe("tools")
+
+
+@pytest.mark.parametrize(
+    "path", ["my:add,", ",my:add", "my", "my:", ":add", "a=my:A, b=my", " ", "a=my:A, my:add"]
+)
+def test_what_names_no_function_is_refused(path):
+    config = get_config()
+    config.environment.function = path
+    words = f"environment.function='{path}': write package.module:Class, functions such as"
+    refused(words, environment_config.environment_functions, config)
 
 
 def test_a_list_is_the_content_of_its_message():

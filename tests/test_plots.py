@@ -101,10 +101,27 @@ def test_what_never_changes_is_named_below_the_panels(tmp_path, monkeypatch):
     below = "step\nunchanged: reward/format 1, sigma of the noise 0, KL(noisy, clean) 0"
     panels = drawn(tmp_path, monkeypatch, below=below)
     assert [label for label, _ in panels] == ["reward", "accuracy", "entropy (nats)"]
+    # Of one step all panels are drawn but those of noise that is 0.
     write(tmp_path, rows[:1])
-    assert len(drawn(tmp_path, monkeypatch, below="step")) == 6
+    below = "step\nunchanged: sigma of the noise 0, KL(noisy, clean) 0"
+    assert len(drawn(tmp_path, monkeypatch, below=below)) == 4
     write(tmp_path, [{"step": step, "reward": 0.5} for step in (1, 2)])
     assert [label for label, _ in drawn(tmp_path, monkeypatch)] == ["reward"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_steps_are_whole_numbers_and_the_text_below_the_panels_fits(tmp_path, monkeypatch, count):
+    figures = []
+    monkeypatch.setattr("qerl_jax.run.plots._save", lambda figure, _: figures.append(figure))
+    constant = {f"reward/part {number}": 1.0 for number in range(12)} if count > 1 else {}
+    write(tmp_path, [row | constant for row in FULL[:count]])
+    plot_run(tmp_path)
+    (figure,) = figures
+    figure.draw_without_rendering()
+    axis, (low, high) = figure.axes[-1].xaxis, figure.axes[-1].get_xlim()
+    assert [x for x in axis.get_ticklocs() if low <= x <= high] == [*range(1, count + 1)]
+    extent = axis.label.get_window_extent()
+    assert 0 <= extent.x0 < extent.x1 <= figure.bbox.width
 
 
 def test_a_sweep_without_noise_has_no_panels_of_noise(tmp_path, monkeypatch):
@@ -112,6 +129,7 @@ def test_a_sweep_without_noise_has_no_panels_of_noise(tmp_path, monkeypatch):
     for number, (folder,) in enumerate(runs.values()):
         folder.mkdir()
         rows = [{"reward": 0.5, "entropy": number, "sigma": 0.0, "step": n} for n in (1, 2)]
+        rows[0]["noise_kl"] = 0.0
         write(folder, rows)
     panels = drawn(tmp_path, monkeypatch, draw=lambda path: plot_sweep(runs, path / "c.png"))
     assert [label for label, _ in panels] == ["entropy (nats)"]

@@ -17,6 +17,8 @@ from qerl_jax.rewards import score as scoring
 from qerl_jax.rewards.calls import Timed, call_of
 from qerl_jax.rewards.functions import environment_reward
 from qerl_jax.rewards.references import needs_answer
+from qerl_jax.rewards.scored import Completion
+from qerl_jax.rewards.table import table_of
 
 ROWS = [{"question": "q0", "answer": "a b #### 5", "tests": [1, 2]}, {"answer": "6", "tests": [3]}]
 
@@ -111,6 +113,39 @@ def test_rows_without_a_needed_column_are_refused_before_training():
         calls.check_columns("r", with_default, rows)
     assert calls.columns_read([wanted, lists], ROWS) == {"tests"}
     assert calls.columns_read([everything], ROWS) == {"question", "tests"}
+
+
+def test_what_only_an_environment_gives_is_refused_without_one():
+    words = "'turns', which only a run with an environment gives: set environment.function"
+    refused(words, calls.check_columns, "r", lambda conversations, turns: [], ROWS)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        lambda completions: [one[0]["content"] for one in completions],
+        lambda completions: [one[-1].get("content") for one in completions],
+    ],
+)
+def test_a_reward_that_takes_texts_for_messages_reads_how_to_get_them(reward):
+    (error,) = score(reward, ROWS).errors
+    assert error.endswith("; completions are texts: messages are the argument conversations")
+
+
+def test_a_reward_that_changes_messages_changes_its_own():
+    turns = [{"role": "assistant", "content": "t"}, {"role": "user", "content": "u"}]
+    rewards = {
+        "changes": (lambda conversations: [len(one.pop()) for one in conversations], 1.0),
+        "reads": (lambda conversations: [len(one) for one in conversations], 1.0),
+    }
+    with scoring.Scoring(rewards, 1, time_limit=0) as block:
+        block.add({0: Completion("p", "t", "", 1, True, {}, turns)})
+        assert block.finish().total == [4.0]
+
+
+@pytest.mark.parametrize("name", ["", "two\nlines", 3])
+def test_a_reward_has_a_name_that_can_be_printed(name):
+    refused("a reward is named .*: give it a name", table_of, {name: wanted})
 
 
 def of_environments(environments, **columns):

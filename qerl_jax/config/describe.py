@@ -144,7 +144,8 @@ def explain(name: str, config: ConfigDict) -> str:
         matches = similar_fields(name)
         hint = f"did you mean {', '.join(matches)}? " if matches else ""
         raise UserError(
-            f"--explain={name}: there is no such field; {hint}--explain=all lists all fields"
+            f"--explain={name}: there is no such field; {hint}--explain=all lists all fields, "
+            "docs/from_trl.md has those of TRL"
         )
     return name_commands("\n".join(_explain_row(row, config) for row in rows))
 

@@ -28,11 +28,13 @@ def environment_functions(config: ConfigDict) -> dict[str, str]:
     text = config.environment.function
     if not text:
         return {}
-    if "=" not in text:
-        return {_WHOLE: text.strip()}
-    entries = [entry.strip().partition("=") for entry in text.split(",")]
+    entries = [(_WHOLE, "=", text)]
+    if "=" in text:
+        entries = [entry.strip().partition("=") for entry in text.split(",")]
     functions = {name.strip(): path.strip() for name, _, path in entries}
-    if len(functions) != len(entries) or not all(functions) or not all(functions.values()):
+    parts = [path.partition(":") for paths in functions.values() for path in paths.split(",")]
+    well_formed = all(module.strip() and name.strip() for module, _, name in parts)
+    if len(functions) != len(entries) or not all(functions) or not well_formed:
         raise UserError(
             f"environment.function={text!r}: write package.module:Class, functions such as "
             "'my:search, my:add', or several environments with the names that the column "

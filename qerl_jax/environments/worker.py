@@ -308,6 +308,11 @@ class _Host:
         if hasattr(environment, "step"):
             return {"kind": "text", "tools": [], "rewards": True}
         if not callable(getattr(environment, "reset", None)):
+            if inspect.isroutine(self._makers[name]):
+                raise TypeError(
+                    "a function without a required argument makes an environment, and what it made "
+                    f"is {environment!r:.60}, without a method reset; as a tool, put it into a list"
+                )
             raise TypeError("it has no method reset")
         if not tools:
             raise TypeError(
@@ -395,6 +400,8 @@ class _Host:
         if _is_skyrl(make):
             extras = {"reward_spec": {"ground_truth": columns.get("answer", "")}} | dict(columns)
             return make({}, extras)
+        if not callable(make):
+            raise TypeError(f"it is {make!r:.60}: name a class, a function or a list of functions")
         return make()
 
 
@@ -420,10 +427,18 @@ def _functions(make: Any) -> dict[str, Callable[..., Any]]:
         if all(p.default is not p.empty or p.kind in _VARIABLE for p in parameters):
             return {}
         make = [make]
-    names = [one.__name__ for one in make if inspect.isroutine(one)]
-    if len(set(names)) < len(make) or not names:
-        raise TypeError("a list of tools has functions of different names, and at least one")
-    return dict(zip(names, make, strict=True))
+    functions: dict[str, Callable[..., Any]] = {}
+    for number, one in enumerate(make, start=1):
+        if not inspect.isroutine(one):
+            raise TypeError(f"tool {number} of {len(make)} is {one!r:.60}, and no function")
+        if inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one):
+            raise TypeError(f"the tool {one.__name__} yields; return one value, such as a list")
+        if one.__name__ in functions:
+            raise TypeError(f"two tools are named {one.__name__}; give each a name of its own")
+        functions[one.__name__] = one
+    if not functions:
+        raise TypeError("the list of tools is empty")
+    return functions
 
 
 def _is_data(value: Any) -> bool:

@@ -254,6 +254,11 @@ def check_columns(
         check_json(name, [call.columns(row) for row in rows])
     for column in call.needed:
         lacking = [row for row in rows if column not in row]
+        if lacking and column in CONVERSATION_COLUMNS:
+            raise UserError(
+                f"reward {name!r} takes the argument {column!r}, which only a run with an "
+                "environment gives: set environment.function, or give the argument a default value"
+            )
         if lacking:
             raise UserError(
                 f"reward {name!r} takes the argument {column!r}, a column that {len(lacking)} of "

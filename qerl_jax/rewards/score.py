@@ -9,6 +9,7 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -32,6 +33,8 @@ from qerl_jax.rewards.table import Rewards, table_of
 from qerl_jax.rewards.url import RewardError
 
 _TICK = 0.1  # seconds between two looks at whether the wait for a reward shall end
+# Errors of a reward for TRL that takes a text for a list of messages, or for one.
+_TAKEN_FOR_MESSAGES = "string indices must be integers", "'str' object has no attribute 'get'"
 _GRACE = 0.5  # seconds that a reward which blocks the event loop may exceed its time limit
 
 
@@ -179,7 +182,9 @@ class Scoring:
                 keywords |= call.columns_of_all([completion.columns for completion in completions])
                 if CONVERSATIONS in call.lists:
                     keywords[CONVERSATIONS] = [
-                        one.conversation or [{"role": "assistant", "content": one.completion}]
+                        # Of its own, as a reward may change them.
+                        copy.deepcopy(one.conversation)
+                        or [{"role": "assistant", "content": one.completion}]
                         for one in completions
                     ]
                 self._start(name, call, indices, (), keywords)
@@ -275,6 +280,8 @@ class Scoring:
                 if error is not reward and not isinstance(error, Exception | SystemExit):
                     raise
                 kind, message = _cause(error, self._limits[name])
+                if call.takes_lists and str(error).startswith(_TAKEN_FOR_MESSAGES):
+                    message += f"; completions are texts: messages are the argument {CONVERSATIONS}"
                 self._has_failed[index] |= bool(self._weights[name])
                 self._failures[name].setdefault(kind, message)
                 self._counts[name, kind] += 1

@@ -50,7 +50,9 @@ def table_of(rewards: Rewards) -> dict[str, tuple[Reward, float]]:
     return table
 
 
-def _with_weight(name: str, reward: Any) -> tuple[Reward, float]:
+def _with_weight(name: Any, reward: Any) -> tuple[Reward, float]:
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise UserError(f"a reward is named {name!r:.60}: give it a name of printable characters")
     if callable(reward):
         return reward, 1.0
     if not isinstance(reward, tuple) or len(reward) != 2 or not callable(reward[0]):

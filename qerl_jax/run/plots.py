@@ -1,5 +1,6 @@
 """The curves of a run, or of the runs of a sweep, as one picture."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from qerl_jax.system.jsonl import is_number
 
 # Label, keys with the style and the name of each, and scale of a panel of a run.
 _Panel = tuple[str, tuple[tuple[str, str, str], ...], str]
+_COLUMNS = 90  # characters of a line below the panels
+_NOISE = "sigma", "noise_kl"  # metrics
 _REWARD: _Panel = ("reward", (("reward", "-", "sampled"),), "linear")
 _ACCURACY: _Panel = (
     "accuracy",
@@ -53,7 +56,7 @@ def plot_run(folder: str | Path) -> Path | None:
     if not panels:
         return None
     unchanged = [
-        panel for panel in panels if all(_is_flat(series[key][1]) for key, _, _ in panel[1])
+        panel for panel in panels if all(_is_flat(key, [series[key][1]]) for key, _, _ in panel[1])
     ]
     if len(unchanged) < len(panels):
         panels = [panel for panel in panels if panel not in unchanged]
@@ -75,16 +78,22 @@ def plot_run(folder: str | Path) -> Path | None:
             _legend_above(axes, len(curves))
     values = [f"{label} {series[curves[0][0]][1][0]:.3g}" for label, curves, _ in unchanged]
     if values:
-        all_axes[-1].set_xlabel(f"step\nunchanged: {', '.join(values)}")
+        text = textwrap.fill(f"unchanged: {', '.join(values)}", _COLUMNS)
+        all_axes[-1].set_xlabel(f"step\n{text}")
     all_axes[0].set_title(run.path.resolve().name, fontsize="medium", loc="left")
     figure.align_ylabels()
     _save(figure, run.curves)
     return run.curves
 
 
-def _is_flat(values: np.ndarray) -> bool:
-    """Whether a metric was logged several times, always with the same value."""
-    return len(values) > 1 and values.min() == values.max()
+def _is_flat(key: str, series: Sequence[np.ndarray]) -> bool:
+    """Whether runs logged a metric several times, always with the same value.
+
+    For one of the noise a single 0 is enough.
+    """
+    values = np.concatenate(series)
+    without_noise = key in _NOISE and not values.any()
+    return values.min() == values.max() and (max(map(len, series)) > 1 or without_noise)
 
 
 def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -> bool:
@@ -116,8 +125,7 @@ def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -
     changing = []
     for key, label in panels:
         series = [_series(run, key)[1] for runs in rows.values() for run in runs]
-        values = np.concatenate(series)
-        if len(values) and not (max(map(len, series)) > 1 and _is_flat(values)):
+        if any(map(len, series)) and not _is_flat(key, series):
             changing.append((key, label))
     panels = changing or panels[:1]
     figure, all_axes = _make_axes(len(panels))
@@ -131,7 +139,7 @@ def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -
             )
             means += mean.tolist()
         low, high = min(means, default=0.0), max(means, default=0.0)
-        if key in ("sigma", "noise_kl"):
+        if key in _NOISE:
             _symlog(axes, [mean for mean in means if mean > 0])
             axes.set_ylim(0.0, 2.0 * high or 1.0)
         else:
@@ -175,7 +183,7 @@ def _make_axes(count: int):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[-1].set_xlabel("step")
-    all_axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    all_axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure, all_axes
 
 
