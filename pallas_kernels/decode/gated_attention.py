@@ -86,7 +86,7 @@ def _split_head(threads, operands, _, results, *, heads, kv_heads, eps):
     def load(ref, *place):
         return threads.load(ref.at[place], _DIMENSIONS).astype(jnp.float32)
 
-    # A query lies in front of its gate, a key in front of all values.
+    # A query is in front of its gate, a key in front of all values.
     first = jnp.where(is_query, 2 * head, heads + head)
     second = jnp.where(is_query, 2 * head + 1, heads + kv_heads + head)
     parts, others = ([load(product, row, i, place) for place in dims] for i in (first, second))

@@ -173,7 +173,7 @@ def _body(router, rows, ctas, threads: Warpgroup, operands, _, results, **shared
 
 
 def _row_layout(rows: int, width: int, most: int, *, spread: bool = False) -> Layout:
-    """How [rows, width] lies in registers: a warp has a row, a thread `most` neighbors at most.
+    """How registers have [rows, width]: a warp has a row, a thread `most` neighbors at most.
 
     Fewer rows than warps are those of several warps; or these divide the columns, if `spread`.
     """

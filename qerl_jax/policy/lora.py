@@ -19,6 +19,7 @@ from qerl_jax.policy.layers.kinds import (
     STACKS,
     WEIGHTS,
     fused_of,
+    has_experts,
     projection_shapes,
     stack_shapes,
 )
@@ -92,12 +93,12 @@ def check_targets(config: ModelConfig, targets: Collection[str], expert_rank: in
     """
     shapes = projection_shapes(config)
     if missing := set(targets) - shapes.keys():
-        experts = "" if config.experts is None else "; lora.expert_rank adapts its routed experts"
+        experts = "; lora.expert_rank adapts its routed experts" if has_experts(config) else ""
         raise UserError(
             f"lora.targets: a {config.model_type} has no {', '.join(sorted(missing))}: choose from "
             f"{', '.join(shapes)}{experts}"
         )
-    if expert_rank and config.experts is None:
+    if expert_rank and not has_experts(config):
         raise UserError(
             f"lora.expert_rank={expert_rank}: a {config.model_type} has no routed experts; pass 0"
         )

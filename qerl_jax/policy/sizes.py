@@ -13,6 +13,7 @@ from qerl_jax.policy.layers.kinds import (
     PACKED,
     array_shapes,
     fused_counts,
+    has_experts,
     projection_shapes,
     stack_shapes,
 )
@@ -72,7 +73,7 @@ def head_copy_bytes(config: ModelConfig, head_format: str) -> int:
 
 def route_bytes(config: ModelConfig) -> int:
     """Returns the bytes of the experts of a token in all layers, as a rollout records them."""
-    return 0 if config.experts is None else config.empty_routes().nbytes
+    return config.empty_routes().nbytes if has_experts(config) else 0
 
 
 def trained_numbers(
@@ -96,7 +97,7 @@ def trained_numbers(
         UserError: the model does not have a target, or routed experts to adapt; norms are to be
             trained whose scales its checkpoints store minus 1; or experts are to be trained.
     """
-    if parameters == "full" and any(stack_shapes(config, n) for n in range(config.num_layers)):
+    if parameters == "full" and has_experts(config):
         raise UserError(
             f"train.parameters='full': the experts of a {config.model_type} have no gradient; pass "
             "train.parameters=lora"

@@ -15,7 +15,7 @@ from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.layers.kinds import stack_shapes
+from qerl_jax.policy.layers.kinds import has_experts
 from qerl_jax.policy.sharding import make_mesh, shard, shard_params
 from qerl_jax.policy.sizes import packed_numbers, weight_bytes
 from qerl_jax.quantization import cache
@@ -219,7 +219,7 @@ def describe_base_of_run(
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     options: dict[str, Any] = dataclasses.asdict(CalibrationOptions())
     model = checkpoint.config
-    if not any(stack_shapes(model, layer) for layer in range(model.num_layers)):
+    if not has_experts(model):
         del options["shared_tokens"]  # Nothing depends on it, so that older entries stay valid.
     return {
         "weights": cache.weights_digest(checkpoint.path),

@@ -106,6 +106,11 @@ def stack_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int, i
     return {stack.name: stack.shape(config) for part in parts for stack in part.STACKS}
 
 
+def has_experts(config: ModelConfig) -> bool:
+    """Returns whether layers route tokens to experts."""
+    return any(part.STACKS for part in parts_of(config))
+
+
 def product_sizes(config: ModelConfig) -> dict[str, int]:
     """Returns how many weights of all layers a token is multiplied by, by names of `PRODUCTS`.
 
