@@ -225,26 +225,23 @@ SIMULATED = types.SimpleNamespace(
     gated_matmul=functools.partial(mma.gated_matmul, interpret=True),
     matmul=functools.partial(mma.matmul, interpret=True),
 )
-KERNEL_CASES = {
-    "warps divide the columns": ((3, 2, 4), (1152, 64), GroupedConfig(16, 512, 2)),
-    # The first expert has 16 tokens, and another one more than a tile.
-    "several tiles of an expert": ((16, 2, 6), (192, 64), GroupedConfig(64, 128, 2, tiles=2)),
-    "more rows, few steps": ((9, 2, 3), (256, 128), GroupedConfig(128, 256, 2)),
-}
+# In the first case the warps of gate and up divide the columns, and down has experts with several
+# tiles: one has 16 tokens, and another one more than a tile.
+KERNEL_CASES = [
+    ((16, 6), (640, 64), (GroupedConfig(16, 512, 2), GroupedConfig(64, 128, 2, tiles=2))),
+    ((16, 6), (192, 128), (GroupedConfig(64, 128, 2, tiles=2), GroupedConfig(128, 128, 3))),
+    ((9, 3), (256, 128), (GroupedConfig(128, 256, 2), GroupedConfig(64, 128, 2))),
+]
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        "warps divide the columns",
-        "several tiles of an expert",
-        pytest.param("more rows, few steps", marks=pytest.mark.slow),
-    ],
+    ("sizes", "shape", "configs"),
+    [KERNEL_CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in KERNEL_CASES[1:])],
 )
-def test_the_kernel_of_a_decode_step(case, monkeypatch):
+def test_the_kernel_of_a_decode_step(sizes, shape, configs, monkeypatch):
     """Simulated: what a caller gets on a GPU with the kernel is what it gets in float64."""
-    (tokens, top_k, count), (inputs, width), config = KERNEL_CASES[case]
-    kernel = types.SimpleNamespace(**vars(SIMULATED), choose=lambda *_, parts: config)
+    (tokens, count), (inputs, width), top_k = sizes, shape, 2
+    kernel = types.SimpleNamespace(**vars(SIMULATED), choose=lambda *_, parts: configs[2 - parts])
     monkeypatch.setattr(api, "has_kernel", lambda: True)
     monkeypatch.setattr(api, "kernel", lambda: kernel)
     rng = np.random.default_rng(tokens)
@@ -275,7 +272,6 @@ def test_the_kernel_of_a_decode_step(case, monkeypatch):
     assert relative_error(hidden[place], want) < 5e-3
 
     rows = jnp.where(empty[:, None], jnp.nan, hidden)  # No product reads rows without a pair.
-    config = dataclasses.replace(config, rows=64, columns=128)
     y = experts.grouped_matmul(rows, fp4_matmul.to_tiles(down), own_table, outputs=128)
     want = np.einsum("pk,pnk->pn", float64(hidden[place]), dense[1])
     assert relative_error(y[place], want) < 3e-3

@@ -59,6 +59,18 @@ def _uses_kernel(x: jax.Array, weight: Weight, table: Table, unit: int) -> bool:
     )
 
 
+@functools.partial(jax.jit, static_argnums=4)  # so that equal kernels are lowered once
+def _gated_by_kernel(x, weight, table, row_weights, width):
+    config = kernel().choose(table, 2 * width, weight, parts=2)
+    return kernel().gated_matmul(x, weight, table, row_weights, width=width, config=config)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _by_kernel(x, weight, table, outputs):
+    config = kernel().choose(table, outputs, weight, parts=1)
+    return kernel().matmul(x, weight, table, outputs=outputs, config=config)
+
+
 @jax.named_scope("experts")
 def gated_matmul(
     x: jax.Array, weight: Weight, table: Table, row_weights: jax.Array, *, width: int
@@ -79,8 +91,7 @@ def gated_matmul(
         [R, F] in x's dtype; rows without a pair are undefined.
     """
     if _uses_kernel(x, weight, table, width):
-        config = kernel().choose(table, 2 * width, weight, parts=2)
-        return kernel().gated_matmul(x, weight, table, row_weights, width=width, config=config)
+        return _gated_by_kernel(x, weight, table, row_weights, width)
     y = grouped_matmul(to_rows(x, table), weight, table, outputs=2 * width)
     gate, up = jnp.split(y, 2, axis=1)
     return (jax.nn.silu(gate) * up * to_rows(row_weights[:, None], table)).astype(x.dtype)
@@ -117,8 +128,7 @@ def grouped_matmul(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped(x, weight, table, outputs):
     if _uses_kernel(x, weight, table, outputs):
-        config = kernel().choose(table, outputs, weight, parts=1)
-        return kernel().matmul(x, weight, table, outputs=outputs, config=config)
+        return _by_kernel(x, weight, table, outputs)
     return _product(x, weight, table, outputs, transposed=False)
 
 
