@@ -382,6 +382,7 @@ def test_delta_step(rows, key_heads, ratio, window, partials, rank, interpret):
     np.testing.assert_array_equal(state, again[2])
 
 
+@pytest.mark.slow
 def test_delta_step_tests_itself(monkeypatch):
     assert self_test.delta_error(interpret=True) < 4e-3
     monkeypatch.setattr(delta, "_LOG2_E", delta._LOG2_E * 1.5)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tiny_model
 from h200 import array, tiles
-from tiny_checkpoints import model_config
 from warpgroup_kernel import BACKENDS, assert_close, normal, use_decode_kernels, wide
 
 from pallas_kernels import decode, device, fp4_matmul
@@ -32,8 +31,9 @@ from qerl_jax.policy.quant import quantize, tile_order
         pytest.param("qwen2", ("k_proj", "down_proj"), marks=pytest.mark.slow),
         ("qwen3", ()),
         pytest.param("qwen3_moe", ("q_proj", "o_proj"), marks=pytest.mark.slow),
-        ("qwen3_moe with a shared expert", ()),
-        ("qwen3_5", (*PROJECTIONS, "in_proj_qkv", "out_proj")),
+        pytest.param("qwen3_moe with a shared expert", (), marks=pytest.mark.slow),
+        pytest.param("qwen3_5", (*PROJECTIONS, "in_proj_qkv", "out_proj"), marks=pytest.mark.slow),
+        ("qwen3_5_moe with a shared expert", ()),
     ],
 )
 def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
@@ -42,8 +42,9 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
         # Adapters of the expert that all tokens have.
         targets = ("gate_proj", "up_proj", "down_proj")
         targets = tuple(f"shared_expert.{name}" for name in targets)
+        targets += ("in_proj_qkv", "out_proj", "q_proj", "o_proj") if "qwen3_5" in kind else ()
         changes["experts"] = ExpertsConfig(40, 3, 16, shared_width=48, normalized=False)
-    if kind == "qwen3_5":  # A recurrent layer, and one whose attention has gates.
+    if "qwen3_5" in kind:  # A recurrent layer, and one whose attention has gates.
         states = RecurrentConfig(key_heads=1, value_heads=2, key_dim=128, value_dim=128, window=4)
         changes |= {"num_layers": 2, "recurrent_layers": (0,), "recurrent": states}
         changes |= {"rotary_dim": 64, "head_dim": 128}
@@ -76,17 +77,33 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
         assert_close(new, wide(old), 2e-2)
 
 
-def test_adapters_of_routed_experts_are_not_left_out(monkeypatch):
-    """No kernel adds them, so the step with them is that of XLA."""
+@pytest.mark.parametrize(("expert_rank", "fuses"), [(0, True), (4, False)])
+def test_adapters_of_routed_experts_are_not_left_out(expert_rank, fuses, monkeypatch):
+    """No kernel adds them, so no layer of a step with them is the kernels'."""
     monkeypatch.setattr(decode, "supports_device", lambda _: True)
-    config = model_config("qwen3_moe", head_dim=32)
-    kept = kinds.row_shapes(config, 16, jnp.bfloat16)
-    kept = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), kept)
-    cache = transformer.Cache(kept, array(3, dtype=jnp.int32))
-    own = {name: (array(4, 32), array(32, 8)) for name in ("qkv_proj", "experts_down")}
-    for names, expected in (("qkv_proj",), True), (tuple(own), False):
-        adapters = [{}, {name: own[name] for name in names}]
-        assert transformer._is_fused(config, jnp.bfloat16, cache, adapters) == expected
+    fused = []
+
+    def record(arrays, adapters, residual, kept, *args, **options):
+        fused.append(1)
+        return residual, kept, None
+
+    monkeypatch.setattr(layer, "decode_layer", record)
+    config, params = tiny_model.tiny_policy("qwen3_moe", head_dim=32)
+    lora = tiny_model.random_lora(config, targets=("q_proj",), expert_rank=expert_rank)
+
+    def step(params, lora):
+        kept = jax.tree.map(
+            lambda x: jnp.zeros((3, *x.shape), x.dtype), kinds.row_shapes(config, 16, jnp.bfloat16)
+        )
+        cache = transformer.Cache(kept, jnp.ones(3, jnp.int32))
+        params = params | {"embed_tokens": params["embed_tokens"].astype(jnp.bfloat16)}
+        adapters = lora_lib.fuse(lora, config, jnp.bfloat16)
+        return transformer.decode_step(
+            params, adapters, jnp.zeros(3, jnp.int32), cache, config=config
+        )
+
+    jax.eval_shape(step, params, lora)
+    assert len(fused) == (config.num_layers if fuses else 0)
 
 
 @functools.cache

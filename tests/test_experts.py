@@ -131,6 +131,7 @@ def simulated_hopper(monkeypatch):
     monkeypatch.setattr(api.device, "num_sms", lambda: 2)
 
 
+@pytest.mark.slow  # 6 s
 def test_hopper_product_and_its_gradient(simulated_hopper, monkeypatch):
     """They are those of each pair with the whole dense weight of its expert.
 
@@ -189,7 +190,18 @@ def test_units_have_the_tiles_of_an_expert_in_twos(case, simulated_hopper):
     assert work.ends.tolist() == [sum(owner[want] < e) for e in range(count + 1)]
 
 
-@ALL_ROUTES
+@pytest.mark.parametrize(
+    "case",
+    [
+        "several blocks of pairs",
+        "one expert more than once",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ROUTES
+            if name not in ("several blocks of pairs", "one expert more than once")
+        ),
+    ],
+)
 @pytest.mark.parametrize("at_once", [1, 200, 1 << 25])
 def test_adapters_of_experts_and_their_gradients(case, at_once, monkeypatch):
     """They are those of each pair with the adapter of its expert, in parts of tiles as well."""

@@ -150,7 +150,9 @@ def test_an_adapter_of_routed_experts(family, tmp_path, capsys):
     assert "adapter of rank 2, and 2 of routed experts," in (out / "README.md").read_text()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("form", ["merged", "nvfp4"])
 def test_routed_experts_with_an_adapter_are_merged(family, form, tmp_path):
     out, policy = mixture_export(family, form, tmp_path / "out", "stacked")

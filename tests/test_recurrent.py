@@ -123,7 +123,8 @@ def test_completions_begin_at_the_state_of_their_prompt(seed):
         np.testing.assert_allclose(actual, expected[:, : len(path)][:, own], atol=5e-6)
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # 5 s
+@pytest.mark.parametrize("packed", [True, False])
 def test_the_hopper_kernel_is_the_loop(packed, monkeypatch):
     """Outputs, last states and gradients, with a search for races: to the rounding of bfloat16."""
     shapes = RecurrentConfig(key_heads=1, value_heads=2, key_dim=128, value_dim=64, window=4)

@@ -39,7 +39,7 @@ def routed(scores, router, interpret):
     ("m", "width", "router"),
     [
         (1, 64, Router(128, 8, normalized=True, eps=EPS)),
-        (3, 64, Router(6, 2, normalized=False, eps=EPS)),
+        pytest.param(3, 64, Router(6, 2, normalized=False, eps=EPS), marks=pytest.mark.slow),
         (37, 96, Router(40, 3, normalized=True, eps=EPS)),
         pytest.param(8, 512, Router(256, 8, normalized=True, eps=EPS), marks=pytest.mark.slow),
         pytest.param(256, 288, Router(128, 8, normalized=False, eps=EPS), marks=pytest.mark.slow),
@@ -95,7 +95,10 @@ def test_ties_and_numbers_that_are_none(interpret):
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
-@pytest.mark.parametrize(("m", "width", "shared"), [(5, 200, True), (1, 128, False)])
+@pytest.mark.parametrize(
+    ("m", "width", "shared"),
+    [(5, 200, True), pytest.param(1, 128, False, marks=pytest.mark.slow)],
+)
 def test_a_norm_adds_experts_up_and_multiplies_by_a_router(m, width, shared, interpret):
     x, y, scale = normal(1, m, width), normal(2, m, width), jnp.linspace(0.5, 2, width)
     rows, a, weight = normal(3, 40, width), normal(4, 40, width), normal(5, 9, width)
@@ -136,6 +139,7 @@ def test_kernels_that_disagree_or_do_not_compile_are_not_used(error, monkeypatch
     assert len(recwarn) == (error != 0.0)
 
 
+@pytest.mark.slow
 def test_the_kernels_test_themselves(monkeypatch):
     assert self_test.routing_error(interpret=True) < 1e-5
     monkeypatch.setattr(route, "_LOG2_E", route._LOG2_E * 1.5)

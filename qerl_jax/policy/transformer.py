@@ -456,8 +456,7 @@ def _add(kind, own, x, mixed, routes=None):
 def _is_fused(config, dtype, cache, lora_layers):
     """Whether the kernels of `pallas_kernels.decode` compute all layers of a decode step."""
     return all(
-        kind.mlp.FUSES
-        and kind.mixer.fuses(config, dtype, kept)
+        kind.mixer.fuses(config, dtype, kept)
         # The kernels add no adapters to the products of routed experts.
         and not adapters.keys() & kinds.STACKS.keys()
         for kind, kept, adapters in zip(

@@ -77,7 +77,6 @@ ARRAYS: dict[str, Array] = {
     "shared_gate": Array(("shared_expert_gate.weight",)),
 }
 STACKS: tuple[Stack, ...] = (_EXPERTS_GATE_UP, _EXPERTS_DOWN)
-FUSES: bool = True
 
 
 def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:

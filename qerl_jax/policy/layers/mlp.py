@@ -21,7 +21,6 @@ MODULE: str = "mlp"
 WEIGHTS: tuple[Weight, ...] = (_GATE_UP, _DOWN)
 ARRAYS: dict[str, Array] = {}
 STACKS: tuple[Stack, ...] = ()
-FUSES: bool = True
 
 
 def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -155,8 +155,6 @@ class Part(Protocol):
 class Mlp(Part, Protocol):
     """A kind of MLP: `mlp`."""
 
-    FUSES: bool  # whether the fused kernels of `pallas_kernels.decode.layer` compute it
-
     def fused_shapes(self, config: ModelConfig) -> tuple[int, int, int, bool] | None:
         """Returns the fields of `decode.layer.Experts`, or None for a kind without experts."""
         ...
