@@ -91,13 +91,14 @@ def check_targets(config: ModelConfig, targets: Collection[str], expert_rank: in
         UserError: no layer has one of the targets, or there are no routed experts to adapt.
     """
     shapes = projection_shapes(config)
+    has_experts = any(stack_shapes(config, layer) for layer in range(config.num_layers))
     if missing := set(targets) - shapes.keys():
-        experts = "" if config.experts is None else "; lora.expert_rank adapts its routed experts"
+        experts = "; lora.expert_rank adapts its routed experts" if has_experts else ""
         raise UserError(
             f"lora.targets: a {config.model_type} has no {', '.join(sorted(missing))}: choose from "
             f"{', '.join(shapes)}{experts}"
         )
-    if expert_rank and config.experts is None:
+    if expert_rank and not has_experts:
         raise UserError(
             f"lora.expert_rank={expert_rank}: a {config.model_type} has no routed experts; pass 0"
         )

@@ -72,7 +72,8 @@ def head_copy_bytes(config: ModelConfig, head_format: str) -> int:
 
 def route_bytes(config: ModelConfig) -> int:
     """Returns the bytes of the experts of a token in all layers, as a rollout records them."""
-    return 0 if config.experts is None else config.empty_routes().nbytes
+    has_experts = any(stack_shapes(config, layer) for layer in range(config.num_layers))
+    return config.empty_routes().nbytes if has_experts else 0
 
 
 def trained_numbers(
