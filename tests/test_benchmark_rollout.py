@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from refusal import refused
 from tiny_checkpoints import model_config
 
 from benchmarks.rollout import __main__ as command
@@ -28,6 +29,7 @@ from qerl_jax.config import models
 from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.layers.kinds import projection_shapes
+from qerl_jax.policy.lora import LoraConfig, matrix_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.head import rollout_head
@@ -128,6 +130,22 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     assert "model=tiny format=nf4 weights=random lora_rank=4 " in printed
     assert " batch=3 prompt=5 new_tokens=18: " in printed
     assert "ms_per_step 2, tokens_per_s 1,500, " in printed
+
+
+def test_adapters_of_experts_have_rows_of_their_own():
+    config, settings = model_config("qwen3_moe"), benchmark_subject.row_settings
+    plain = benchmark_subject.Subject("tiny", "bf16", config, {})
+    own = benchmark_subject.with_adapter(plain, 4, 2)
+    options = LoraConfig(4, 4.0, targets=tuple(projection_shapes(config)), expert_rank=2)
+    for number, adapters in enumerate(own.lora.layers):
+        assert jax.tree.map(jnp.shape, adapters) == matrix_shapes(config, number, options)
+        assert all(jnp.std(leaf) > 0 for leaf in jax.tree.leaves(adapters))
+    row, without = (settings(subject, "decode", OPTIONS) for subject in (own, plain))
+    assert row.keys() - without.keys() == {"expert_rank"}
+    assert set(KEYS[row["kind"]]) - set(KEYS["decode"]) == {"expert_rank"}
+    refused(
+        "a llama has no routed experts", random_lora, KEY, model_config(), rank=4, expert_rank=2
+    )
 
 
 @pytest.mark.slow

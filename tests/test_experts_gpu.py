@@ -18,6 +18,7 @@ from pallas_kernels import experts, fp4_matmul
 from pallas_kernels.attention import segments
 from pallas_kernels.experts import api, mma, self_test
 from pallas_kernels.experts.mma import GroupedConfig
+from pallas_kernels.experts.table import MIN_TILE
 from qerl_jax.policy import lora, transformer
 from qerl_jax.policy.config import ExpertsConfig
 from qerl_jax.policy.layers import kinds
@@ -64,13 +65,14 @@ def routes_of(tokens, count, skewed):
 )
 def test_products_of_a_decode_step(tokens, skewed, form):
     """In the schedules that they get: against float32, and the same again."""
-    count, inputs, width = 32, 2048, 192
+    count, inputs, width = 72, 2048, 192
     rng = np.random.default_rng(0)
     gate_up, down = (
         random_weight(rng, count * outputs, columns, form)
         for outputs, columns in ((2 * width, inputs), (inputs, width))
     )
     own_table = experts.table(routes_of(tokens, count, skewed), experts=count)
+    assert len(own_table.source) == MIN_TILE * len(own_table.owner)  # those of the kernel
     x = jax.random.normal(jax.random.key(0), (tokens, inputs), jnp.bfloat16) / 1024
     weights = jax.random.uniform(jax.random.key(1), (8 * tokens,))
     assert api.has_kernel()

@@ -157,6 +157,9 @@ def test_adapters_of_routed_experts(family, tmp_path):
         ({"rank_pattern": dict.fromkeys(PARAMETERS, 4)}, "lora_alpha / r of the projections"),
         ({"rank_pattern": dict.fromkeys(PARAMETERS, 4),
           "alpha_pattern": dict.fromkeys(PARAMETERS, 8)}, 4),
+        # of target_modules=['gate_proj', 'up_proj', 'down_proj']
+        ({"rank_pattern": {r".*\.gate_up_proj": 4}, "alpha_pattern": {r".*\.gate_up_proj": 8},
+          "target_parameters": ["down_proj", "gate_up_proj"]}, "all routed experts must have one"),
         ({"rank_pattern": dict.fromkeys(PARAMETERS, "4")}, "one rank"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is {'q_proj': 4}, the config"),
         ({"r": 0}, "one rank"),
@@ -174,15 +177,21 @@ def test_options_of_adapters_of_experts(changes, expert_rank, tmp_path):
         assert read_peft_config(tmp_path)[0].expert_rank == expert_rank
 
 
-def test_names_of_projections_are_those_of_the_shared_expert(tmp_path):
+@pytest.mark.parametrize(("name", "rank"), [("default", 0), ("stacked", 2)])
+def test_names_of_projections_are_those_of_the_shared_expert(name, rank, tmp_path):
     """So PEFT writes target_modules=['gate_proj'] of Qwen3.5-MoE, whose experts are no modules."""
-    folder = EXPERTS / "qwen3_5_moe" / "default"
+    folder = EXPERTS / "qwen3_5_moe" / name
     options = json.loads((folder / "adapter_config.json").read_text())
     options["target_modules"] = [name.rpartition(".")[2] for name in options["target_modules"]]
     (tmp_path / "adapter_config.json").write_text(json.dumps(options))
     shutil.copy(folder / "adapter_model.safetensors", tmp_path)
     found = read_peft_config(tmp_path)[0]
-    assert (set(found.targets), found.expert_rank) == (set(MIXTURE_TARGETS["qwen3_5_moe"]), 0)
+    assert (set(found.targets), found.expert_rank) == (set(MIXTURE_TARGETS["qwen3_5_moe"]), rank)
     model, own, expected = mixture("qwen3_5_moe")
+    own = dataclasses.replace(own, expert_rank=rank)
     adapter = load_peft_adapter(tmp_path, model.config, own)
-    assert_logits(model.params, adapter.lora, model.config, expected, "default")
+    assert_logits(model.params, adapter.lora, model.config, expected, name)
+
+    options["modules_to_save"] = ["input_layernorm", "post_attention_layernorm"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(options))
+    refused("a qwen3_5_moe stores minus 1", load_peft_adapter, tmp_path, model.config, own)

@@ -1,5 +1,6 @@
 """A run begins from another one, and goes on alone; a moved model or data file is found again."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -19,7 +20,8 @@ from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.trainable import checksum
 from qerl_jax.rl.train_step import TrainState
 from qerl_jax.run.checkpoints import Checkpoints, read_latest
-from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.folder import RunFolder, open_run
+from qerl_jax.run.ownership import write_config
 from qerl_jax.training import begin, saving
 from qerl_jax.training.loop import train
 from qerl_jax.training.session import open_session
@@ -94,6 +96,24 @@ def test_adapter_optimizer_and_cursor_are_taken_over(origin, begun):
         "run": str(origin), "step": 2, "best": False, "optimizer": True, "cursor": meta["cursor"],
         "checksum": checksum(old.trainable),
     }  # fmt: skip
+
+
+def test_a_run_from_before_a_field_has_its_default(tiny, origin, begun, tmp_path):
+    """Such a run goes on, and others begin from it."""
+    old = shutil.copytree(origin, tmp_path / "old")
+    saved = json.loads((old / "config.json").read_text())
+    for section, name in (("lora", "expert_rank"), ("rl", "routing_replay"), ("optimizer", "b2")):
+        del saved["config"][section][name]
+    write_config(old / "config.json", saved)
+    with open_run(old, tiny.config(CHANGES | {"steps": 2, "checkpoint.every": 1})) as run:
+        assert (run.resumed, run.note) == (True, "")
+    other = tiny.config(CHANGES | {"lora.expert_rank": 2})
+    refused(
+        r"lora\.expert_rank: 0 -> 2", contextlib.ExitStack().enter_context, open_run(old, other)
+    )
+    said, *_ = begun({"init_from": str(old)})
+    assert "its optimizer state goes on" in said
+    refused("lora.expert_rank: 0 -> 2", begun, {"init_from": str(old), "lora.expert_rank": 2})
 
 
 def test_the_schedules_of_an_own_optimizer_begin_again():

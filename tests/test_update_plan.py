@@ -83,12 +83,23 @@ def of_mixture(model, layers, tokens, recompute):
 
 
 @pytest.mark.parametrize(
-    ("layers", "rank", "measured"), [(4, 8, 4159216184), (4, 32, 4705508152), (8, 32, 7364482360)]
+    ("model", "layers", "rank", "hopper", "measured"),
+    [
+        ("qwen3-30b-a3b", 4, 8, False, 4159216184),
+        ("qwen3-30b-a3b", 4, 32, False, 4705508152),
+        ("qwen3-30b-a3b", 8, 32, False, 7364482360),
+        ("qwen3.6-35b-a3b", 4, 8, False, 5486900904),
+        ("qwen3.6-35b-a3b", 4, 8, True, 4529975752),
+    ],
 )
-def test_the_bytes_of_adapters_of_experts_are_planned(layers, rank, measured):
-    """The same of Qwen3-30B-A3B with adapters of experts, which add 1.1 to 2 GB."""
-    model = "qwen3-30b-a3b"
-    config = dataclasses.replace(ARCHITECTURES[model], num_layers=layers)
+def test_the_bytes_of_adapters_of_experts_are_planned(
+    model, layers, rank, hopper, measured, monkeypatch
+):
+    """The same with adapters of experts, which add 1.1 to 2 GB."""
+    monkeypatch.setattr(dispatch, "supports_device", lambda: hopper)
+    whole = ARCHITECTURES[model]
+    recurrent = tuple(layer for layer in whole.recurrent_layers if layer < layers)
+    config = dataclasses.replace(whole, num_layers=layers, recurrent_layers=recurrent)
     options = {"rank": 32, "targets": lora_targets(model), "expert_rank": rank}
     adapter = sizes.fused_adapter_bytes(config, itemsize=2, **options)
     found = update_memory(

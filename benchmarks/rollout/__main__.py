@@ -8,11 +8,12 @@ r"""Measures how fast rollouts are: milliseconds of a decode step, and tokens pe
     python -m benchmarks.rollout --model=qwen2.5-7b --format=nvfp4 --startup
 
 Without --source the weights are random, made on the device in the shapes of the model. The adapter
-has the rank --lora-rank on all seven projections; rank 0 means no adapter, which costs the same as
-weights with a merged adapter. With --data a real model completes problems, with the system message
-of `experiments.evaluate`. --startup measures the time from the command to the first tokens, with
-every program compiled that a rollout of these prompts can need. On a GPU the programs are kept in
-JAX_COMPILATION_CACHE_DIR; a second run measures the start with a full cache.
+has the rank --lora-rank on all projections, and --expert-rank on routed experts, whose rows are of
+kinds of their own; rank 0 means no adapter, which costs the same as weights with a merged adapter.
+With --data a real model completes problems, with the system message of `experiments.evaluate`.
+--startup measures the time from the command to the first tokens, with every program compiled that a
+rollout of these prompts can need. On a GPU the programs are kept in JAX_COMPILATION_CACHE_DIR; a
+second run measures the start with a full cache.
 
 Several commands may run at the same time if the memory holds them
 (XLA_PYTHON_CLIENT_PREALLOCATE=false): they take turns in measuring. --startup does not wait.
@@ -57,6 +58,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--format", type=_names, default="nvfp4,bf16", help=formats)
     ranks = "comma-separated ranks of the adapter; 0: no adapter (default: 32)"
     add("--lora-rank", type=_numbers, default="32", help=ranks)
+    experts = (
+        "rank of the adapters of routed experts, where --lora-rank is not 0; 0: none (default)"
+    )
+    add("--expert-rank", type=int, default=0, help=experts)
     tensor = "devices of this host that the weights are cut between (default: 1)"
     add("--tensor", type=int, default=1, help=tensor)
     add("--chunk-steps", type=int, default=16, help="decode steps per program call (default: 16)")

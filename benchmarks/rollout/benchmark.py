@@ -97,7 +97,7 @@ def benchmark(options: argparse.Namespace) -> None:
                 subject = make_subject(options, model, format)
             for rank in options.lora_rank:
                 with memory_context():
-                    subject = with_adapter(subject, rank)
+                    subject = with_adapter(subject, rank, options.expert_rank)
                     if options.startup or options.data:
                         measure = measure_startup if options.startup else measure_rollouts
                         row = measure(subject, options)
@@ -124,7 +124,8 @@ def _measure_batches(
         with sole_use():
             row = measure_decoding(subject, batch, options, programs)
             if options.parts:
-                row |= {"kind": "parts", "parts": step_parts(subject, batch, options)}
+                row |= row_settings(subject, "parts", options)
+                row |= {"parts": step_parts(subject, batch, options)}
             keep(row)
 
 

@@ -22,7 +22,7 @@ from qerl_jax.policy.layers.kinds import (
     projection_shapes,
     stack_shapes,
 )
-from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.lora import Lora, LoraConfig, matrix_shapes
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.sharding import shard_params
 
@@ -55,12 +55,16 @@ def random_params(
     return params
 
 
-def random_lora(key: jax.Array, model_config: ModelConfig, *, rank: int) -> Lora:
-    """An adapter of all projections with both factors random; B is small."""
+def random_lora(
+    key: jax.Array, model_config: ModelConfig, *, rank: int, expert_rank: int = 0
+) -> Lora:
+    """An adapter of all projections and of routed experts: both factors are random, B is small."""
     keys = jax.random.split(key, model_config.num_layers)
     firsts = [_first_like(model_config, layer) for layer in range(model_config.num_layers)]
+    targets = tuple(projection_shapes(model_config))
+    options = LoraConfig(rank, alpha=rank, targets=targets, expert_rank=expert_rank)
     pairs = zip(keys, firsts, strict=True)
-    return Lora([_random_adapters(key, model_config, n, rank) for key, n in pairs], scale=1.0)
+    return Lora([_random_adapters(key, model_config, n, options) for key, n in pairs], scale=1.0)
 
 
 def _first_like(model_config: ModelConfig, layer: int) -> int:
@@ -70,16 +74,16 @@ def _first_like(model_config: ModelConfig, layer: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _random_adapters(key: jax.Array, model_config: ModelConfig, layer: int, rank: int) -> dict:
-    adapters, shapes = {}, projection_shapes(model_config)
-    names = [name for members in fused_of(model_config, layer).values() for name in members]
-    for index, name in enumerate(names):
-        n, k = shapes[name]
+def _random_adapters(
+    key: jax.Array, model_config: ModelConfig, layer: int, options: LoraConfig
+) -> dict:
+    adapters = {}
+    for index, (name, shapes) in enumerate(matrix_shapes(model_config, layer, options).items()):
         a, b = jax.random.split(jax.random.fold_in(key, index))
-        bound = 1 / math.sqrt(k)
+        bound = 1 / math.sqrt(shapes["a"][-1])
         adapters[name] = {
-            "a": jax.random.uniform(a, (rank, k), minval=-bound, maxval=bound),
-            "b": _ADAPTER_SIZE * jax.random.normal(b, (n, rank)),
+            "a": jax.random.uniform(a, shapes["a"], minval=-bound, maxval=bound),
+            "b": _ADAPTER_SIZE * jax.random.normal(b, shapes["b"]),
         }
     return adapters
 

@@ -13,3 +13,6 @@ KEYS = {
     "startup": (*_ROLLOUTS, "max_rows", "warm"),
     "agreement": ("kind", "model", "format", "lora_rank", "prompts", "max_new_tokens", "seed"),
 }
+# What the kind of a row ends with where routed experts have adapters, whose rank is one more key.
+EXPERTS = ", adapters of experts"
+KEYS |= {f"{kind}{EXPERTS}": (*keys, "expert_rank") for kind, keys in KEYS.items()}

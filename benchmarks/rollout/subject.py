@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.rollout.random_policy import random_lora, random_params
+from benchmarks.rollout.results import EXPERTS
 from qerl_jax.compile.operation import Operation, commit
 from qerl_jax.data.prompts import PromptConfig, encode_prompts
 from qerl_jax.data.splits import ProblemConfig, load_split
@@ -69,7 +70,7 @@ NO_TEXT = RandomText()
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A policy to measure: rank 0 has no adapter, random weights no `loaded` model."""
+    """A policy to measure: a rank of 0 has no adapter, random weights no `loaded` model."""
 
     model: str
     format: str
@@ -79,6 +80,7 @@ class Subject:
     lora: Lora | None = None
     loaded: LoadedModel | None = None
     mesh: Mesh | None = None
+    expert_rank: int = 0
 
     @property
     def policy(self) -> Policy:
@@ -98,6 +100,7 @@ def check(options: argparse.Namespace) -> None:
         "--prompt": (options.prompt, 1),
         "--new-tokens": (options.new_tokens, options.chunk_steps + 2),  # at least a second chunk
         "--lora-rank": (min(options.lora_rank), 0),
+        "--expert-rank": (options.expert_rank, 0),
         "--tensor": (options.tensor, 1, len(jax.devices())),
         "--chunk-steps": (options.chunk_steps, 1),
         "--prompts": (options.prompts, 1),
@@ -197,20 +200,25 @@ def make_subject(options: argparse.Namespace, model: str, format: str) -> Subjec
     return Subject(model, format, architecture, params, loaded=loaded, mesh=mesh)
 
 
-def with_adapter(subject: Subject, rank: int) -> Subject:
+def with_adapter(subject: Subject, rank: int, expert_rank: int = 0) -> Subject:
     """The policy with a random adapter of this rank; rank 0 is no adapter."""
+    config, expert_rank = subject.model_config, expert_rank if rank else 0
     lora = None
     if rank:
-        lora = random_lora(jax.random.key(0, impl="rbg"), subject.model_config, rank=rank)
+        key = jax.random.key(0, impl="rbg")
+        lora = random_lora(key, config, rank=rank, expert_rank=expert_rank)
         lora = shard(lora, subject.mesh) if subject.mesh else lora
-    return dataclasses.replace(subject, lora_rank=rank, lora=jax.block_until_ready(lora))
+    lora = jax.block_until_ready(lora)
+    return dataclasses.replace(subject, lora_rank=rank, expert_rank=expert_rank, lora=lora)
 
 
 def row_settings(subject: Subject, kind: str, options: argparse.Namespace) -> dict:
     """The fields of a row that describe the policy and the options."""
     names = ("tensor", "chunk_steps", "dequantize", "implementation", "head_format")
+    experts = {"expert_rank": subject.expert_rank} if subject.expert_rank else {}
     return {
-        "kind": kind,
+        "kind": kind + EXPERTS if experts else kind,
+        **experts,
         "model": subject.model,
         "format": subject.format,
         "lora_rank": subject.lora_rank,

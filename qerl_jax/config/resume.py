@@ -5,7 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import row_of
+from qerl_jax.config.fields import ROWS, LinkedDefault, ModelDefault, row_of
 
 
 def is_source(field: str) -> bool:
@@ -28,6 +28,23 @@ def moves_only_memory(field: str, config: ConfigDict) -> bool:
     return row.fixed_if is None or not row.fixed_if.holds(config)
 
 
+def with_defaults(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a saved config, with the defaults of fields that it lacks.
+
+    A run of an earlier version lacks fields, and what it did is what their defaults do.
+
+    Args:
+        saved: fields of the saved config by flattened name.
+        current: those of the new config.
+    """
+    rows = {name: ROWS[name] for name in current if name in ROWS and name not in saved}
+    return saved | {
+        name: list(row.default) if isinstance(row.default, tuple) else row.default
+        for name, row in rows.items()
+        if not isinstance(row.default, ModelDefault | LinkedDefault)
+    }
+
+
 def differences(
     saved: dict[str, Any], current: dict[str, Any], config: ConfigDict
 ) -> tuple[dict[str, str], dict[str, str]]:
@@ -37,6 +54,7 @@ def differences(
         The fields that move only memory or time, and all other fields that may not change, each
         with a text such as '8 -> 4'.
     """
+    saved = with_defaults(saved, current)
     memory_changes: dict[str, str] = {}
     other_changes: dict[str, str] = {}
     for field in sorted(saved.keys() | current.keys()):

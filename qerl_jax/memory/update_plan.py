@@ -206,11 +206,15 @@ def update_memory(
     recomputed_width = sum(widths[name] for name in recompute if name != "gate_up_proj")
     layer = itemsize * tokens * (states + recomputed_width)
     scores = 0 if kernel else max(costs[mixer].scores for mixer, _ in layers)
+    mixing = max(costs[mixer].backward for mixer, _ in layers)
+    of_mixers = max(costs[mixer].adapter for mixer, _ in layers)
     layer += max(
         scores,
-        *(costs[mlp].backward + adapts_experts * costs[mlp].adapter for _, mlp in layers),
+        *(
+            costs[mlp].backward + adapts_experts * max(costs[mlp].adapter, of_mixers)
+            for _, mlp in layers
+        ),
     )
-    mixing = max(costs[mixer].backward for mixer, _ in layers)
     own_adapter = adapter // model.num_layers
     if adapts_experts:
         # The gradients of all layers in float32, which the totals are added to at the end; and of

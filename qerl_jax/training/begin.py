@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.compile.count import Compilations
 from qerl_jax.config.fields import has_own_evaluation
+from qerl_jax.config.resume import with_defaults
 from qerl_jax.data.from_config import (
     EVAL,
     TRAIN,
@@ -257,7 +258,8 @@ def check_origin(config: ConfigDict) -> None:
     if not config.init_from:
         return
     folder, best = origin_of(config.init_from)
-    saved_fields, fields = flatten(_saved_config(folder)), flatten(config_dict(config))
+    fields = flatten(config_dict(config))
+    saved_fields = with_defaults(flatten(_saved_config(folder)), fields)
     changes = {
         name: (saved_fields.get(name), fields[name])
         for name in _SAME_FIELDS
@@ -449,13 +451,14 @@ def _saved_config(folder: RunFolder) -> dict[str, Any]:
     return saved["config"]
 
 
-def _optimizer_reset_reason(config: ConfigDict, saved: Mapping[str, Any], *, best: bool) -> str:
+def _optimizer_reset_reason(config: ConfigDict, saved: dict[str, Any], *, best: bool) -> str:
     """The reason why the optimizer starts anew; '' if it keeps the state of the other run."""
     if best:
         return "the optimizer starts anew, as its state is that of the last step"
-    before, now = saved["optimizer"], config_dict(config)["optimizer"]
-    names = sorted(before.keys() | now.keys())
-    changes = [f"optimizer.{name}" for name in names if before.get(name) != now.get(name)]
+    now = flatten(config_dict(config))
+    before = with_defaults(flatten(saved), now)
+    names = sorted(name for name in before.keys() | now.keys() if name.startswith("optimizer."))
+    changes = [name for name in names if before.get(name) != now.get(name)]
     return f"the optimizer starts anew, as {', '.join(changes)} changed" if changes else ""
 
 

@@ -302,6 +302,12 @@ def load_peft_adapter(
         layers.append(jax.tree.map(jnp.asarray, adapters))
     params = {}
     if options.get("modules_to_save"):
+        if model_config.centered_norms:
+            raise UserError(
+                f"{folder}: the adapter also holds norms (modules_to_save), which a "
+                f"{model_config.model_type} stores minus 1: they cannot be read; merge the adapter "
+                "with PEFT"
+            )
         shape = (model_config.embed_dim,)
         params["layers"] = [
             {n: _take(folder, tensors, names.peft_norm(i, n), shape) for n in names.LAYER_NORMS}
@@ -372,7 +378,9 @@ def _without_experts(folder: pathlib.Path, options: dict[str, Any]) -> dict[str,
     """
     parameters, targets = options.get("target_parameters"), options.get("target_modules")
     found = options | {"expert_rank": 0}
+    adapted = stacked = False
     if isinstance(parameters, list) and parameters:
+        adapted = stacked = True
         of_experts = _expert_parameters().values()
         whole = {name for name in of_experts if any(_ends(name, given) for given in parameters)}
         if len(parameters) > len(whole) or len(whole) < len(of_experts):
@@ -381,19 +389,15 @@ def _without_experts(folder: pathlib.Path, options: dict[str, Any]) -> dict[str,
                 f"plain LoRA of routed experts, whose parameters are {', '.join(of_experts)}"
             )
         found |= {"target_parameters": None, "target_modules": targets or []}
-    elif isinstance(targets, list) and not {str(t) for t in targets}.isdisjoint(_EXPERT_MEMBERS):
+    if isinstance(targets, list) and not {str(t) for t in targets}.isdisjoint(_EXPERT_MEMBERS):
         modules = _stored_modules(folder)
-        if not any(re.search(r"\.(experts|shared_expert)\.", module) for module in modules):
-            return found
-        ends = {p: names.layer_module(0, p).partition(".0.")[2] for p in ALL_PROJECTIONS}
-        found["target_modules"] = [
-            p for p, end in ends.items() if any(_ends(module, end) for module in modules)
-        ]
-        if not any(".experts." in module for module in modules):
-            return found
-    else:
-        return found
-    return found | _expert_rank(folder, options, stacked=bool(parameters))
+        if any(re.search(r"\.(experts|shared_expert)\.", module) for module in modules):
+            ends = {p: names.layer_module(0, p).partition(".0.")[2] for p in ALL_PROJECTIONS}
+            found["target_modules"] = [
+                p for p, end in ends.items() if any(_ends(module, end) for module in modules)
+            ]
+            adapted = any(".experts." in module for module in modules)
+    return found | _expert_rank(folder, options, stacked=stacked) if adapted else found
 
 
 def _expert_rank(folder: pathlib.Path, options: dict[str, Any], *, stacked: bool) -> dict[str, Any]:
@@ -410,7 +414,7 @@ def _expert_rank(folder: pathlib.Path, options: dict[str, Any], *, stacked: bool
     wanted = list(_expert_parameters().values()) if stacked else [_EXPERT_MODULES]
     own, rest = [], {}
     for key, default, pattern in zip(keys, defaults, patterns, strict=True):
-        named = {name: _named_experts(name) for name in pattern}
+        named = {name: _named_experts(name, stacked=stacked) for name in pattern}
         rest[key] = {name: value for name, value in pattern.items() if not named[name]}
         given = {expert: pattern[name] for name in pattern for expert in named[name]}
         own.append([given.get(expert, default) for expert in wanted])
@@ -430,12 +434,17 @@ def _expert_rank(folder: pathlib.Path, options: dict[str, Any], *, stacked: bool
     return rest | {"expert_rank": rank}
 
 
-def _named_experts(pattern: str) -> list[str]:
-    """Returns the parameters of experts that a pattern of ranks names, or their modules."""
+def _named_experts(pattern: str, *, stacked: bool) -> list[str]:
+    r"""Returns the parameters of experts that a pattern of ranks names, or their modules.
+
+    PEFT writes '.*\.gate_up_proj' where target_modules were projections of a mixture. A pattern
+    'down_proj' also names other modules, whose rank is that of the others or their shapes differ.
+    """
     if pattern == _EXPERT_MODULES:
         return [_EXPERT_MODULES]
     end = pattern.replace("\\", "").removeprefix(".*.")
-    return [p for p in _expert_parameters().values() if "experts." in end and _ends(p, end)]
+    own = stacked or "experts." in end
+    return [p for p in _expert_parameters().values() if own and _ends(p, end)]
 
 
 def _stored_modules(folder: pathlib.Path) -> set[str]:

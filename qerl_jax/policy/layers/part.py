@@ -76,7 +76,9 @@ class Memory(NamedTuple):
     # Numbers of a token that the backward pass of an update reads, by names of `PRODUCTS`.
     kept: dict[str, int]
     backward: int = 0  # bytes of temporary arrays in the backward pass of a buffer
-    adapter: int = 0  # those that it has in addition where routed experts have adapters
+    # Where routed experts have adapters, those that it has in addition; of a mixer, those of the
+    # backward pass that exist at the same time as those of the MLP.
+    adapter: int = 0
     prefill: int = 0  # bytes of temporary arrays of a token in a prefill
     # Bytes of the scores in the backward pass of a buffer, on a device without a kernel for them.
     scores: int = 0

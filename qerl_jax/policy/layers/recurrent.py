@@ -113,11 +113,13 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
 
     The backward pass has the arrays of the chunks: what the loop reads and returns, and the two
     states in front of each chunk; for a kernel also the matrices that it reads, and their
-    gradients. A prefill has what the loop reads, and the products before it.
+    gradients. Without a kernel XLA has them before the gradients of adapters of experts are there.
+    A prefill has what the loop reads, and the products before it.
     """
     shapes, chunk = _shapes(config), delta.CHUNK
     heads = 2 * chunk + 3 * shapes.value_dim + 2 * shapes.key_dim * shapes.value_dim // chunk
-    if delta.has_kernel(jnp.bfloat16, shapes.key_dim, shapes.value_dim):
+    has_kernel = delta.has_kernel(jnp.bfloat16, shapes.key_dim, shapes.value_dim)
+    if has_kernel:
         heads += 6 * shapes.key_dim
     width = shapes.value_heads * heads + 2 * shapes.key_heads * shapes.key_dim + shapes.channels
     read = shapes.values * 2 + shapes.value_heads * (3 * chunk + 4 * shapes.key_dim)
@@ -128,6 +130,7 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
             "o_proj": config.embed_dim,
         },
         backward=4 * tokens * width,
+        adapter=0 if has_kernel else 4 * tokens * width,
         prefill=4 * read + itemsize * 2 * shapes.channels,
     )
 
