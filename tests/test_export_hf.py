@@ -11,6 +11,8 @@ import types
 from pathlib import Path
 
 import finished_run
+import gguf
+import gguf_cases
 import jax
 import ml_dtypes
 import numpy as np
@@ -22,7 +24,8 @@ import trees
 import yaml
 from refusal import refused
 
-from qerl_jax.commands import evaluate, export_hf
+from qerl_jax.commands import evaluate
+from qerl_jax.commands import export as export_command
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.evaluation.load_policy import open_policy
@@ -320,13 +323,74 @@ def test_nvfp4_is_the_merged_model_quantized(run, tmp_path):
     assert weights[""] == weights["bf16"] != weights["trained"]
 
 
+# --- GGUF -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def byte_run(tiny, tmp_path_factory):
+    """The run of a Qwen2 with a tokenizer that llama.cpp has."""
+    folder = tmp_path_factory.mktemp("byte")
+    model = gguf_cases.write_folder(folder / "model", "qwen2")
+    changes = {"data.system_prompt": "ab <|im_end|>"}
+    return finished_run.write_run(folder / "r u n", tiny, own=True, model=model, **changes)
+
+
+def test_gguf_is_the_adapter_and_its_base(byte_run, tmp_path, capsys):
+    out = run_export(byte_run, "gguf", out=str(tmp_path / "out"), dense="bf16", score_problems=None)
+    assert {path.name for path in out.iterdir()} == {
+        "README.md", "adapter.gguf", "base-NVFP4.gguf"
+    }  # fmt: skip
+    policy = open_policy(str(byte_run), dtype="float32")
+    base = load(str(out / "base-NVFP4.gguf"), format="stored", dtype="float32")
+    for ours, theirs in zip(base.params["layers"], policy.base.params["layers"], strict=True):
+        trees.assert_equal(ours["qkv_proj"], theirs["qkv_proj"])
+    fields = gguf.GGUFReader(out / "adapter.gguf").fields
+    assert fields["adapter.lora.alpha"].contents() == finished_run.LORA.alpha
+    printed = capsys.readouterr().out
+    pair = f"{out}/base-NVFP4.gguf --lora {out}/adapter.gguf --temp 0"
+    assert f"llama-cli -m {pair}\nllama-server -m {pair}\n" in printed
+    card = (out / "README.md").read_text()
+    assert "exactly those that the adapter was trained on" in card
+    assert f"llama-cli -m {pair}" in card
+    assert "these files" in card  # their KL
+    assert "vllm" not in card
+
+
+@pytest.mark.parametrize("form", ["q8_0", "bf16", "mxfp4", "nvfp4"])
+def test_gguf_merged(form, byte_run, tmp_path, capsys):
+    out = run_export(byte_run, "gguf", merge=form, out=str(tmp_path / "out"))
+    file = out / f"model-{form.upper()}.gguf"
+    found = {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert form.upper() in found
+    lines = capsys.readouterr().out
+    assert f"llama-cli -m {file} --temp 0" in lines
+    has_file = form in ("q8_0", "bf16")
+    assert (f"ollama create r-u-n -f {out}/Modelfile" in lines) == has_file
+    assert ("llama-quantize" in lines) == (form == "bf16")
+    if has_file:
+        text = (out / "Modelfile").read_text()
+        assert text.startswith(f"FROM ./{file.name}\n")
+        assert 'PARAMETER stop "<|im_end|>"' in text
+        assert 'SYSTEM """ab <|im_end|>"""' in text
+    again = load(str(file), format="stored", dtype="float32")
+    merged = run_export(byte_run, "merged", out=str(tmp_path / "merged"))
+    exact = load(str(merged), format="stored", dtype="float32")
+    if form == "bf16":
+        trees.assert_equal(again.params, exact.params)
+    forms = {"q8_0": 0.01, "bf16": 0.0, "mxfp4": 0.2, "nvfp4": 0.2}
+    for ours, theirs in zip(again.params["layers"], exact.params["layers"], strict=True):
+        ours = transformer.dequantize_params(ours | {"embed_tokens": exact.params["embed_tokens"]})
+        difference = np.linalg.norm(ours["down_proj"] - theirs["down_proj"])
+        assert difference <= forms[form] * np.linalg.norm(theirs["down_proj"])
+
+
 @pytest.mark.parametrize(("size", "fraction"), [(1e-4, 0.0), (1.0, 1.0)])
 def test_what_four_bits_keep(size, fraction, tiny, tmp_path):
     """An update below half a step of the 4-bit grid is lost, and a large update is kept."""
     run = finished_run.write_run(tmp_path / "run", tiny, size=size)
     kept = {}
     policy = open_policy(str(run))
-    list(merge.merged_layers(policy.model, policy.lora, packed=True, retention=kept))
+    list(merge.merged_layers(policy.model, policy.lora, format="nvfp4", retention=kept))
     assert kept.keys() == projection_shapes(policy.model.config).keys()
     for part in kept.values():
         assert abs(part.kept_fraction - fraction) < 0.1
@@ -336,7 +400,7 @@ def test_what_four_bits_keep(size, fraction, tiny, tmp_path):
 def test_an_update_of_zero_changes_nothing(tiny, tmp_path):
     run = finished_run.write_run(tmp_path / "run", tiny, size=0.0)
     policy, kept = open_policy(str(run)), {}
-    layers = list(merge.merged_layers(policy.model, policy.lora, packed=True, retention=kept))
+    layers = list(merge.merged_layers(policy.model, policy.lora, format="nvfp4", retention=kept))
     assert kept == {}
     for layer, before in zip(layers, policy.model.params["layers"], strict=True):
         np.testing.assert_array_equal(
@@ -696,7 +760,7 @@ def test_an_interrupted_export_leaves_nothing(form, number, run, tmp_path, monke
     arguments = ["--format", form, "--out", str(tmp_path / "out"), "--score-problems=0"]
     arguments += ["--with-base"] if form == "peft" else []
     with pytest.raises(SystemExit) as caught:
-        export_hf.run(export_hf.make_parser().parse_args([str(run), *arguments]))
+        export_command.run(export_command.make_parser().parse_args([str(run), *arguments]))
     assert caught.value.code == 128 + number
     assert capsys.readouterr().err.endswith(f"{number.name}: stopping\n")
     assert list(tmp_path.iterdir()) == []
@@ -704,7 +768,7 @@ def test_an_interrupted_export_leaves_nothing(form, number, run, tmp_path, monke
 
 def test_the_command(run, tmp_path):
     (tmp_path / "mine").write_text("")
-    command = [sys.executable, "-m", "experiments.export_hf", str(run), "--format=merged"]
+    command = [sys.executable, "-m", "experiments.export", str(run), "--format=merged"]
     command += [f"--out={tmp_path / 'mine'}"]
     result = subprocess.run(command, cwd=tiny_run.ROOT, capture_output=True, text=True)
     words = f"error: {tmp_path / 'mine'} exists already; remove it or choose another folder\n"

@@ -1,25 +1,36 @@
 """Merges an adapter into weights, and measures how much of the update the rounding keeps.
 
-A merged weight is W + scale * B A, summed in float32 and rounded once, to bfloat16 or to NVFP4. The
-update is small compared to the weights, so rounding can remove it. If the weights are on the 4-bit
-grid already, as the weights of an NVFP4 base are, an update of less than half the distance between
-two code points changes nothing at all. `UpdateRetention` measures what remains of the update in the
-weights; `card_scores.probe_kl` measures the effect on the policy.
+A merged weight is W + scale * B A, summed in float32 and rounded once, to bfloat16 or to 4 bits.
+The update is small compared to the weights, so rounding can remove it. If the weights are on the
+4-bit grid already, as the weights of an NVFP4 base are, an update of less than half the distance
+between two code points changes nothing at all, unless the columns of a weight make up for the
+errors of the columns before (`calibrated_merge`). `UpdateRetention` measures what remains of the
+update in the weights; `card_scores.probe_kl` measures the effect on the policy.
 """
 
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.evaluation.load_policy import LoadedPolicy
+from qerl_jax.evaluation.tasks import training_problems
 from qerl_jax.policy.aqn import LAYER_NORMS
 from qerl_jax.policy.layers.kinds import ALL_FUSED, FUSED, STACKS, member_bounds, stack_shapes
 from qerl_jax.policy.lora import Lora, merge_layer
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, dequantize, quantize
+from qerl_jax.quantization.calibration import calibrated_updates
+from qerl_jax.quantization.calibration_text import TextConfig, choose_prompts, sample_windows
+from qerl_jax.rollout.config import EngineConfig
+from qerl_jax.rollout.shapes import dequantize_mode
+from qerl_jax.system.live_line import waiting
+from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -53,40 +64,143 @@ class UpdateRetention:
 
 
 def merged_layers(
-    model: LoadedModel, lora: Lora | None, *, packed: bool, retention: dict[str, UpdateRetention]
+    model: LoadedModel, lora: Lora | None, *, format: str, retention: dict[str, UpdateRetention]
 ) -> Iterator[dict]:
     """Yields the layers of a model with the adapter merged into them, as NumPy arrays.
 
-    With `packed` the weights are rounded to NVFP4, as llm-compressor would round the merged
-    bfloat16 weights, instead of to bfloat16; only those of `kinds.PACKED` are. The measures of
-    the kept update go into `retention` by projection, where there is an update. Experts are rounded
-    one after the other.
+    The measures of the kept update go into `retention` by projection, where there is an update.
+    Experts are rounded one after the other.
+
+    Args:
+        model: the model.
+        lora: its adapter, or None.
+        format: 'nvfp4' and 'mxfp4' round the weights of `kinds.PACKED` to these formats, NVFP4 as
+            llm-compressor would round the merged bfloat16 weights. 'bf16' rounds to bfloat16, and
+            so does 'q8_0', which GGUF files round further: that is measured as well.
+        retention: where the measures go.
 
     Raises:
         UserError: a merged weight cannot be packed.
     """
-    scale = 0.0 if lora is None else lora.scale
-    merge = jax.jit(functools.partial(merge_layer, config=model.config, scale=scale))
-    for number, layer in enumerate(model.params["layers"]):
+    packed = "" if format in ("bf16", "q8_0") else format
+    for number, (layer, merged, updates) in enumerate(_merged(model, lora)):
         experts = {
             name: _round_experts(layer[name], shape, name, packed=packed)
             for name, shape in stack_shapes(model.config, number).items()
         }
-        layer = {name: array for name, array in layer.items() if name not in experts}
-        merged, updates = merge(layer, {} if lora is None else lora.layers[number])
-        for fused, members in ALL_FUSED.items():
-            if fused not in layer:
-                continue
-            packs = packed and fused in FUSED
+        for fused in updates:
+            packs = packed if fused in FUSED else ""
             bounds = member_bounds(fused, model.config)
             before = _round(layer[fused], bounds, packed=packs)
             after = _round(merged[fused], bounds, packed=packs)
-            sums = np.asarray(_row_sums(before, after, updates[fused]), np.float64)
-            for member, rows in zip(members, np.split(sums, bounds, axis=1), strict=True):
-                if rows[1].any():
-                    retention.setdefault(member, UpdateRetention()).add(rows.sum(axis=1).tolist())
+            sees = _as_q8_0 if format == "q8_0" else lambda weight: weight
+            ends = sees(before), sees(after)
+            _add_retention(retention, fused, bounds, ends, updates[fused])
             merged[fused] = jax.device_get(after)
         yield merged | experts
+
+
+def calibrated_merge(
+    model: LoadedModel,
+    lora: Lora,
+    tokens: np.ndarray,
+    *,
+    retention: dict[str, UpdateRetention],
+) -> Iterator[dict]:
+    """Yields the layers of a model with the adapter merged into them, in NVFP4 by GPTQ.
+
+    Weights that are in NVFP4 keep their scales: without the update they would keep their codes,
+    too, so that all errors are those of the update, and GPTQ makes up for them. Experts in NVFP4
+    stay as they are. The measures of the update are as in `merged_layers`, but what changes are
+    the weights of the model.
+
+    Args:
+        model: the model.
+        lora: its adapter.
+        tokens: int32 [B, T] token ids of a text of the trained policy.
+        retention: where the measures go.
+
+    Raises:
+        UserError: as in `calibrate`.
+    """
+    waiting = []
+
+    def layers() -> Iterator[tuple[dict, dict]]:
+        for layer, merged, updates in _merged(model, lora):
+            waiting.append((layer, updates))
+            grids = {
+                name: checkpoint_order(layer[name])
+                for name in updates
+                if isinstance(layer[name], QuantTensor) and layer[name].format == "nvfp4"
+            }
+            yield merged | {s: _in_order(layer[s]) for s in STACKS if s in layer}, grids
+
+    for packed in calibrated_updates(model, layers(), tokens):
+        layer, updates = waiting.pop()
+        arrays = packed.arrays
+        for fused, update in updates.items():
+            bounds = member_bounds(fused, model.config)
+            if not isinstance(arrays[fused], QuantTensor):
+                arrays[fused] = _round(arrays[fused], bounds, packed="")
+            ends = layer[fused], arrays[fused]
+            _add_retention(retention, fused, bounds, ends, update)
+        yield jax.device_get(arrays)
+
+
+def calibration_windows(policy: LoadedPolicy, *, trusted: bool) -> np.ndarray:
+    """Returns training prompts of the run of a policy with its own completions, int32 [B, T].
+
+    Raises:
+        UserError: the run is that of another person and not trusted, or its problems cannot be
+            read.
+    """
+    assert policy.run is not None
+    run, model = policy.run["config"], policy.model
+    text = TextConfig(max_new_tokens=min(512, run["rollout"]["max_new_tokens"]))
+    problems = choose_prompts(training_problems(run, trusted=trusted), text)
+    limit = run["data"]["max_prompt_tokens"]
+    with template_date(policy.created):
+        prompts = encode_prompts(problems, model.tokenizer, policy.prompt, max_prompt_tokens=limit)
+    engine = EngineConfig(
+        max_rows=run["rollout"]["max_rows"] or 64,
+        chunk_steps=run["rollout"]["chunk_steps"],
+        dequantize=dequantize_mode(model.params, run["rollout"]["dequantize"]),
+        kv_cache_dtype=run["rollout"]["kv_cache_dtype"],
+        compact="once",
+    )
+    with waiting(f"sampling completions of {len(prompts)} prompts for the calibration"):
+        ids = [prompt.ids for prompt in prompts]
+        return sample_windows(model, ids, text, engine, policy.lora)
+
+
+def _in_order(weight: jax.Array | QuantTensor) -> jax.Array | QuantTensor:
+    return checkpoint_order(weight) if isinstance(weight, QuantTensor) else weight
+
+
+def _merged(
+    model: LoadedModel, lora: Lora | None
+) -> Iterator[tuple[dict, dict, dict[str, jax.Array]]]:
+    """Yields each layer, its arrays but for experts with the adapter merged, and the updates."""
+    scale = 0.0 if lora is None else lora.scale
+    merge = jax.jit(functools.partial(merge_layer, config=model.config, scale=scale))
+    for number, layer in enumerate(model.params["layers"]):
+        plain = {name: array for name, array in layer.items() if name not in STACKS}
+        merged, updates = merge(plain, {} if lora is None else lora.layers[number])
+        yield layer, merged, updates
+
+
+def _add_retention(
+    retention: dict[str, UpdateRetention],
+    fused: str,
+    bounds: Sequence[int],
+    ends: tuple[Any, Any],
+    update: jax.Array,
+) -> None:
+    """Adds the measures of the update of a fused weight, `ends` without and with it."""
+    sums = np.asarray(_row_sums(*ends, update), np.float64)
+    for member, rows in zip(ALL_FUSED[fused], np.split(sums, bounds, axis=1), strict=True):
+        if rows[1].any():
+            retention.setdefault(member, UpdateRetention()).add(rows.sum(axis=1).tolist())
 
 
 def norm_retention(before: dict, after: dict) -> dict[str, UpdateRetention]:
@@ -108,24 +222,27 @@ def norm_retention(before: dict, after: dict) -> dict[str, UpdateRetention]:
 
 
 def _round(
-    weight: jax.Array | QuantTensor, bounds: Sequence[int], *, packed: bool
+    weight: jax.Array | QuantTensor, bounds: Sequence[int], *, packed: str
 ) -> np.ndarray | QuantTensor:
-    """Rounds a fused weight to the written format; an NVFP4 weight stays as it is."""
+    """Rounds a fused weight to a format of 4 bits or, if `packed` is '', to bfloat16.
+
+    A weight in the format stays as it is.
+    """
     if isinstance(weight, QuantTensor):
-        if packed and weight.format == "nvfp4":
+        if packed == weight.format:
             return weight
         weight = _dense(weight)
     dense = np.asarray(weight).astype(ml_dtypes.bfloat16)
-    return quantize(np.split(dense, bounds), format="nvfp4") if packed else dense
+    return quantize(np.split(dense, bounds), format=packed) if packed else dense
 
 
 def _round_experts(
-    weight: jax.Array | QuantTensor, shape: tuple[int, int, int], name: str, *, packed: bool
+    weight: jax.Array | QuantTensor, shape: tuple[int, int, int], name: str, *, packed: str
 ) -> np.ndarray | QuantTensor:
     """Rounds a stack of experts of a shape (E, N, K), as `_round` does with a fused weight."""
     if isinstance(weight, QuantTensor):
         weight = jax.device_get(checkpoint_order(weight))
-        if packed and weight.format == "nvfp4":
+        if packed == weight.format:
             return weight
     members = len(STACKS[name].members)
     bounds = [shape[1] // members * member for member in range(1, members)]
@@ -137,6 +254,17 @@ def _round_experts(
 
     parts = map(rounded, range(shape[0]))
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+@jax.jit
+def _as_q8_0(weight: jax.Array) -> jax.Array:
+    """Returns what Q8_0 keeps of a weight [N, K]: 8 bits, and a float16 scale for 32 inputs."""
+    if weight.shape[1] % 32:
+        return weight
+    blocks = weight.astype(jnp.float32).reshape(len(weight), -1, 32)
+    scales = jnp.abs(blocks).max(axis=-1, keepdims=True) / 127
+    codes = jnp.round(blocks / jnp.where(scales == 0, 1, scales))
+    return (codes * scales.astype(jnp.float16).astype(jnp.float32)).reshape(weight.shape)
 
 
 @jax.jit

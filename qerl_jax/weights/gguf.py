@@ -139,10 +139,11 @@ class GgufFile:
                 out = _undo_qwen3_5(out, name, self.config)
         return out.astype(dtype, copy=False).reshape(self.shape(name))
 
-
     def _interleaved(self, name: str) -> int:
         """The number of heads with rows in GGUF's order; 0 for a tensor in Hugging Face's order."""
-        if self.config.model_type != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
+        if self.config.model_type != "llama" or not name.endswith(
+            ("q_proj.weight", "k_proj.weight")
+        ):
             return 0
         is_query = name.endswith("q_proj.weight")
         return self.config.num_heads if is_query else self.config.num_kv_heads
@@ -454,7 +455,9 @@ def _hf_tensors(
         if tensor.divisors is not None:
             divisors = np.repeat(tensor.divisors, len(members))
         found |= {
-            f"{module}.weight": dataclasses.replace(tensor, shape=shape, data=data, divisors=divisor)
+            f"{module}.weight": dataclasses.replace(
+                tensor, shape=shape, data=data, divisors=divisor
+            )
             for module, data, divisor in zip(modules, parts, divisors, strict=True)
         }
     return found

@@ -352,7 +352,7 @@ def check_formats(checkpoint: Checkpoint, format: str) -> None:
 
 
 @contextlib.contextmanager
-def name_in_errors(checkpoint: Checkpoint, layer: int, fused: str) -> Iterator[None]:
+def name_in_errors(checkpoint: Checkpoint | LoadedModel, layer: int, fused: str) -> Iterator[None]:
     """Names the layer and the projections of a fused group in an error."""
     try:
         yield

@@ -100,7 +100,9 @@ def types_of(
     for name, shape in names.expected_shapes(config).items():
         part = name.partition(".mlp.")[2]
         wide = part in ("gate.weight", "shared_expert_gate.weight") or ".conv1d." in name
-        kinds[name] = Kind.F32 if wide or len(shape) == 1 else _fitting(kinds[name], shape[-1], dense)
+        kinds[name] = (
+            Kind.F32 if wide or len(shape) == 1 else _fitting(kinds[name], shape[-1], dense)
+        )
     return kinds
 
 
@@ -205,7 +207,6 @@ def fill_gguf_adapter(path: pathlib.Path, lora: Lora, config: ModelConfig, *, na
     writer = gguf.GGUFWriter(path, architecture(config))
     writer.add_type("adapter")
     writer.add_name(name)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_string("adapter.type", "lora")
     matrices = [m for layer in lora.layers for m in layer.values()]

@@ -316,12 +316,12 @@ def to_gguf(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     """
     backend = tokenizer.backend
     model = json.loads(backend.to_str())["model"]
-    pre = _pre_name(backend)
-    if model["type"] != "BPE" or not isinstance(backend.decoder, decoders.ByteLevel) or pre is None:
+    is_bpe = model["type"] == "BPE" and isinstance(backend.decoder, decoders.ByteLevel)
+    if not is_bpe or (pre := _pre_name(backend)) is None:
         raise UserError(
-            f"the tokenizer ({model['type']}) has no name in GGUF: it must be a byte-level BPE with "
-            f"a pre-tokenizer of {', '.join(_PRE_TOKENIZERS)}; export with --format=merged, and "
-            "convert that folder with llama.cpp's convert_hf_to_gguf.py"
+            f"the tokenizer ({model['type']}) has no name in GGUF that is known here: it must be a "
+            f"byte-level BPE with a pre-tokenizer of {', '.join(_PRE_TOKENIZERS)}; export with "
+            "--format=merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
         )
     added, tokens = backend.get_added_tokens_decoder(), [f"[PAD{i}]" for i in range(vocab_size)]
     types = [_UNUSED] * vocab_size
@@ -341,7 +341,9 @@ def to_gguf(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in model["merges"]],
+        "tokenizer.ggml.merges": [
+            m if isinstance(m, str) else " ".join(m) for m in model["merges"]
+        ],
     } | {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items() if i is not None}
     begins = ids["bos"] is not None and backend.encode("a").ids[0] == ids["bos"]
     found["tokenizer.ggml.add_bos_token"] = begins
