@@ -63,7 +63,7 @@ def tokenizer_of(family):
             "tokenizer.ggml.padding_token_id": tokens.index("<pad>"),
             "tokenizer.ggml.token_type": types,
             "tokenizer.ggml.add_bos_token": family == "llama",
-            "tokenizer.chat_template": "{{ messages[0].content }}<|im_end|>",
+            "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
         }
     )
 

@@ -336,7 +336,7 @@ def byte_run(tiny, tmp_path_factory):
 
 
 def test_gguf_is_the_adapter_and_its_base(byte_run, tmp_path, capsys):
-    out = run_export(byte_run, "gguf", out=str(tmp_path / "out"), dense="bf16", score_problems=None)
+    out = run_export(byte_run, "gguf", out=str(tmp_path / "out"), dense="bf16", score_problems=2)
     assert {path.name for path in out.iterdir()} == {
         "README.md", "adapter.gguf", "base-NVFP4.gguf"
     }  # fmt: skip
@@ -676,7 +676,16 @@ def test_the_card_names_a_base_of_the_hub():
 @pytest.mark.parametrize(
     ("form", "options", "named"),
     [
-        ("gguf", {}, "peft, merged, nvfp4"),
+        ("ggml", {}, "peft, merged, nvfp4, gguf"),
+        ("gguf", {}, r"\(WordLevel\) has no name in GGUF"),
+        ("gguf", {"merge": "q4_k"}, "merge=q4_k: must be one of nvfp4, mxfp4, q8_0, bf16"),
+        ("gguf", {"dense": "f16"}, "dense=f16: must be one of q8_0, bf16"),
+        ("gguf", {"onto": "bf16"}, "merges nothing"),
+        ("gguf", {"with_base": True}, "needs no base"),
+        ("merged", {"merge": "q8_0"}, "it is a form of --format=gguf"),
+        ("merged", {"dense": "bf16"}, "it is a form of --format=gguf"),
+        ("gguf", {"calibration": "gptq"}, "it merges into 4 bits"),
+        ("nvfp4", {"calibration": "awq"}, "calibration=awq: must be one of none, gptq"),
         ("merged", {"onto": "fp8"}, "trained, bf16"),
         ("peft", {"onto": "bf16"}, "merges nothing"),
         ("merged", {"with_base": True}, "needs no base"),
