@@ -110,9 +110,9 @@ def calibrated_merge(
     """Yields the layers of a model with the adapter merged into them, in NVFP4 by GPTQ.
 
     Weights that are in NVFP4 keep their scales: without the update they would keep their codes,
-    too, so that all errors are those of the update, and GPTQ makes up for them. Experts in NVFP4
-    stay as they are. The measures of the update are as in `merged_layers`, but what changes are
-    the weights of the model.
+    too, so that all errors are those of the update. Its targets are dithered, so that it is kept on
+    average, and GPTQ makes up for the noise. Experts in NVFP4 stay as they are. The measures of the
+    update are as in `merged_layers`, but what changes are the weights of the model.
 
     Args:
         model: the model.

@@ -70,6 +70,26 @@ class CalibrationOptions:
     reports_errors: bool = False
 
 
+class _Grid(NamedTuple):
+    """The scales that a weight near to a grid keeps, and what its targets are dithered by.
+
+    An update that is small against the distance between two numbers would be lost: what GPTQ makes
+    up for is less than that, most of all where inputs hardly correlate. With a dither that is as
+    likely up as down, all of it is kept on average, and GPTQ makes up for the noise.
+    """
+
+    scales: jax.Array  # FP8 [N, K/16]
+    divisors: jax.Array  # float32 [N, 1]
+    dither: jax.Array  # float32 [N, K], from -0.5 to 0.5
+
+    @classmethod
+    def of(cls, weight: QuantTensor, layer: int, name: str) -> "_Grid":
+        """Returns the grid of a weight in NVFP4, with the same dither each time."""
+        key = jax.random.key(len(PACKED) * layer + list(PACKED).index(name), impl="threefry2x32")
+        dither = jax.random.uniform(key, weight.shape, minval=-0.5, maxval=0.5)
+        return cls(jnp.asarray(weight.scales), jnp.asarray(weight.global_scale)[:, None], dither)
+
+
 def calibrated_layers(
     checkpoint: Checkpoint,
     tokens: np.ndarray,
@@ -125,7 +145,8 @@ def calibrate(
     Args:
         model: what has the layers.
         layers: of each layer the arrays of the parameter tree, and weights in NVFP4 by name. These
-            are grids: an array of that name is quantized with their scales, which it is near to.
+            are grids: an array of that name is quantized with their scales, which it is near to,
+            and dithered, see `_Grid`.
             What is in NVFP4 among the arrays stays as it is.
         x: embeddings [batches, B, T, D] of the text.
         options: what GPTQ does.
@@ -141,7 +162,8 @@ def calibrate(
     programs_of: dict[tuple, Programs] = {}
     for number, (dense, grids) in enumerate(layers):
         layer = {name: _on_device(name, array, dtype) for name, array in dense.items()}
-        kind, grids = kinds.layer_of(config, number), jax.tree.map(jnp.asarray, grids)
+        kind = kinds.layer_of(config, number)
+        grids = {name: _Grid.of(weight, number, name) for name, weight in grids.items()}
         key = kind, *grids
         if key not in programs_of:
             programs_of[key] = _programs(kind, layer, grids, x, options, config)
@@ -199,7 +221,7 @@ def _batch_rows(windows: int) -> int:
 def _programs(
     kind: Layer,
     layer: dict,
-    grids: Grids,
+    grids: Mapping[str, _Grid],
     x: jax.Array,
     options: CalibrationOptions,
     config: ModelConfig,
@@ -234,14 +256,13 @@ def _programs(
         else:
             hessian = add(("moments", name), _moments, moments, arrays, rows).eval_shape()
         if grid := abstract(grids.get(name)):
-            scales = grid.scales
-            divisor = jax.ShapeDtypeStruct((len(scales), 1), jnp.float32)
+            scales, divisor, _ = grid
         else:
             scaling = add(("scales", name), scale, {"grow": options.grow}, weight, hessian)
             scales, divisor, _ = scaling.eval_shape()
         static = {"orders": options.orders}
         damping = jax.ShapeDtypeStruct(hessian.shape[:-2], jnp.float32)
-        arguments = weight, hessian, scales, divisor, damping
+        arguments = weight, hessian, scales, divisor, damping, *([grid.dither] if grid else [])
         codes, _ = add(("gptq", name), round_columns, static, *arguments).eval_shape()
         packed = add(("pack", name), _pack, {}, codes, scales, divisor).eval_shape()
         if stack:
@@ -276,7 +297,7 @@ class _Quantized(NamedTuple):
 
 def _quantize_fused(
     layer: dict,
-    grid: QuantTensor | None,
+    grid: _Grid | None,
     x: jax.Array,
     options: CalibrationOptions,
     programs: Programs,
@@ -360,21 +381,24 @@ def _whole(part: QuantTensor, parts: int) -> QuantTensor:
 def _quantize(
     weight: jax.Array,
     hessian: jax.Array,
-    grid: QuantTensor | None,
+    grid: _Grid | None,
     options: CalibrationOptions,
     programs: Programs,
     name: str,
 ) -> QuantTensor:
     """Returns a fused weight in NVFP4, or those of several experts, one after the other."""
+    dither = []
     if grid is None:
         scales, divisor, is_finite = programs["scales", name](weight, hessian)
         if not is_finite.all():
             raise UserError("the weights, or the activations in front of them, are not finite")
     else:
-        scales, divisor = grid.scales, grid.global_scale[:, None]
+        scales, divisor, *dither = grid
     damping = jnp.full(hessian.shape[:-2], options.damping, jnp.float32)
     for more in (*(more for more in _DAMPING if more > options.damping), None):
-        codes, is_finite = programs["gptq", name](weight, hessian, scales, divisor, damping)
+        codes, is_finite = programs["gptq", name](
+            weight, hessian, scales, divisor, damping, *dither
+        )
         if is_finite.all():
             return programs["pack", name](codes, scales, divisor)
         if more is not None:

@@ -125,8 +125,6 @@ class GgufFile:
                     if tensor.divisors is not None:
                         values = values / tensor.divisors
                     out[row : row + step] = values
-                if tensor.divisors is not None:
-                    out /= tensor.divisors
         except NotImplementedError as error:
             raise UserError(
                 f"{self.path}: {tensor.name!r:.200} has the type {tensor.kind.name}, "
