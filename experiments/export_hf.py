@@ -1,6 +1,6 @@
 """The former name of `experiments.export`, which still works."""
 
-from experiments.export import main
+from qerl_jax.commands.export import main
 
 if __name__ == "__main__":
     main()

@@ -356,7 +356,9 @@ def test_gguf_is_the_adapter_and_its_base(byte_run, tmp_path, capsys):
     assert "vllm" not in card
 
 
-@pytest.mark.parametrize("form", ["q8_0", "bf16", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    "form", ["q8_0", "bf16", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mxfp4", "nvfp4"))]
+)
 def test_gguf_merged(form, byte_run, tmp_path, capsys):
     out = run_export(byte_run, "gguf", merge=form, out=str(tmp_path / "out"))
     file = out / f"model-{form.upper()}.gguf"

@@ -74,13 +74,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--merge",
         default="",
         choices=("q8_0", "bf16", "mxfp4", "nvfp4"),
-        help="of gguf: number format of one merged model (default: the adapter and its base)",
+        help="number format of one merged GGUF file (default: the adapter and its base)",
     )
     add(
         "--dense",
         default="q8_0",
         choices=("q8_0", "bf16"),
-        help="of gguf: number format of weights in no other (default: q8_0)",
+        help="number format of other weights in a GGUF file (default: q8_0)",
     )
     add(
         "--calibration",

@@ -48,7 +48,7 @@ def fill_pair(folder: Path, policy: LoadedPolicy, *, dense: str, name: str) -> G
         folder: existing empty folder.
         policy: the policy.
         dense: format of the weights that are in no other, of `DENSE`.
-        name: of the policy, for people.
+        name: name of the policy in the file.
 
     Raises:
         UserError: llama.cpp has no such architecture or tokenizer.
@@ -95,7 +95,7 @@ def fill_merged(
         policy: the policy, which has the architecture and the tokenizer.
         merge: format of the weights that a format of four bits packs.
         dense: format of the others, of `DENSE`.
-        name: of the policy, for people.
+        name: name of the policy in the file.
 
     Raises:
         UserError: llama.cpp has no such architecture or tokenizer.

@@ -144,7 +144,7 @@ def calibrate(
 
     Args:
         model: what has the layers.
-        layers: of each layer the arrays of the parameter tree, and weights in NVFP4 by name. These
+        layers: the arrays of each layer of the parameter tree, and weights in NVFP4 by name. These
             are grids: an array of that name is quantized with their scales, which it is near to,
             and dithered, see `_Grid`.
             What is in NVFP4 among the arrays stays as it is.

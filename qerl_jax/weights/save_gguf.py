@@ -129,7 +129,7 @@ def fill_gguf(
         config: the architecture.
         tokenizer: its tokenizer.
         kinds: the format of each tensor, see `types_of`.
-        name: of the model, for people.
+        name: name of the model in the file.
 
     Raises:
         UserError: llama.cpp has no such architecture or tokenizer.
@@ -199,7 +199,7 @@ def fill_gguf_adapter(path: pathlib.Path, lora: Lora, config: ModelConfig, *, na
         path: the file.
         lora: the adapter.
         config: the architecture.
-        name: of the adapter, for people.
+        name: name of the adapter in the file.
 
     Raises:
         UserError: llama.cpp has no such architecture.
