@@ -331,7 +331,7 @@ def byte_run(tiny, tmp_path_factory):
     """The run of a Qwen2 with a tokenizer that llama.cpp has."""
     folder = tmp_path_factory.mktemp("byte")
     model = gguf_cases.write_folder(folder / "model", "qwen2")
-    changes = {"data.system_prompt": "ab <|im_end|>"}
+    changes = {"data.system_prompt": "ab <|im_end|>", "data.max_prompt_tokens": 64}
     return finished_run.write_run(folder / "r u n", tiny, own=True, model=model, **changes)
 
 
