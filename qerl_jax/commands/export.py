@@ -4,7 +4,7 @@
     qerl-export RUN --format=peft --with-base   # and its NVFP4 base
     qerl-export RUN --format=merged             # one model in bfloat16
     qerl-export RUN --format=nvfp4              # one model in 4 bits
-    qerl-export RUN --format=nvfp4 --calibration=gptq    # which keeps more of the update
+    qerl-export RUN --format=nvfp4 --calibration=gptq    # merged into the NVFP4 base
     qerl-export RUN --format=gguf               # the adapter and its base for llama.cpp
     qerl-export RUN --format=gguf --merge=q8_0  # one model for llama.cpp and Ollama
     qerl-export RUN --format=peft --push=USER/NAME
