@@ -20,7 +20,7 @@ LAYOUTS = {
     "random": random_ids(np.random.default_rng(0), 4096),
     "one tile": packed_ids((10, 20), total=128),
 }
-HEADS = [(12, 2, 128), (28, 4, 128), (9, 3, 64), (64, 8, 128)]
+HEADS = [(12, 2, 128), (28, 4, 128), (9, 3, 64), (64, 8, 128), (16, 2, 256)]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,19 +1,22 @@
 """Mixtures of experts: the table, the grouped product, the router, and what is refused."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from refusal import refused
 from tiny_checkpoints import model_config
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from benchmarks.rollout.random_policy import random_params
 from pallas_kernels import experts, fp4_matmul
-from pallas_kernels.experts import api
+from pallas_kernels.experts import api, dense_sm90
 from pallas_kernels.experts.table import tile_rows
+from pallas_kernels.fp4_matmul import dispatch, sm90
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import sizes, transformer
 from qerl_jax.policy.layers import kinds
@@ -62,6 +65,10 @@ def test_table(case):
     assert case != "the bound" or found.used == len(found.owner)
 
 
+def test_tiles_of_the_hopper_kernel(simulated_hopper):
+    assert [tile_rows(pairs, 256) for pairs in (8, 8191, 8192, 1 << 20)] == [8, 8, 64, 64]
+
+
 def test_tiles_grow_with_the_pairs():
     assert [tile_rows(pairs, 256) for pairs in (8, 8191, 16384, 65536, 1 << 20)] == [
         *(8, 8, 32, 128, 128)
@@ -107,6 +114,75 @@ def test_grouped_product_and_its_gradient(case, outputs, order, tiles_at_once, m
     want, want_vjp = jax.vjp(plain, x)
     np.testing.assert_allclose(y, want, atol=1e-4)
     np.testing.assert_allclose(vjp(gradient)[0], want_vjp(gradient)[0], atol=1e-4)
+
+
+@pytest.fixture
+def simulated_hopper(monkeypatch):
+    """The kernels of a Hopper GPU, simulated with a search for races, on two SMs."""
+    how = plgpu.InterpretGPUParams(detect_races=True)
+    for module, name in ((dense_sm90, "product"), (sm90, "dequantize")):
+        kernel = functools.partial(getattr(module, name), interpret=how)
+        monkeypatch.setattr(module, name, kernel)
+    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
+    monkeypatch.setattr(api.device, "num_sms", lambda: 2)
+
+
+def test_hopper_product_and_its_gradient(simulated_hopper, monkeypatch):
+    """They are those of each pair with the whole dense weight of its expert.
+
+    Of four experts, in two parts, one has no tile, one has one, and others have an odd number.
+    """
+    count, outputs, inputs = 4, 256, 128
+    monkeypatch.setattr(api, "PART_NUMBERS", 2 * outputs * inputs)
+    rng = np.random.default_rng(1)
+    routes = rng.permutation(np.repeat([0, 2, 3], [30, 150, 70])).astype(np.int32)[:, None]
+    own_table = experts.table(jnp.asarray(routes), experts=count)
+    assert len(own_table.source) == 64 * len(own_table.owner)
+    assert own_table.used == 1 + 3 + 2 < len(own_table.owner)
+    scales = rng.integers(40, 60, (count * outputs, inputs // 16), np.uint8)
+    packed = fp4_matmul.Fp4Weight(
+        packed=jnp.asarray(rng.integers(0, 256, (count * outputs, inputs // 2), np.uint8)),
+        scales=jax.lax.bitcast_convert_type(jnp.asarray(scales), jnp.float8_e4m3fn),
+        global_scale=jnp.asarray(rng.uniform(1, 2, count * outputs).astype(np.float32)),
+    )
+    tiles, dense = fp4_matmul.to_tiles(packed), fp4_matmul.dequantize(packed, jnp.bfloat16)
+    chosen = np.asarray(dense, np.float64).reshape(count, outputs, inputs)[routes[:, 0]]
+    x, gradient = (
+        jnp.asarray(rng.standard_normal((len(routes), width)), jnp.bfloat16)
+        for width in (inputs, outputs)
+    )
+
+    def grouped(rows):
+        return experts.grouped_matmul(rows, tiles, own_table, outputs=outputs)
+
+    rows = experts.to_rows(x, own_table)
+    y, pull = jax.vjp(grouped, rows)
+    # What rows without a pair hold does not matter: the last tiles are zeros.
+    back = pull(jnp.where((own_table.source < len(routes))[:, None],
+                          experts.to_rows(gradient, own_table), jnp.nan))[0]  # fmt: skip
+    wide = (np.asarray(array, np.float64) for array in (x, gradient))
+    want, want_back = (
+        np.einsum(equation, array, chosen)
+        for equation, array in zip(("pk,pnk->pn", "pn,pnk->pk"), wide, strict=True)
+    )
+    for found, expected in ((y, want), (back, want_back)):
+        pairs = np.asarray(experts.to_pairs(found, own_table), np.float64)
+        assert np.linalg.norm(pairs - expected) < 3e-3 * np.linalg.norm(expected)
+        assert not found[64 * int(own_table.used) :].any()
+
+
+@pytest.mark.parametrize("case", ["several blocks of pairs", "the bound"])
+def test_units_have_the_tiles_of_an_expert_in_twos(case, simulated_hopper):
+    routes, count = ROUTES[case]
+    own_table = jax.jit(experts.table, static_argnames="experts")(routes, experts=count)
+    work = jax.jit(dense_sm90.units, static_argnums=1)(own_table, count)
+    work = jax.tree.map(np.asarray, work)
+    owner, used = np.asarray(own_table.owner), int(own_table.used)
+    tiles = [(int(e), index >= used) for index, e in enumerate(owner)]
+    want = [index for index, tile in enumerate(tiles)
+            if (index - tiles.index(tile)) % 2 == 0]  # fmt: skip
+    assert work.first[: len(want)].tolist() == want
+    assert work.ends.tolist() == [sum(owner[want] < e) for e in range(count + 1)]
 
 
 @ALL_ROUTES

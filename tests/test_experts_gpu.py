@@ -28,7 +28,7 @@ def config_of(family):
     """A few experts whose weights are whole tiles of the kernels."""
     whole = model_config(family, vocab_size=1024, embed_dim=256, head_dim=64, max_position=512)
     shared = whole.experts.shared_width and 128
-    experts = ExpertsConfig(32, 4, 64, shared, normalized=True)
+    experts = ExpertsConfig(32, 4, 128, shared, normalized=True)
     return dataclasses.replace(whole, experts=experts, mlp_dim=experts.active_width)
 
 

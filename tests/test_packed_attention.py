@@ -182,6 +182,7 @@ def simulate(heads, ids):
             pytest.param(heads, 512, groups, marks=pytest.mark.slow)
             for heads, groups in (
                 ((2, 1, 128), [(200, 100, 150)]),
+                ((2, 1, 256), [(30, 150, 60), (90, 5)]),
                 ((3, 1, 64), [(9, 500)]),
                 ((4, 2, 64), [(30, 40), (77, 90), (3, *[20] * 9)]),
                 ((1, 1, 128), []),

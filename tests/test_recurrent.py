@@ -14,9 +14,12 @@ import pytest
 import tiny_checkpoints
 import tiny_rollout
 import tiny_run
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from tiny_model import random_lora, random_tokens, tiny_policy
 
+from pallas_kernels import chunks_sm90
 from pallas_kernels.attention import PART_BITS, segments
+from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.export.merge import merged_layers
@@ -116,6 +119,41 @@ def test_completions_begin_at_the_state_of_their_prompt(seed):
         own = ids[path] == part
         actual = np.asarray(out)[:, path][:, own]
         np.testing.assert_allclose(actual, expected[:, : len(path)][:, own], atol=5e-6)
+
+
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_hopper_kernel_is_the_loop(packed, monkeypatch):
+    """Outputs, last states and gradients, with a search for races: to the rounding of bfloat16."""
+    shapes = RecurrentConfig(key_heads=1, value_heads=2, key_dim=128, value_dim=64, window=4)
+    # Completions begin in the second and the third chunk, which see the prompt's old state.
+    parts, lengths = [0, 1, 2, 3, 1 << PART_BITS, -1], [20, 50, 70, 30, 14, 8]
+    ids = np.repeat(parts, lengths).astype(np.int32)
+    layout = delta.layout_of(segments(ids), shapes) if packed else None
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (rng.standard_normal((1, 192, *heads)).astype(np.float32)
+                      for heads in ((1, 128), (1, 128), (1, 2, 64), (1, 2, 64)))  # fmt: skip
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    rates = rng.uniform(0, 1, (2, 1, 192, 2)).astype(np.float32)
+    live = (ids >= 0)[None, :, None, None, None] | (not packed)
+
+    @functools.partial(jax.jit, static_argnames="dtype")
+    def run(q, k, v, rates, *, dtype):
+        def rule(q, k, v, rates):
+            return delta.delta_rule(q, k, v, delta.Gates(-rates[0], rates[1]), layout, dtype=dtype)
+
+        (out, last), pull = jax.vjp(rule, q, k, v, rates)
+        own = jnp.zeros_like(last) if packed else jnp.ones_like(last)
+        return out * live, own * last, *pull((d_out * live, own))
+
+    expected = run(q, k, v, rates, dtype=jnp.float32)
+    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
+    # A simulated kernel has effects, which a checkpoint refuses.
+    monkeypatch.setattr(jax, "checkpoint", lambda function: function)
+    how = plgpu.InterpretGPUParams(detect_races=True)
+    monkeypatch.setattr(chunks_sm90, "run", functools.partial(chunks_sm90.run, interpret=how))
+    for found, want in zip(run(q, k, v, rates, dtype=jnp.bfloat16), expected, strict=True):
+        assert 0 <= np.linalg.norm(found - want) <= 6e-3 * np.linalg.norm(want)
+        assert not want.any() or (found != want).any()  # the kernel ran
 
 
 # --- Rollouts -------------------------------------------------------------------------------------

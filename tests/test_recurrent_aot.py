@@ -5,14 +5,17 @@ uv run --group aot pytest -n 0 -m aot
 
 import dataclasses
 import functools
+import re
 
 import h200
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from row_loss import loss_config
 
+from pallas_kernels import chunks_sm90
 from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.memory.update_plan import update_memory
 from qerl_jax.policy import lora, sizes
@@ -24,6 +27,27 @@ from qerl_jax.rl.packing import empty_buffer
 from qerl_jax.rl.train_step import UpdateConfig, init_state
 
 pytestmark = pytest.mark.aot
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kept", [1, 2])
+def test_the_kernel_of_chunks(kept, reverse, capfd):
+    """It spills no registers and copies nothing."""
+    count, heads, rows = 132, 32, kept * chunks_sm90.WIDTH
+    made, written = (64, 128) if reverse else (128, 64)
+    wide = functools.partial(h200.array, dtype=jnp.float32)
+    with h200.compiler() as compile_for_h200:
+        compiled = compile_for_h200(
+            functools.partial(chunks_sm90.run, reverse=reverse),
+            *(wide(heads, rows, 128), h200.array(count, heads, made, rows)),
+            *(h200.array(count, heads, rows, written), wide(count, heads, kept, kept)),
+            wide(count, heads, made, 128),
+        )
+    report = "".join(capfd.readouterr())
+    assert "chunks_sm90" in report
+    assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
+    assert "Potential Performance Loss" not in report
+    assert " copy(" not in compiled.as_text()
 
 
 def test_the_memory_of_an_update_is_the_planned_one(monkeypatch):

@@ -1,7 +1,7 @@
 """Self-attention over packed buffers whose groups share a prompt, with its gradient.
 
-On a Hopper GPU, bfloat16 heads of 64 or 128 dimensions have kernels. They visit only the tiles that
-are seen, and add up everything in a fixed order. Elsewhere XLA computes it with a dense mask.
+On a Hopper GPU, bfloat16 heads of 64, 128 or 256 dimensions have kernels. They visit only the tiles
+that are seen, and add up everything in a fixed order. Elsewhere XLA computes it with a dense mask.
 """
 
 import functools
@@ -26,7 +26,7 @@ __all__ = [
     "supports_device",
 ]
 
-HEAD_DIMS = 64, 128  # of the heads that the kernels compute
+HEAD_DIMS = 64, 128, 256  # of the heads that the kernels compute
 
 
 def supports_device(dtype: jnp.dtype, head_dim: int) -> bool:

@@ -37,6 +37,8 @@ def gradients(
     gradient = jax.ShapeDtypeStruct(k.shape, k.dtype)
 
     group = q.shape[1] // kv_heads
+    # Registers hold the gradients of 128 columns: a CTA has half of a wide head.
+    parts, stages = (1, STAGES) if head_dim <= tiles.WIDE else (2, 1)
 
     def blocks(runs, unit):
         return _QueryBlocks(*(runs[unit, i] for i in range(6)), group=group)
@@ -52,15 +54,15 @@ def gradients(
         shared={
             "k_sm": tiles.operand(CONSUMERS, ROWS, head_dim),  # keys, and in the end their gradient
             "v_sm": tiles.operand(CONSUMERS, ROWS, head_dim),
-            "q_sm": tiles.operand(STAGES, STEP, head_dim),
-            "d_out_sm": tiles.operand(STAGES, STEP, head_dim),
-            "lse_sm": plgpu.SMEM((STAGES, STEP), jnp.float32),
-            "delta_sm": plgpu.SMEM((STAGES, STEP), jnp.float32),
+            "q_sm": tiles.operand(stages, STEP, head_dim),
+            "d_out_sm": tiles.operand(stages, STEP, head_dim),
+            "lse_sm": plgpu.SMEM((stages, STEP), jnp.float32),
+            "delta_sm": plgpu.SMEM((stages, STEP), jnp.float32),
             "tile_full": plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=2),
-            "full": plgpu.Barrier(num_barriers=STAGES, num_arrivals=4),
-            "empty": plgpu.Barrier(num_barriers=STAGES, num_arrivals=CONSUMERS),
+            "full": plgpu.Barrier(num_barriers=stages, num_arrivals=4),
+            "empty": plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS),
         },
-        grid=(2 * count, kv_heads),
+        grid=(2 * count, kv_heads * parts),
         interpret=interpret,
     )
     return _add_parts(dk, dv, dk_parts, dv_parts, segments.sums, interpret)
@@ -116,7 +118,24 @@ class _QueryBlocks:
 
 
 class _KeyTile(tiles.Cta):
-    """A CTA of the gradients by keys and values: a part of a tile of 128 keys of one head."""
+    """A CTA of the gradients by keys and values: a part of a tile of 128 keys of one head.
+
+    Of a wide head it has half of the columns of the gradients.
+    """
+
+    def __init__(self, **fields: Any):
+        super().__init__(**fields)
+        head_dim = self.k.shape[2]
+        self.width = min(head_dim, tiles.WIDE)
+        self.columns = None
+        if head_dim > self.width:
+            halves = head_dim // self.width
+            self.columns = pl.ds(lax.rem(self.head, halves) * self.width, self.width)
+            self.head = lax.div(self.head, halves)
+
+    def part(self, ref: Any) -> Any:
+        """The own columns of a reference."""
+        return ref if self.columns is None else ref.at[..., self.columns]
 
     def run(self) -> None:
         """Runs the producer and the consumers, unless there is no such part."""
@@ -135,7 +154,7 @@ class _KeyTile(tiles.Cta):
             plgpu.copy_gmem_to_smem(self.lse.at[head, rows], self.lse_sm.at[stage], full)
             plgpu.copy_gmem_to_smem(self.delta.at[head, rows], self.delta_sm.at[stage], full)
 
-        tiles.produce([(self.empty, copy)], self.blocks.count)
+        tiles.produce([(self.empty, copy)], self.blocks.count, self.q_sm.shape[0])
 
     def consume(self, warpgroup: Any) -> None:
         """Computes the gradients by 64 keys and values."""
@@ -153,7 +172,7 @@ class _KeyTile(tiles.Cta):
 
         def visit(i, carry):
             dk, dv = carry
-            stage = lax.rem(i, STAGES)
+            stage = lax.rem(i, self.q_sm.shape[0])
             q_sm, d_out_sm = self.q_sm.at[stage], self.d_out_sm.at[stage]
             plgpu.barrier_wait(self.full.at[stage])
             scores = tiles.product(k_sm, q_sm.T)
@@ -161,31 +180,35 @@ class _KeyTile(tiles.Cta):
             lse = plgpu.load(self.lse_sm.at[stage], layout=tiles.BY_COLUMN)
             scores *= scale * tiles.LOG2_E
             weights = jnp.exp2(scores - tiles.over_rows(lse, ROWS))
-            dv = tiles.add_product(dv, weights, d_out_sm, simulated=self.simulated)
+            dv = tiles.add_product(dv, weights, self.part(d_out_sm), simulated=self.simulated)
             d_weights = tiles.product(v_sm, d_out_sm.T)
             delta = plgpu.load(self.delta_sm.at[stage], layout=tiles.BY_COLUMN)
             d_scores = weights * (d_weights - tiles.over_rows(delta, ROWS))
-            dk = tiles.add_product(dk, d_scores, q_sm, simulated=self.simulated)
+            dk = tiles.add_product(dk, d_scores, self.part(q_sm), simulated=self.simulated)
             plgpu.barrier_arrive(self.empty.at[stage])
             return dk, dv
 
-        start = (tiles.filled((ROWS, head_dim), 0.0, tiles.TILE),) * 2
+        start = (tiles.filled((ROWS, self.width), 0.0, tiles.TILE),) * 2
         dk, dv = lax.fori_loop(0, self.blocks.count, visit, start)
         dk *= scale
 
         @pl.when(self.blocks.slot < 0)
         def store_result():
             for staged, x, target in ((k_sm, dk, self.dk), (v_sm, dv, self.dv)):
-                staged[...] = x.astype(jnp.bfloat16)
+                target, x = target.at[rows, self.head], x.astype(jnp.bfloat16)
+                if self.columns is not None:  # The TMA reads whole columns.
+                    plgpu.store(self.part(target), x, optimized=False)
+                    continue
+                staged[...] = x
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(staged, target.at[rows, self.head])
+                plgpu.copy_smem_to_gmem(staged, target)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(self.blocks.slot >= 0)
         def store_part():
             place = self.blocks.slot, self.head, pl.ds(warpgroup * ROWS, ROWS)
             for parts, total in ((self.dk_parts, dk), (self.dv_parts, dv)):
-                plgpu.store(parts.at[place], total, optimized=False)
+                plgpu.store(self.part(parts.at[place]), total, optimized=False)
 
 
 def _add_parts(dk, dv, dk_parts, dv_parts, sums, interpret):

@@ -4,6 +4,7 @@ A CTA has a tile of 128 queries of one head, and visits blocks of keys as the fo
 computes the softmax weights again, of the scores and the saved log-sum-exp.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -34,24 +35,25 @@ def gradient(
     2, and `delta` float32 [N, T] are the sums of attention times its gradient.
     """
     length, heads, head_dim = q.shape
+    size, stages = (BLOCK, STAGES) if head_dim <= tiles.WIDE else (BLOCK // 2, 1)
     operands = {"q": q, "k": k, "v": v, "d_out": d_out, "lse": lse, "delta": delta}
     (dq,) = tiles.launch(
         _QueryTile,
         "packed_attention_dq_sm90",
-        blocks=KeyBlocks.load,
+        blocks=functools.partial(KeyBlocks.load, size=size),
         operands=operands | {"runs": segments.key_runs, "ends": segments.ends},
         results={"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)},
         shared={
             "q_sm": tiles.operand(CONSUMERS, ROWS, head_dim),  # queries, and in the end the result
             "d_out_sm": tiles.operand(CONSUMERS, ROWS, head_dim),
-            "k_sm": tiles.operand(STAGES, BLOCK, head_dim),
-            "v_sm": tiles.operand(STAGES, BLOCK, head_dim),
-            "ends_sm": plgpu.SMEM((STAGES, BLOCK), jnp.int32),
+            "k_sm": tiles.operand(stages, size, head_dim),
+            "v_sm": tiles.operand(stages, size, head_dim),
+            "ends_sm": plgpu.SMEM((stages, size), jnp.int32),
             "tile_full": plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=2),
-            "k_full": plgpu.Barrier(num_barriers=STAGES, num_arrivals=2),
-            "v_full": plgpu.Barrier(num_barriers=STAGES),
-            "k_empty": plgpu.Barrier(num_barriers=STAGES, num_arrivals=CONSUMERS),
-            "v_empty": plgpu.Barrier(num_barriers=STAGES, num_arrivals=CONSUMERS),
+            "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            "v_full": plgpu.Barrier(num_barriers=stages),
+            "k_empty": plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS),
+            "v_empty": plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS),
         },
         grid=(length // BLOCK, heads),
         interpret=interpret,
@@ -77,20 +79,20 @@ class _QueryTile(tiles.QueryTile):
         )
         queries = first + tiles.iota((ROWS,), 0, tiles.BY_ROW)
         plgpu.barrier_wait(full)
-        scale = head_dim**-0.5
+        scale, size, stages = head_dim**-0.5, self.blocks.size, self.k_sm.shape[0]
 
         def visit(i, dq):
-            stage = lax.rem(i, STAGES)
+            stage = lax.rem(i, stages)
             k_sm, v_sm = self.k_sm.at[stage], self.v_sm.at[stage]
             plgpu.barrier_wait(self.k_full.at[stage])
             scores = tiles.product(q_sm, k_sm.T)
             scores = self.blocks.masked(scores, i, queries, self.ends_sm.at[stage])
             scores *= scale * tiles.LOG2_E
-            weights = jnp.exp2(scores - tiles.over_columns(lse, BLOCK))
+            weights = jnp.exp2(scores - tiles.over_columns(lse, size))
             plgpu.barrier_wait(self.v_full.at[stage])
             d_weights = tiles.product(d_out_sm, v_sm.T)
             plgpu.barrier_arrive(self.v_empty.at[stage])
-            d_scores = weights * (d_weights - tiles.over_columns(delta, BLOCK))
+            d_scores = weights * (d_weights - tiles.over_columns(delta, size))
             dq = tiles.add_product(dq, d_scores, k_sm, simulated=self.simulated)
             plgpu.barrier_arrive(self.k_empty.at[stage])
             return dq

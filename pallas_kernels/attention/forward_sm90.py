@@ -6,6 +6,7 @@ softmax over them. The tiles with the most blocks start first.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -35,12 +36,13 @@ def attend(
     its scores, float32 [N, T].
     """
     length, heads, head_dim = q.shape
+    size = BLOCK if head_dim <= tiles.WIDE else BLOCK // 2
     full = plgpu.Barrier(num_barriers=STAGES)
     empty = plgpu.Barrier(num_barriers=STAGES, num_arrivals=CONSUMERS)
     out, lse = tiles.launch(
         _QueryTile,
         "packed_attention_sm90",
-        blocks=KeyBlocks.load,
+        blocks=functools.partial(KeyBlocks.load, size=size),
         operands={"q": q, "k": k, "v": v, "runs": segments.key_runs, "ends": segments.ends},
         results={
             "out": jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -48,9 +50,9 @@ def attend(
         },
         shared={
             "q_sm": tiles.operand(CONSUMERS, ROWS, head_dim),  # queries, and in the end the result
-            "k_sm": tiles.operand(STAGES, BLOCK, head_dim),
-            "v_sm": tiles.operand(STAGES, BLOCK, head_dim),
-            "ends_sm": plgpu.SMEM((STAGES, BLOCK), jnp.int32),
+            "k_sm": tiles.operand(STAGES, size, head_dim),
+            "v_sm": tiles.operand(STAGES, size, head_dim),
+            "ends_sm": plgpu.SMEM((STAGES, size), jnp.int32),
             "lse_sm": plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
             "q_full": plgpu.Barrier(num_barriers=CONSUMERS),
             "k_full": dataclasses.replace(full, num_arrivals=2),
@@ -86,7 +88,7 @@ class _QueryTile(tiles.QueryTile):
             scores = self.blocks.masked(scores, i, queries, self.ends_sm.at[stage])
             plgpu.barrier_arrive(self.k_empty.at[stage])
             top = jnp.maximum(largest, scale * jnp.max(scores, axis=1))
-            weights = jnp.exp2(scale * scores - tiles.over_columns(top, BLOCK))
+            weights = jnp.exp2(scale * scores - tiles.over_columns(top, self.blocks.size))
             keep = jnp.exp2(largest - top)
             weight = keep * weight + jnp.sum(weights, axis=1)
             total = tiles.over_columns(keep, head_dim) * total

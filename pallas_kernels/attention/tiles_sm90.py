@@ -15,7 +15,8 @@ from pallas_kernels.attention.segments import ALIGNMENT, BLOCK
 
 ROWS = 64  # rows of a consumer warpgroup's tile
 CONSUMERS = 2  # consumer warpgroups of a CTA
-STAGES = 2  # of the pipeline
+STAGES = 2  # of a pipeline, if shared memory holds them
+WIDE = 128  # dimensions of a head from which on fewer keys are in shared memory, and fewer stages
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
 LOG2_E = 1.4426950408889634
@@ -94,11 +95,17 @@ class KeyBlocks:
     blocks: Any  # number of blocks of the own run
     full_from: Any  # first full block of the own run
     full_to: Any  # end of the full blocks of the own run
+    size: int = BLOCK  # keys of a block: half of them, twice as many blocks, for wide heads
 
     @classmethod
-    def load(cls, key_runs: Any, rank: Any) -> "KeyBlocks":
+    def load(cls, key_runs: Any, rank: Any, *, size: int) -> "KeyBlocks":
         """Reads a row of `Segments.key_runs` in global memory."""
-        return cls(*(key_runs[rank, i] for i in range(9)))
+        runs = cls(*(key_runs[rank, i] for i in range(9)), size=size)
+        if size == BLOCK:
+            return runs
+        counts = ("prompt_blocks", "prompt_from", "prompt_to", "blocks", "full_from", "full_to")
+        more = {name: getattr(runs, name) * (BLOCK // size) for name in counts}
+        return dataclasses.replace(runs, **more)
 
     @property
     def count(self) -> Any:
@@ -108,7 +115,7 @@ class KeyBlocks:
     def first_key(self, i: Any) -> Any:
         """The first key of the i-th block."""
         in_own = i - self.prompt_blocks
-        key = jnp.where(in_own < 0, self.prompt + i * BLOCK, self.own + in_own * BLOCK)
+        key = jnp.where(in_own < 0, self.prompt + i * self.size, self.own + in_own * self.size)
         return pl.multiple_of(key, ALIGNMENT)
 
     def is_full(self, i: Any) -> Any:
@@ -118,9 +125,9 @@ class KeyBlocks:
         return full_of_prompt | ((in_own >= self.full_from) & (in_own < self.full_to))
 
     def masked(self, scores: jax.Array, i: Any, queries: jax.Array, ends: Any) -> jax.Array:
-        """The scores [64, 128] of the i-th block, and -inf where a query does not see a key.
+        """The scores [64, size] of the i-th block, and -inf where a query does not see a key.
 
-        `queries` [64] has the index of each query, `ends` [128], in shared memory, the
+        `queries` [64] has the index of each query, `ends` [size], in shared memory, the
         `Segments.ends` of each key.
         """
 
@@ -129,8 +136,8 @@ class KeyBlocks:
             # The last block of the prompt's run may hold keys of the own run, too.
             bound = jnp.where(i < self.prompt_blocks, self.own - 1, 2**31 - 1)
             last = jnp.minimum(queries, bound) - self.first_key(i)
-            seen = iota(scores.shape, 1, TILE) <= over_columns(last, BLOCK)
-            seen &= over_columns(queries, BLOCK) < over_rows(end, ROWS)
+            seen = iota(scores.shape, 1, TILE) <= over_columns(last, self.size)
+            seen &= over_columns(queries, self.size) < over_rows(end, ROWS)
             return jnp.where(seen, scores, -jnp.inf)
 
         return lax.cond(self.is_full(i), lambda: scores, hide)
@@ -175,16 +182,16 @@ class QueryTile(Cta):
         kv_head = lax.div(self.head, self.q.shape[1] // self.k.shape[1])
 
         def copy_keys(i, stage):
-            keys, full = pl.ds(self.blocks.first_key(i), BLOCK), self.k_full.at[stage]
+            keys, full = pl.ds(self.blocks.first_key(i), self.blocks.size), self.k_full.at[stage]
             plgpu.copy_gmem_to_smem(self.k.at[keys, kv_head], self.k_sm.at[stage], full)
             plgpu.copy_gmem_to_smem(self.ends.at[keys], self.ends_sm.at[stage], full)
 
         def copy_values(i, stage):
-            keys, full = pl.ds(self.blocks.first_key(i), BLOCK), self.v_full.at[stage]
+            keys, full = pl.ds(self.blocks.first_key(i), self.blocks.size), self.v_full.at[stage]
             plgpu.copy_gmem_to_smem(self.v.at[keys, kv_head], self.v_sm.at[stage], full)
 
         channels = [(self.k_empty, copy_keys), (self.v_empty, copy_values)]
-        produce(channels, self.blocks.count)
+        produce(channels, self.blocks.count, self.k_sm.shape[0])
 
 
 def launch(
@@ -225,19 +232,20 @@ def launch(
     )(*operands.values())
 
 
-def produce(channels: list[tuple[Any, Any]], count: Any) -> None:
+def produce(channels: list[tuple[Any, Any]], count: Any, stages: int) -> None:
     """Has the TMA fill the stages of a pipeline, and waits until all are free again.
 
     For each part of a stage, `channels` has the barriers that tell when it is free, and a function
-    of a step and its stage that starts the copies. `count` is the number of steps.
+    of a step and its stage that starts the copies. `count` is the number of steps,
+    `stages` that of stages.
     """
 
     @pl.loop(0, count)
     def fill(i):
-        stage = lax.rem(i, STAGES)
+        stage = lax.rem(i, stages)
         for empty, copy in channels:
 
-            @pl.when(i >= STAGES)
+            @pl.when(i >= stages)
             def await_consumers(empty=empty):
                 plgpu.barrier_wait(empty.at[stage])
                 plgpu.commit_smem()
@@ -245,7 +253,7 @@ def produce(channels: list[tuple[Any, Any]], count: Any) -> None:
             copy(i, stage)
 
     # A kernel must not end before all arrivals at its barriers.
-    @pl.loop(jnp.maximum(count - STAGES, 0), count)
+    @pl.loop(jnp.maximum(count - stages, 0), count)
     def observe_last_phases(i):
         for empty, _ in channels:
-            plgpu.barrier_wait(empty.at[lax.rem(i, STAGES)])
+            plgpu.barrier_wait(empty.at[lax.rem(i, stages)])

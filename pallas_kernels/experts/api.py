@@ -9,8 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import fp4_matmul
-from pallas_kernels.experts.table import Table
+from pallas_kernels import device, fp4_matmul
+from pallas_kernels.experts.table import HOPPER_TILE, Table, has_hopper_kernel
 from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
@@ -18,6 +18,8 @@ from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 # layer of Qwen3.6-35B-A3B takes 1.15 instead of 0.79 ms for a token of 8 rows (H200), and an update
 # 11 % longer, as the host begins each block.
 DENSE_NUMBERS = 1 << 27
+# The same for the Hopper kernel: parts that are too small leave some SMs idle in the end.
+PART_NUMBERS = 1 << 28
 # Numbers of products of tiles, in float32, that exist at a time in the gradient of an adapter.
 PRODUCT_NUMBERS = 1 << 25
 
@@ -48,7 +50,7 @@ def grouped_matmul(x: jax.Array, weight: Weight, table: Table, *, outputs: int) 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped(x, weight, table, outputs):
-    return _by_blocks(x, weight, table, outputs, "tmk,tnk->tmn")
+    return _product(x, weight, table, outputs, transposed=False)
 
 
 def _grouped_fwd(x, weight, table, outputs):
@@ -57,10 +59,69 @@ def _grouped_fwd(x, weight, table, outputs):
 
 def _grouped_bwd(outputs, residuals, dy):
     weight, table = residuals
-    return _by_blocks(dy, weight, table, outputs, "tmn,tnk->tmk"), None, None
+    return _product(dy, weight, table, outputs, transposed=True), None, None
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
+
+
+def _product(x, weight, table, outputs, *, transposed):
+    """The products of tiles with the weights [N, K] of their owners, or with their transposes."""
+    if _has_kernel(x, weight, table, outputs):
+        return _by_parts(x, weight, table, outputs, transposed)
+    return _by_blocks(x, weight, table, outputs, "tmn,tnk->tmk" if transposed else "tmk,tnk->tmn")
+
+
+def _inputs(weight):
+    return 2 * weight.packed.shape[1] if isinstance(weight, Fp4Weight) else weight.shape[1]
+
+
+def _has_kernel(x, weight, table, outputs):
+    """Whether the Hopper kernel multiplies the tiles."""
+    if len(x) != len(table.owner) * HOPPER_TILE or isinstance(weight, Fp4Weight):
+        return False
+    if x.dtype != jnp.bfloat16 or (isinstance(weight, jax.Array) and weight.dtype != x.dtype):
+        return False
+    return outputs % 128 == _inputs(weight) % 128 == 0 and has_hopper_kernel()
+
+
+def _by_parts(x, weight, table, outputs, transposed):
+    """The products of all tiles by the Hopper kernel, on the experts of a part at a time."""
+    # Mosaic GPU takes seconds to import, and only a Hopper GPU needs it.
+    from pallas_kernels.experts import dense_sm90
+
+    count = weight.shape[0] // outputs
+    packed = isinstance(weight, Fp4Tiles)
+    parts = -(-count * outputs * _inputs(weight) // PART_NUMBERS) if packed else 1
+    work, y = dense_sm90.units(table, count), None
+    for begin in range(0, count, size := -(-count // parts)):
+        experts = jnp.array([begin, min(begin + size, count)], jnp.int32)
+        static = min(size, count - begin), outputs, transposed
+        y = _multiply_part(x, weight, table, work, experts, y, static)
+    return y
+
+
+@functools.partial(jax.jit, static_argnums=6)  # so that equal kernels are lowered once
+def _multiply_part(x, weight, table, work, experts, y, static):
+    """Multiplies the tiles of the experts of a part, and puts the products into y."""
+    from pallas_kernels.experts import dense_sm90
+    from pallas_kernels.fp4_matmul import sm90
+
+    count, outputs, transposed = static
+    num_sms = device.num_sms()
+    if isinstance(weight, Fp4Tiles):
+        # A part is dequantized when the product with the one before has ended, and never for the
+        # forward and the backward pass at once.
+        x, codes, y = jax.lax.optimization_barrier((x, weight.codes, y))
+        weight = sm90.dequantize(
+            dataclasses.replace(weight, codes=codes),
+            inputs=_inputs(weight),
+            num_sms=num_sms,
+            part=(experts[:1] * (outputs // TILE_ROWS), count * outputs // TILE_ROWS),
+        )
+    return dense_sm90.product(
+        x, weight, table, work, experts, y, outputs=outputs, transposed=transposed, num_sms=num_sms
+    )
 
 
 @jax.named_scope("lora")
@@ -126,7 +187,7 @@ def _weight_gradient(x, dy, table, experts):
 def _by_blocks(x, weight, table, outputs, equation):
     """The products of all used tiles [R, .] with the weights [N, K] of their owners."""
     tiles = x.reshape(len(table.owner), -1, x.shape[1])
-    inputs = weight.shape[1] if not isinstance(weight, Fp4Weight) else 2 * weight.packed.shape[1]
+    inputs = _inputs(weight)
     size = min(len(tiles), max(1, DENSE_NUMBERS // (outputs * inputs)))
 
     def product(x, owners):

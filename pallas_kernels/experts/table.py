@@ -14,8 +14,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fp4_matmul import dispatch
+
 _BLOCK = 256  # pairs that are compared with each other
 _MIN_TILE, _MAX_TILE = 8, 128  # rows of a tile: the kernels' smallest, and largest
+HOPPER_TILE = 64  # rows of a tile of the Hopper kernel for many rows
 
 
 class Table(NamedTuple):
@@ -34,9 +37,27 @@ class Table(NamedTuple):
     used: jax.Array
 
 
+def has_hopper_kernel() -> bool:
+    """Whether the kernel of `dense_sm90` multiplies tiles of many rows on the default device."""
+    what = "the grouped kernel of experts"
+    return dispatch.agrees_on_hopper(_relative_error, what, "multiplying in blocks instead")
+
+
+def _relative_error():
+    # Mosaic GPU takes seconds to import, and only a Hopper GPU needs it.
+    from pallas_kernels.experts import dense_sm90
+
+    return dense_sm90.relative_error()
+
+
 def tile_rows(pairs: int, experts: int) -> int:
-    """Returns the rows of a tile: at most half of the pairs of an expert, on average."""
+    """Returns the rows of a tile: at most half of the pairs of an expert, on average.
+
+    The Hopper kernel has tiles of one size, and takes more of them for fewer pairs.
+    """
     rows = _MIN_TILE
+    if 4 * rows * experts <= pairs and has_hopper_kernel():
+        return HOPPER_TILE
     while rows < _MAX_TILE and 4 * rows * experts <= pairs:
         rows *= 2
     return rows
@@ -69,9 +90,10 @@ def table(routes: jax.Array, *, experts: int) -> Table:
 
     tiles = -(-sizes.sum(axis=0, dtype=jnp.int32) // rows)
     ends = jnp.cumsum(tiles)
-    place = (ends - tiles)[expert] * rows + rank
+    # XLA would find the place of a pair again for every number of its row.
+    place = jax.lax.optimization_barrier((ends - tiles)[expert] * rows + rank)
     bound = tile_bound(pairs, experts)
-    owner = jnp.searchsorted(ends, jnp.arange(bound), side="right").astype(jnp.int32)
+    owner = (ends <= jnp.arange(bound)[:, None]).sum(axis=1, dtype=jnp.int32)
     source = jnp.full(bound * rows, pairs, jnp.int32)
     source = source.at[place].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
     return Table(place, source, jnp.minimum(owner, experts - 1), ends[-1])

@@ -38,7 +38,7 @@ def supports_device() -> bool:
         return False
     if tiling.verified(jax.devices()[0].device_kind, jax.__version__):
         return True
-    return _agrees(self_check)
+    return agrees(self_check)
 
 
 @functools.cache
@@ -52,21 +52,43 @@ def supports_mma_device() -> bool:
         return False
     if chosen_kernel() is None and supports_device():
         return False
-    return _agrees(lambda: self_test.relative_error_of_mma(mma_kernel().matmul))
+    return agrees(lambda: self_test.relative_error_of_mma(mma_kernel().matmul))
 
 
-def _agrees(measure_error: Callable[[], float]) -> bool:
-    """Whether a kernel runs, and agrees with the definition; warns where it does not."""
+def agrees(
+    measure_error: Callable[[], float],
+    what: str = "the FP4 kernel",
+    instead: str = "dequantizing instead",
+) -> bool:
+    """Whether a kernel runs, and agrees with the definition; warns where it does not.
+
+    `measure_error` returns the relative error of the kernel's results; a warning names the kernel
+    and what happens instead.
+    """
     try:
         error = measure_error()
     except Exception as problem:  # Whatever an untested version of jax raises.
         first_line = f"{type(problem).__name__}: {problem}".splitlines()[0]
-        _warn_once(f"the FP4 kernel does not run, dequantizing instead ({first_line})")
+        _warn_once(f"{what} does not run, {instead} ({first_line})")
         return False
     if not error < 1e-2:
-        _warn_once(f"the FP4 kernel is off by {error:.1e}, dequantizing instead")
+        _warn_once(f"{what} is off by {error:.1e}, {instead}")
         return False
     return True
+
+
+def agrees_on_hopper(measure_error: Callable[[], float], what: str, instead: str) -> bool:
+    """Whether the default device is a Hopper GPU on which a kernel agrees with the definition.
+
+    The arguments are those of `agrees`; every kernel is measured once. Where programs are compiled
+    for a Hopper GPU that is elsewhere, the kernel is taken to agree.
+    """
+    if device_kernel() != "mosaic":
+        return False
+    return device.cuda_capability() != 9.0 or _agrees_once(measure_error, what, instead)
+
+
+_agrees_once = functools.cache(agrees)
 
 
 def device_kernel() -> str:

@@ -37,13 +37,21 @@ def dequantize(
     *,
     inputs: int,
     num_sms: int,
+    part: tuple[jax.Array, int] | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Returns the weight [N, K] in bfloat16; `inputs` is K."""
+    """Returns the weight [N, K] in bfloat16; `inputs` is K.
+
+    With a `part` it returns some whole tiles of rows: int32 [1], the first one, and their number.
+    XLA would copy a slice of the weight, and compile a kernel for each.
+    """
     n = weight.shape[0]
     row_tiles, column_tiles, _ = weight.codes.shape
-    shape = row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS
-    units = -(-row_tiles // _ROWS) * column_tiles
+    padding = row_tiles * TILE_ROWS - n
+    first, n = ((), n) if part is None else (part[:1], part[1] * TILE_ROWS)
+    row_tiles_out = -(-n // TILE_ROWS)
+    shape = row_tiles_out * TILE_ROWS, column_tiles * TILE_COLUMNS
+    units = -(-row_tiles_out // _ROWS) * column_tiles
     blocks = min(units, num_sms)
     kernel = plgpu.kernel(
         functools.partial(_body, row_tiles, units, blocks, interpret is not None),
@@ -70,7 +78,8 @@ def dequantize(
     dense = kernel(
         weight.codes.reshape(row_tiles, column_tiles, 4, 256),
         weight.scales,
-        jnp.pad(weight.divisor, (0, shape[0] - n), constant_values=1),
+        jnp.pad(weight.divisor, (0, padding), constant_values=1),
+        *first,
     )
     return dense[:n, :inputs]
 
@@ -83,8 +92,7 @@ def _body(
     codes_gm,
     scales_gm,
     divisor_gm,
-    out_gm,
-    *,
+    *first_and_out,
     codes_sm,
     scales_sm,
     out_sm,
@@ -92,6 +100,13 @@ def _body(
     empty,
 ) -> None:
     """The kernel: a unit is `_ROWS` row tiles of a column tile."""
+    *first, out_gm = first_and_out
+    offset = first[0][0] if first else None
+
+    def source(row):
+        """The row tile of the weight of one of the result."""
+        return row if offset is None else offset + row
+
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     count = lax.div(units - block + blocks - 1, blocks)
     column_tiles = out_gm.shape[1] // TILE_COLUMNS
@@ -116,7 +131,7 @@ def _body(
                     fence_async_proxy(nvvm.ProxyKind.async_shared)
 
             row, column = tiles_of(i)
-            tiles = (pl.ds(row, _ROWS), column)
+            tiles = (pl.ds(source(row), _ROWS), column)
             plgpu.copy_gmem_to_smem(codes_gm.at[tiles], codes_sm.at[slot], full.at[slot])
             plgpu.copy_gmem_to_smem(scales_gm.at[tiles], scales_sm.at[slot], full.at[slot])
 
@@ -138,7 +153,7 @@ def _body(
             plgpu.barrier_wait(full.at[slot])
             halves = _halves(codes_sm, scales_sm, (slot, warpgroup), simulated)
             plgpu.barrier_arrive(empty.at[slot])
-            factor = _factor(divisor_gm, jnp.minimum(row, row_tiles - 1) * TILE_ROWS)
+            factor = _factor(divisor_gm, jnp.minimum(source(row), row_tiles - 1) * TILE_ROWS)
             plgpu.wait_smem_to_gmem(_BUFFERS - 1, wait_read_only=True)
             for half, value in enumerate(halves):
                 value = (value.astype(jnp.float32) * factor).astype(jnp.bfloat16)

@@ -23,12 +23,15 @@ Letters besides those of the design page: n chunks, C tokens of a chunk, S state
 value heads of each, Dk and Dv widths of a key and of a value.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.attention import PADDING, PART_BITS, Segments
+from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.policy.config import RecurrentConfig
 
 CHUNK = 64
@@ -150,13 +153,26 @@ def delta_rule(
     gates: Gates,
     layout: "Layout | None" = None,
     state: jax.Array | None = None,
+    *,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
     """Applies the rule to rows, or to a packed buffer with a layout, of which B is 1.
 
     Queries and keys are [B, T, Kh, Dk], values [B, T, Kh, R, Dv] and gates [B, T, N], in float32. A
     token whose decay and rate are 0 leaves the state as it is. `state` [B, N, Dk, Dv] is that
-    before rows; None for zeros. Returns outputs like the values, and the last state of each row.
+    before rows; None for zeros. `dtype` is that of the layer: in bfloat16 a Hopper GPU multiplies
+    in the kernel of `chunks_sm90`, which keeps the states in float32, too. Returns outputs like the
+    values, and the last state of each row.
     """
+    if has_kernel(dtype, k.shape[-1], v.shape[-1]):
+        # What it keeps for its backward pass, XLA would otherwise compute before that of the MLP.
+        return jax.checkpoint(functools.partial(_rule, run=_run_kernel))(
+            q, k, v, gates, layout, state
+        )
+    return _rule(q, k, v, gates, layout, state, run=_run_chunks)
+
+
+def _rule(q, k, v, gates, layout, state, *, run):
     batch, length = q.shape[:2]
     heads = v.shape[2:4]
     decay, rate = (x.reshape(*x.shape[:2], *heads) for x in gates)
@@ -167,7 +183,7 @@ def delta_rule(
     begin = _unlike_others(shape, parts.rates)
     if state is not None:
         begin += state.reshape(shape[1:])
-    states, out = _run_chunks(begin, parts)
+    states, out = run(begin, parts)
     out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *v.shape[2:])[:, :length]
     return out, states[0].reshape(batch, -1, *shape[-2:])
 
@@ -398,6 +414,118 @@ def _run_chunks_bwd(saved, gradients):
 
 
 _run_chunks.defvjp(_run_chunks_fwd, _run_chunks_bwd)
+
+
+def has_kernel(dtype: DTypeLike, key_dim: int, value_dim: int) -> bool:
+    """Whether the default device has a kernel for whole rows and buffers of a layer in `dtype`."""
+    if dtype != jnp.bfloat16 or key_dim != 128 or value_dim % 64:
+        return False
+    what = "the kernel of recurrent layers"
+    return dispatch.agrees_on_hopper(_kernel_error, what, "multiplying in float32 instead")
+
+
+def _kernel_error():
+    # Mosaic GPU takes seconds to import, and only a Hopper GPU needs it.
+    from pallas_kernels import chunks_sm90
+
+    return chunks_sm90.relative_error()
+
+
+def _run_kernel(states: jax.Array, parts: _Part) -> tuple[jax.Array, jax.Array]:
+    """Does what `_run_chunks` does in one kernel, with products of bfloat16."""
+    begin = jnp.moveaxis(states, 0, 3)
+    # Computed again, its products do not exist while the kernel of the backward pass runs.
+    end, out = _run_matrices(_flat(begin, -3), jax.checkpoint(jax.vmap(_matrices))(parts))
+    return jnp.moveaxis(end.reshape(begin.shape), 3, 0), jnp.moveaxis(out, 4, 2)
+
+
+class _Matrices(NamedTuple):
+    """A chunk as the kernel reads it: the dots are B, Kh and R.
+
+    What the tokens of a chunk write, and after it their outputs, are `offsets + products S0` of the
+    states S0 [S Dk, Dv] in front of it.
+    """
+
+    products: jax.Array  # bfloat16 [.., 2 C, S Dk]
+    offsets: jax.Array  # float32 [.., 2 C, Dv]
+    # bfloat16 [.., C, S Dk], times the decay until the end of a state, or 0 for a token that is not
+    # in it.
+    keys: jax.Array
+    keeps: jax.Array  # float32 [.., S, S] factors of the old states in each new state
+
+
+def _matrices(part: _Part) -> _Matrices:
+    """Multiplies the parts of a chunk that do not depend on the states."""
+    sees, writes = (jnp.moveaxis(x, 0, -1)[..., None] for x in (part.sees, part.writes))
+    queries, keys = (x[..., None, :] for x in (part.queries, part.keys))
+    written = part.inverse @ part.values
+    taken = part.inverse @ _flat(part.rates[..., None, None] * sees * keys, -2)
+    reads = _flat(sees * queries, -2) - part.scores @ taken
+    narrow = jnp.bfloat16
+    return _Matrices(
+        products=jnp.concatenate([-taken, reads], axis=-2).astype(narrow),
+        offsets=jnp.concatenate([written, part.scores @ written], axis=-2),
+        keys=_flat(writes * keys, -2).astype(narrow),
+        keeps=jnp.moveaxis(part.keeps, (0, 1), (-2, -1)),
+    )
+
+
+def _flat(x: jax.Array, axis: int) -> jax.Array:
+    """Returns x with a negative axis and the one after it as one."""
+    end = x.ndim + axis
+    return x.reshape(*x.shape[:end], -1, *x.shape[end + 2 :])
+
+
+@jax.custom_vjp
+def _run_matrices(states: jax.Array, chunks: _Matrices) -> tuple[jax.Array, jax.Array]:
+    """Takes states [B, Kh, R, S Dk, Dv] through n chunks; returns the outputs [n, .., C, Dv], too.
+
+    The backward pass keeps the states in front of the chunks, and what the tokens write.
+    """
+    return _run_matrices_fwd(states, chunks)[0]
+
+
+def _run_matrices_fwd(states, chunks):
+    from pallas_kernels import chunks_sm90
+
+    reads, offsets, keys, keeps = map(_by_heads, chunks)
+    begin, writes = _by_heads(states[None])[0], jnp.swapaxes(keys, 2, 3)
+    end, before, both = chunks_sm90.run(begin, reads, writes, keeps, offsets)
+    out = both[:, :, CHUNK:].astype(jnp.float32)
+    out = out.reshape(*chunks.offsets.shape[:-2], *out.shape[2:])
+    saved = before, both[:, :, :CHUNK], reads, keys, keeps
+    return (end.reshape(states.shape), out), saved
+
+
+def _by_heads(x: jax.Array) -> jax.Array:
+    """Returns [n, B, Kh, R, ..] as [n, heads, ..]."""
+    return x.reshape(len(x), -1, *x.shape[4:])
+
+
+def _run_matrices_bwd(saved, gradients):
+    from pallas_kernels import chunks_sm90
+
+    before, written, reads, keys, keeps = saved
+    d_states, d_out = gradients
+    shape, given = d_out.shape[:-2], _by_heads(d_out)
+    begin, writes = _by_heads(d_states[None])[0], jnp.swapaxes(reads, 2, 3)
+    turned = jnp.swapaxes(keeps, 2, 3)
+    end, after, d_written = chunks_sm90.run(begin, keys, writes, turned, given, reverse=True)
+    d_both = jnp.concatenate([d_written, given.astype(jnp.bfloat16)], axis=2)
+    kept = keeps.shape[-1]
+    pairs = (x.reshape(*x.shape[:2], kept, -1, x.shape[-1]) for x in (after, before))
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    d_chunks = _Matrices(
+        products=dot("nhcv,nhkv->nhck", d_both, before).astype(jnp.bfloat16),
+        offsets=d_both.astype(jnp.float32),
+        keys=dot("nhcv,nhkv->nhck", written, after).astype(jnp.bfloat16),
+        keeps=dot("nhtdv,nhsdv->nhts", *pairs),
+    )
+    d_chunks = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[2:]), d_chunks)
+    return end.reshape(d_states.shape), d_chunks
+
+
+_run_matrices.defvjp(_run_matrices_fwd, _run_matrices_bwd)
 
 
 def _unlike_others(shape: tuple[int, ...], x: jax.Array) -> jax.Array:

@@ -25,9 +25,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.experts import (
     DENSE_NUMBERS,
+    PART_NUMBERS,
     PRODUCT_NUMBERS,
     grouped_lora,
     grouped_matmul,
+    has_hopper_kernel,
     table,
     tile_bound,
     tile_rows,
@@ -109,8 +111,9 @@ def shard(config: ModelConfig, shards: int) -> dict[str, Any]:
 def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str, ...]) -> Memory:
     """As in `part.Part`: the rows of a table are the pairs of tokens, padded to whole tiles.
 
-    XLA keeps gate and up where rows [R, D] were, and what D leaves of these is lost: with 16 layers
-    of Qwen3-30B-A3B (D 2048, 2 F 1536, 8,320 tokens), compiled for an H200, 10.0 GB and not 8.9.
+    Without the Hopper kernel XLA keeps gate and up where rows [R, D] were, and what D leaves of
+    these is lost: with 16 layers of Qwen3-30B-A3B (D 2048, 2 F 1536, 8,320 tokens), compiled for an
+    H200, 10.0 GB and not 8.9.
     The backward pass has the gradients of the rows, of gate and up, and of their product; and what
     is dequantized at a time. Where experts have adapters it also has the rows, the input of down,
     what adapters add to gate and up, and products of tiles. In a prefill of many tokens the padding
@@ -120,10 +123,13 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     pairs = tokens * experts.top_k
     rows = tile_rows(pairs, experts.count) * tile_bound(pairs, experts.count)
     width, shared = experts.width, experts.shared_width
-    lost = config.embed_dim % (2 * width)
+    lost = 0 if has_hopper_kernel() else config.embed_dim % (2 * width)
     again = 2 * width + config.embed_dim if "gate_up_proj" in recompute else 0
     backward = rows * (3 * width + config.embed_dim + again) + tokens * 3 * shared
-    block = DENSE_NUMBERS * (itemsize + 1)  # of it the packed weights and the products
+    # Of it also the packed weights and the products, which XLA gathers.
+    block = DENSE_NUMBERS * (itemsize + 1)
+    if has_hopper_kernel():
+        block = itemsize * min(PART_NUMBERS, experts.count * 2 * width * config.embed_dim)
     padded = 3 * experts.top_k * (max(2 * width, config.embed_dim) + config.embed_dim) // 2
     return Memory(
         kept={"gate_up_proj": -(-rows * (2 * width + lost) // tokens) + 2 * shared},

@@ -111,10 +111,13 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     """As in `part.Part`.
 
     The backward pass has the arrays of the chunks: what the loop reads and returns, and the two
-    states in front of each chunk. A prefill has what the loop reads, and the products before it.
+    states in front of each chunk; for a kernel also the matrices that it reads, and their
+    gradients. A prefill has what the loop reads, and the products before it.
     """
     shapes, chunk = _shapes(config), delta.CHUNK
     heads = 2 * chunk + 3 * shapes.value_dim + 2 * shapes.key_dim * shapes.value_dim // chunk
+    if delta.has_kernel(jnp.bfloat16, shapes.key_dim, shapes.value_dim):
+        heads += 6 * shapes.key_dim
     width = shapes.value_heads * heads + 2 * shapes.key_heads * shapes.key_dim + shapes.channels
     read = shapes.values * 2 + shapes.value_heads * (3 * chunk + 4 * shapes.key_dim)
     return Memory(
@@ -231,7 +234,7 @@ def _recur(
             gates = jax.tree.map(lambda gate: jnp.where(is_token, gate, 0.0), gates)
         convolved = delta.convolve(mixed, own.layer["conv"], layout, window)
         inputs = delta.split_heads(convolved, shapes)
-        out, state = delta.delta_rule(*inputs, gates, layout, state)
+        out, state = delta.delta_rule(*inputs, gates, layout, state, dtype=x.dtype)
         out = checkpoint_name(_rounded(out, x.dtype), "attention")
         lengths = jnp.full(1, x.shape[1]) if isinstance(visible, delta.Layout) else visible
         window = delta.last_window(mixed, lengths, shapes.window, window).astype(jnp.float32)
