@@ -214,8 +214,8 @@ MLP = {"ffn_gate", "ffn_up", "ffn_down"}
 @pytest.mark.parametrize(
     ("family", "targets", "changed"),
     [
-        ("llama", None, MLP),
-        ("llama", ATTENTION, set()),
+        pytest.param("llama", None, MLP, marks=pytest.mark.slow),
+        pytest.param("llama", ATTENTION, set(), marks=pytest.mark.slow),
         ("llama", (*ATTENTION, "up_proj"), {"ffn_up"}),
         ("qwen2", ATTENTION, MLP),
     ],
