@@ -217,7 +217,7 @@ MLP = {"ffn_gate", "ffn_up", "ffn_down"}
         pytest.param("llama", None, MLP, marks=pytest.mark.slow),
         pytest.param("llama", ATTENTION, set(), marks=pytest.mark.slow),
         ("llama", (*ATTENTION, "up_proj"), {"ffn_up"}),
-        ("qwen2", ATTENTION, MLP),
+        pytest.param("qwen2", ATTENTION, MLP, marks=pytest.mark.slow),
     ],
 )
 def test_the_base_has_a_form_that_llama_cpp_runs(family, targets, changed, models, tmp_path):

@@ -56,10 +56,8 @@ def test_the_updates_are_what_was_added():
 # --- Merges in 4 bits by GPTQ ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in gguf_cases.FAMILIES[1:])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", gguf_cases.FAMILIES)
 def test_a_calibrated_merge_keeps_an_update_that_rounding_loses(family, tmp_path):
     """One of a hundredth of the distance between numbers, on weights that are on the grid."""
     folder = gguf_cases.write_folder(tmp_path / "model", family, packed=True)
