@@ -1,9 +1,6 @@
-"""Exports what a run trained to transformers, PEFT and vLLM.
+"""The former name of `experiments.export`, which still works."""
 
-uv run python -m experiments.export_hf --help
-"""
-
-from qerl_jax.commands.export_hf import main
+from qerl_jax.commands.export import main
 
 if __name__ == "__main__":
     main()

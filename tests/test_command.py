@@ -21,7 +21,7 @@ CAPTURED = {"capture_output": True, "text": True}
 def test_a_checkout_has_modules(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/x/experiments/evaluate.py", "run"])
     assert command.command_name("evaluate") == "python -m experiments.evaluate"
-    assert command.command_name("export") == "python -m experiments.export_hf"
+    assert command.command_name("export") == "python -m experiments.export"
     assert command.command_name("train") == "python -m experiments.grpo_gsm8k"
     text = "`qerl-plan` and qerl-sweep, qerl-jax"
     expected = "`python -m experiments.plan` and python -m experiments.sweep, qerl-jax"

@@ -11,6 +11,8 @@ import types
 from pathlib import Path
 
 import finished_run
+import gguf
+import gguf_cases
 import jax
 import ml_dtypes
 import numpy as np
@@ -22,7 +24,8 @@ import trees
 import yaml
 from refusal import refused
 
-from qerl_jax.commands import evaluate, export_hf
+from qerl_jax.commands import evaluate
+from qerl_jax.commands import export as export_command
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.evaluation.load_policy import open_policy
@@ -148,6 +151,15 @@ def test_an_adapter_of_routed_experts(family, tmp_path, capsys):
     assert ("--enable-mixed-moe-lora-format" in line) == stacked
     assert ('"is_3d_lora_weight": true' in line) == stacked
     assert "adapter of rank 2, and 2 of routed experts," in (out / "README.md").read_text()
+
+
+def test_a_calibrated_merge_refuses_an_adapter_of_routed_experts(tiny, tmp_path):
+    run = finished_run.write_run(tmp_path / "run", tiny, own=True, model=GOLDEN / "qwen3_moe")
+    shutil.rmtree(run / "adapter")
+    shutil.copytree(GOLDEN / "peft_experts" / "qwen3_moe" / "stacked", run / "adapter")
+    words = "its adapter changes routed experts, .* --format=merged, .* --calibrate=TEXT"
+    with pytest.raises(UserError, match=words):
+        run_export(run, "nvfp4", calibration="gptq", out=str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -358,13 +370,78 @@ def test_nvfp4_is_the_merged_model_quantized(run, tmp_path):
     assert weights[""] == weights["bf16"] != weights["trained"]
 
 
+# --- GGUF -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def byte_run(tiny, tmp_path_factory):
+    """The run of a Qwen2 with a tokenizer that llama.cpp has."""
+    folder = tmp_path_factory.mktemp("byte")
+    model = gguf_cases.write_folder(folder / "model", "qwen2")
+    changes = {"data.system_prompt": "ab <|im_end|>", "data.max_prompt_tokens": 64}
+    return finished_run.write_run(folder / "r u n", tiny, own=True, model=model, **changes)
+
+
+@pytest.mark.parametrize("problems", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_gguf_is_the_adapter_and_its_base(problems, byte_run, tmp_path, capsys):
+    options = {"out": str(tmp_path / "out"), "dense": "bf16", "score_problems": problems}
+    out = run_export(byte_run, "gguf", **options)
+    assert {path.name for path in out.iterdir()} == {
+        "README.md", "adapter.gguf", "base-NVFP4.gguf"
+    }  # fmt: skip
+    policy = open_policy(str(byte_run), dtype="float32")
+    base = load(str(out / "base-NVFP4.gguf"), format="stored", dtype="float32")
+    for ours, theirs in zip(base.params["layers"], policy.base.params["layers"], strict=True):
+        trees.assert_equal(ours["qkv_proj"], theirs["qkv_proj"])
+    fields = gguf.GGUFReader(out / "adapter.gguf").fields
+    assert fields["adapter.lora.alpha"].contents() == finished_run.LORA.alpha
+    printed = capsys.readouterr().out
+    pair = f"{out}/base-NVFP4.gguf --lora {out}/adapter.gguf --temp 0"
+    assert f"llama-cli -m {pair}\nllama-server -m {pair}\n" in printed
+    card = (out / "README.md").read_text()
+    assert "exactly those that the adapter was trained on" in card
+    assert f"llama-cli -m {pair}" in card
+    assert ("these files" in card) == (problems > 0)  # their KL
+    assert "vllm" not in card
+
+
+@pytest.mark.parametrize(
+    "form", ["bf16", *(pytest.param(f, marks=pytest.mark.slow) for f in ("q8_0", "mxfp4", "nvfp4"))]
+)
+def test_gguf_merged(form, byte_run, tmp_path, capsys):
+    out = run_export(byte_run, "gguf", merge=form, out=str(tmp_path / "out"))
+    file = out / f"model-{form.upper()}.gguf"
+    found = {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert form.upper() in found
+    lines = capsys.readouterr().out
+    assert f"llama-cli -m {file} --temp 0" in lines
+    has_file = form in ("q8_0", "bf16")
+    assert (f"ollama create r-u-n -f {out}/Modelfile" in lines) == has_file
+    assert ("llama-quantize" in lines) == (form == "bf16")
+    if has_file:
+        text = (out / "Modelfile").read_text()
+        assert text.startswith(f"FROM ./{file.name}\n")
+        assert 'PARAMETER stop "<|im_end|>"' in text
+        assert 'SYSTEM """ab <|im_end|>"""' in text
+    again = load(str(file), format="stored", dtype="float32")
+    merged = run_export(byte_run, "merged", out=str(tmp_path / "merged"))
+    exact = load(str(merged), format="stored", dtype="float32")
+    if form == "bf16":
+        trees.assert_equal(again.params, exact.params)
+    forms = {"q8_0": 0.01, "bf16": 0.0, "mxfp4": 0.2, "nvfp4": 0.2}
+    for ours, theirs in zip(again.params["layers"], exact.params["layers"], strict=True):
+        ours = transformer.dequantize_params(ours | {"embed_tokens": exact.params["embed_tokens"]})
+        difference = np.linalg.norm(ours["down_proj"] - theirs["down_proj"])
+        assert difference <= forms[form] * np.linalg.norm(theirs["down_proj"])
+
+
 @pytest.mark.parametrize(("size", "fraction"), [(1e-4, 0.0), (1.0, 1.0)])
 def test_what_four_bits_keep(size, fraction, tiny, tmp_path):
     """An update below half a step of the 4-bit grid is lost, and a large update is kept."""
     run = finished_run.write_run(tmp_path / "run", tiny, size=size)
     kept = {}
     policy = open_policy(str(run))
-    list(merge.merged_layers(policy.model, policy.lora, packed=True, retention=kept))
+    list(merge.merged_layers(policy.model, policy.lora, format="nvfp4", retention=kept))
     assert kept.keys() == projection_shapes(policy.model.config).keys()
     for part in kept.values():
         assert abs(part.kept_fraction - fraction) < 0.1
@@ -374,7 +451,7 @@ def test_what_four_bits_keep(size, fraction, tiny, tmp_path):
 def test_an_update_of_zero_changes_nothing(tiny, tmp_path):
     run = finished_run.write_run(tmp_path / "run", tiny, size=0.0)
     policy, kept = open_policy(str(run)), {}
-    layers = list(merge.merged_layers(policy.model, policy.lora, packed=True, retention=kept))
+    layers = list(merge.merged_layers(policy.model, policy.lora, format="nvfp4", retention=kept))
     assert kept == {}
     for layer, before in zip(layers, policy.model.params["layers"], strict=True):
         np.testing.assert_array_equal(
@@ -462,11 +539,14 @@ def test_a_score_with_missing_rewards_is_not_on_the_card(run, tmp_path, monkeypa
 
 
 def test_kl():
-    """Checks against the KL of (1/4, 3/4) to (1/2, 1/2), and of equal distributions, by hand."""
+    """Checks against the KL of (1/4, 3/4) to (1/2, 1/2), and of equal distributions, by hand.
+
+    The likeliest of two equal ones is the first.
+    """
     p, q = np.log(np.array([[0.25, 0.75]])), np.log(np.array([[0.5, 0.5]]))
     expected = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
     found = card_scores.probe_kl([p.astype(np.float32), q], [q.astype(np.float32), q])
-    assert found == pytest.approx(expected / 2)
+    assert found == pytest.approx((expected / 2, 0.5))
 
 
 # --- Number formats -------------------------------------------------------------------------------
@@ -650,7 +730,16 @@ def test_the_card_names_a_base_of_the_hub():
 @pytest.mark.parametrize(
     ("form", "options", "named"),
     [
-        ("gguf", {}, "peft, merged, nvfp4"),
+        ("ggml", {}, "peft, merged, nvfp4, gguf"),
+        ("gguf", {}, r"\(WordLevel\) has no name in GGUF"),
+        ("gguf", {"merge": "q4_k"}, "merge=q4_k: must be one of nvfp4, mxfp4, q8_0, bf16"),
+        ("gguf", {"dense": "f16"}, "dense=f16: must be one of q8_0, bf16"),
+        ("gguf", {"onto": "bf16"}, "merges nothing"),
+        ("gguf", {"with_base": True}, "needs no base"),
+        ("merged", {"merge": "q8_0"}, "it is a form of --format=gguf"),
+        ("merged", {"dense": "bf16"}, "it is a form of --format=gguf"),
+        ("gguf", {"calibration": "gptq"}, "it merges into 4 bits"),
+        ("nvfp4", {"calibration": "awq"}, "calibration=awq: must be one of none, gptq"),
         ("merged", {"onto": "fp8"}, "trained, bf16"),
         ("peft", {"onto": "bf16"}, "merges nothing"),
         ("merged", {"with_base": True}, "needs no base"),
@@ -734,7 +823,7 @@ def test_an_interrupted_export_leaves_nothing(form, number, run, tmp_path, monke
     arguments = ["--format", form, "--out", str(tmp_path / "out"), "--score-problems=0"]
     arguments += ["--with-base"] if form == "peft" else []
     with pytest.raises(SystemExit) as caught:
-        export_hf.run(export_hf.make_parser().parse_args([str(run), *arguments]))
+        export_command.run(export_command.make_parser().parse_args([str(run), *arguments]))
     assert caught.value.code == 128 + number
     assert capsys.readouterr().err.endswith(f"{number.name}: stopping\n")
     assert list(tmp_path.iterdir()) == []
@@ -742,7 +831,7 @@ def test_an_interrupted_export_leaves_nothing(form, number, run, tmp_path, monke
 
 def test_the_command(run, tmp_path):
     (tmp_path / "mine").write_text("")
-    command = [sys.executable, "-m", "experiments.export_hf", str(run), "--format=merged"]
+    command = [sys.executable, "-m", "experiments.export", str(run), "--format=merged"]
     command += [f"--out={tmp_path / 'mine'}"]
     result = subprocess.run(command, cwd=tiny_run.ROOT, capture_output=True, text=True)
     words = f"error: {tmp_path / 'mine'} exists already; remove it or choose another folder\n"

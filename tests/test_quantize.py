@@ -22,7 +22,7 @@ from tiny_checkpoints import (
     write_golden_source,
 )
 
-from qerl_jax.commands import export_hf
+from qerl_jax.commands import export
 from qerl_jax.commands import quantize as command
 from qerl_jax.compile import run_cache
 from qerl_jax.errors import UserError
@@ -176,12 +176,12 @@ def test_the_command_prints_errors_sizes_and_perplexities(tmp_path, capsys, sour
     assert isinstance(load(out).params["layers"][0]["o_proj"], QuantTensor)
 
 
-@pytest.mark.parametrize("part", [command, export_hf])
+@pytest.mark.parametrize("part", [command, export])
 def test_the_command_keeps_its_programs(part, monkeypatch, tmp_path):
     kept, keep = [], run_cache.keep_programs
     monkeypatch.setattr(run_cache, "keep_programs", lambda path: (kept.append(path), keep(path))[1])
     absent = str(tmp_path / "absent")
-    if part is export_hf:
+    if part is export:
         arguments = part.make_parser().parse_args([absent, "--format=peft"])
     else:
         arguments = options(model=absent, out=str(tmp_path / "out"))
@@ -261,7 +261,7 @@ def test_the_command_refuses_packed_and_unreadable_sources(tiny, tmp_path, sourc
     packed = str(GOLDEN / "nvfp4_llama")
     refused("in NVFP4 already", command.run, options(model=packed, out=str(tmp_path / "out")))
     run = finished_run.write_run(tmp_path / "run", tiny)
-    with pytest.raises(UserError, match=r"is a run, .* experiments.export_hf .*--format=nvfp4"):
+    with pytest.raises(UserError, match=r"is a run, .* experiments.export .*--format=nvfp4"):
         command.run(options(model=str(run), out=str(tmp_path / "out")))
     (source / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="needs a tokenizer"):

@@ -17,7 +17,7 @@ from tiny_checkpoints import model_config
 import benchmarks.rollout.__main__ as benchmark
 import qerl_jax
 from benchmarks import speedrun
-from qerl_jax.commands import cli, evaluate, export_hf, quantize, sample, show, sweep
+from qerl_jax.commands import cli, evaluate, export, quantize, sample, show, sweep
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
@@ -81,7 +81,7 @@ PARSERS = {
     "experiments.show": lambda: cli.run_command(show.make_parser(), show.run),
     "experiments.sample": lambda: cli.run_command(sample.make_parser(), sample.run),
     "experiments.evaluate": lambda: cli.run_command(evaluate.make_parser(), evaluate.run),
-    "experiments.export_hf": lambda: cli.run_command(export_hf.make_parser(), export_hf.run),
+    "experiments.export": lambda: cli.run_command(export.make_parser(), export.run),
     "experiments.quantize": quantize.main,
     "benchmarks.rollout": lambda: cli.run_command(benchmark.make_parser(), benchmark.run),
     "benchmarks.speedrun": lambda: cli.run_command(speedrun.make_parser(), None),

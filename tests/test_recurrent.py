@@ -457,7 +457,7 @@ def test_merging_into_four_bits_leaves_recurrent_projections_in_16():
     model = load(str(GOLDEN), format="bf16")
     adapter = random_lora(model.config, targets=TARGETS)
     retention = {}
-    layers = list(merged_layers(model, adapter, packed=True, retention=retention))
+    layers = list(merged_layers(model, adapter, format="nvfp4", retention=retention))
     assert set(retention) == set(TARGETS)
     assert isinstance(layers[0]["gate_up_proj"], QuantTensor)
     assert layers[0]["in_proj"].dtype == jnp.bfloat16

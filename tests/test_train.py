@@ -200,7 +200,7 @@ def test_a_finished_run_is_left_alone(finished, tiny, capsys):
     assert shows == f"python -m experiments.show {finished}  # shows its curves and completions"
     assert asks.startswith(f"python -m experiments.sample {finished} QUESTION  # ")
     assert exports.startswith(
-        f"python -m experiments.export_hf {finished} --format=peft --with-base  # "
+        f"python -m experiments.export {finished} --format=peft --with-base  # "
     )
     assert ends.startswith("finished after step 4: ")
     fewer = {"log.tensorboard": True, "aqn.stages": 4, "steps": 3}

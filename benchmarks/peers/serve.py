@@ -1,7 +1,7 @@
 r"""Compares the greedy accuracy of an exported policy elsewhere with the one measured here.
 
     python -m experiments.evaluate RUN --adapter=adapter --tasks=gsm8k --limit=200 --out=eval
-    python -m experiments.export_hf RUN --format=peft --with-base --out=served
+    python -m experiments.export RUN --format=peft --with-base --out=served
     python -m benchmarks.peers.serve eval --task=gsm8k --base=served-base --adapter=served \
         --out=served.json
     python -m benchmarks.peers.serve eval --engine=transformers ...

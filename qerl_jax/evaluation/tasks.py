@@ -285,6 +285,48 @@ def _load_hub(name: str, benchmark: Benchmark, scorers: Sequence[Reward] | None)
         ) from error
 
 
+def training_problems(run: Mapping[str, Any], *, trusted: bool) -> list[Problem]:
+    """Returns the training problems of a run, of all sources of a mixture, as in its training.
+
+    Args:
+        run: the config of the run.
+        trusted: whether what the run names is called and read.
+
+    Raises:
+        UserError: the run is not trusted, or its problems cannot be loaded.
+    """
+    if not trusted:
+        raise UserError(
+            "the run of another person names the files and functions of its training problems; "
+            "pass --trust to read them"
+        )
+    size = (run["eval"]["problems"] or None) if run["eval"]["every"] else 0
+    functions = [reward["function"] for reward in run["rewards"].values()]
+    problem_config = _problems_of(run, size, list(map(reader, functions)))
+    if sources := read_mixture(run["data"]):
+        by_name, _ = load_mixture(sources, problem_config)
+        return [problem for problems in by_name.values() for problem in problems]
+    return load_split(problem_config, split="train")
+
+
+def _problems_of(
+    run: Mapping[str, Any], eval_size: int | None, rewards: Sequence[Reward]
+) -> ProblemConfig:
+    data = run["data"]
+    return ProblemConfig(
+        source=data["source"],
+        path=data["path"],
+        eval_source=data["eval_source"],
+        eval_path=data["eval_path"],
+        eval_size=eval_size,
+        rewards=rewards,
+        levels=data["levels"],
+        max_question_chars=data["max_question_chars"],
+        fields=data["fields"],
+        options=data["options"],
+    )
+
+
 def _held_out_problems(
     run: Mapping[str, Any] | None,
     folder: Path | None,
@@ -313,18 +355,7 @@ def _held_out_problems(
     functions = [reward["function"] for reward in run["rewards"].values()]
     may_import = [flag_values is None or f in flag_values or is_built_in(f) for f in functions]
     readers = [reader(f, imports=imports) for f, imports in zip(functions, may_import, strict=True)]
-    problem_config = ProblemConfig(
-        source=data["source"],
-        path=data["path"],
-        eval_source=data["eval_source"],
-        eval_path=data["eval_path"],
-        eval_size=size or None,
-        rewards=readers,
-        levels=data["levels"],
-        max_question_chars=data["max_question_chars"],
-        fields=data["fields"],
-        options=data["options"],
-    )
+    problem_config = _problems_of(run, size or None, readers)
     try:
         # Problems with a source of their own are loaded without the sources of the training.
         if sources := {} if has_own_evaluation(data) else read_mixture(data):

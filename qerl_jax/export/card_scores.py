@@ -190,10 +190,13 @@ def _probe_prompts(policy: LoadedPolicy, held_out: HeldOutSet | None) -> list[Se
     return [prompt.ids for prompt in prompts]
 
 
-def add_divergence(card: Card, probe: Probe, name: str, model: LoadedModel) -> None:
-    """Adds the KL of the trained policy to a model to the card, under the name of the model."""
-    other_logprobs = host_logprobs(model, None, probe.prompts, probe.completions)
-    card.divergences.append((name, probe_kl(probe.logprobs, other_logprobs)))
+def add_divergence(
+    card: Card, probe: Probe, name: str, model: LoadedModel, lora: Lora | None = None
+) -> None:
+    """Adds the KL of the trained policy to another one to the card, under the name of that."""
+    other_logprobs = host_logprobs(model, lora, probe.prompts, probe.completions)
+    kl, same = probe_kl(probe.logprobs, other_logprobs)
+    card.divergences.append((name, kl, same))
 
 
 def host_logprobs(
@@ -222,9 +225,15 @@ def _forward(params: dict, lora: Lora | None, tokens: jax.Array, *, config: Mode
     return transformer.forward(params, lora, tokens, lengths, config=config)
 
 
-def probe_kl(logprobs: Sequence[np.ndarray], other_logprobs: Sequence[np.ndarray]) -> float:
-    """Returns the mean KL(policy | other policy) in nats per token, by `host_logprobs`."""
-    kl = [
-        np.sum(np.exp(p) * (p - q), axis=-1) for p, q in zip(logprobs, other_logprobs, strict=True)
-    ]
-    return float(np.concatenate(kl).mean())
+def probe_kl(
+    logprobs: Sequence[np.ndarray], other_logprobs: Sequence[np.ndarray]
+) -> tuple[float, float]:
+    """Compares two policies by `host_logprobs`.
+
+    Returns:
+        The mean KL(policy | other policy) in nats per token, and the fraction of the tokens at
+        which both find the same one the likeliest.
+    """
+    p, q = np.concatenate(logprobs), np.concatenate(other_logprobs)
+    kl = np.sum(np.exp(p) * (p - q), axis=-1)
+    return float(kl.mean()), float((p.argmax(axis=-1) == q.argmax(axis=-1)).mean())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from qerl_jax.system.command import command_name
 FORMAT_NAMES = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "bf16": "bf16"}
 
 _TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-_RELATIONS = {"peft": "adapter", "merged": "finetune", "nvfp4": "quantized"}
+_RELATIONS = {"peft": "adapter", "merged": "finetune", "nvfp4": "quantized", "gguf": "quantized"}
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank accepts
 # Fields of the config that a reader of the card wants to know first.
 _SUMMARY = (
@@ -32,7 +33,7 @@ class Card:
     """Describes an export for its model card."""
 
     name: str  # of the run or the adapter
-    format: str  # of the export: 'peft', 'merged' or 'nvfp4'
+    format: str  # of the export: 'peft', 'merged', 'nvfp4' or 'gguf'
     folder: str  # of the export, or the repository of the hub that it is uploaded to
     base: str  # hub id or path
     base_format: str  # of the weights under the adapter; in a run also during the training
@@ -51,9 +52,15 @@ class Card:
     scores: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # policy, pass@1
     # By projection; empty if nothing was rounded.
     retention: dict[str, UpdateRetention] = dataclasses.field(default_factory=dict)
-    # Other policies, and the KL of the trained policy to them in nats per token.
-    divergences: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    # Other policies, the KL of the trained policy to them in nats per token, and the fraction of
+    # the tokens at which both find the same one the likeliest.
+    divergences: list[tuple[str, float, float]] = dataclasses.field(default_factory=list)
     evaluate: str = ""  # command that repeats the score of the export
+    number_format: str = "bf16"  # of the weights of a merged model
+    calibrated: bool = False  # whether GPTQ rounded them
+    uploaded: bool = False  # whether the folder is a repository of the hub
+    files: list[str] = dataclasses.field(default_factory=list)  # .gguf files, the model first
+    notes: list[str] = dataclasses.field(default_factory=list)  # about their number formats
 
 
 def model_card(card: Card) -> str:
@@ -90,7 +97,9 @@ def base_card(card: Card) -> str:
 
 
 def serve_lines(card: Card) -> list[str]:
-    """Returns the commands that serve an export with vLLM."""
+    """Returns the commands that serve an export with vLLM, or with llama.cpp and Ollama."""
+    if card.format == "gguf":
+        return _llama_lines(card)
     if card.format != "peft":
         return [f"vllm serve {shlex.quote(card.folder)}"]
     if card.base_format not in ("nvfp4", "bf16"):
@@ -116,6 +125,26 @@ def serve_lines(card: Card) -> list[str]:
     return [*lines, shlex.join([*serve, "--lora-modules", json.dumps(module)])]
 
 
+def _llama_lines(card: Card) -> list[str]:
+    """Returns the commands that run GGUF files, and one that makes K-quants of a model in BF16."""
+    # The folder of an upload is a repository, which is fetched first.
+    folder, lines = card.folder, []
+    if not Path(folder).is_absolute() and card.uploaded:
+        lines.append(shlex.join(["hf", "download", folder, "--local-dir", Path(folder).name]))
+        folder = Path(folder).name
+    model, *adapters = [f"{folder}/{file}" for file in card.files]
+    options = [part for path in adapters for part in ("--lora", path)]
+    command = ["-m", model, *options, "--temp", "0"]
+    lines += [shlex.join(["llama-cli", *command]), shlex.join(["llama-server", *command])]
+    if card.number_format in ("bf16", "q8_0") and not adapters:
+        name = re.sub(r"[^a-z0-9._-]+", "-", card.name.lower()).strip("-._") or "policy"
+        lines.append(shlex.join(["ollama", "create", name, "-f", f"{folder}/Modelfile"]))
+    if card.number_format == "bf16" and not adapters:
+        small = model.replace("-BF16", "-Q4_K_M")
+        lines.append(shlex.join(["llama-quantize", model, small, "Q4_K_M"]))
+    return lines
+
+
 def vllm_rank(rank: int) -> int:
     """Returns the smallest --max-lora-rank of vLLM that accepts adapters of this rank."""
     return min((allowed for allowed in _VLLM_RANKS if allowed >= rank), default=rank)
@@ -134,10 +163,10 @@ def retention_table(retention: Mapping[str, UpdateRetention]) -> str:
     return format_table(("projection", "kept", "error"), rows)
 
 
-def divergence_table(divergences: Sequence[tuple[str, float]]) -> str:
-    """Returns a table of the KL of the trained policy to other policies."""
-    rows = [(name, f"{kl:.3g}") for name, kl in divergences]
-    return format_table(("policy", "KL (nats per token)"), rows)
+def divergence_table(divergences: Sequence[tuple[str, float, float]]) -> str:
+    """Returns a table of the KL of the trained policy to other policies, and their agreement."""
+    rows = [(name, f"{kl:.3g}", f"{100 * same:.1f} %") for name, kl, same in divergences]
+    return format_table(("policy", "KL (nats per token)", "same likeliest token"), rows)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -166,10 +195,12 @@ def _card_data(card: Card) -> Any:
     tags += ["lora"] if card.format == "peft" else []
     trained_on = "" if card.run is None else card.base_format
     tags += ["nvfp4"] if "nvfp4" in (card.format, trained_on) else []
+    tags += ["gguf", "llama.cpp"] if card.format == "gguf" else []
     # The hub identifies models by id; a local path means nothing there.
     on_hub = not Path(card.base).is_absolute() and "/" in card.base
+    libraries = {"peft": "peft", "gguf": "gguf"}
     return ModelCardData(
-        library_name="peft" if card.format == "peft" else "transformers",
+        library_name=libraries.get(card.format, "transformers"),
         pipeline_tag="text-generation",
         tags=tags,
         base_model=card.base if on_hub else None,

@@ -11,7 +11,7 @@ from qerl_jax.system.paths import home_folder
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _HUB_FILES = {".gitattributes"}
-_TEXT = {".json", ".md", ".jinja", ".txt", ".yaml", ".yml"}
+_TEXT = {".json", ".md", ".jinja", ".txt", ".yaml", ".yml", ""}  # '' is that of a Modelfile
 
 
 def check_name(option: str, name: str) -> None:

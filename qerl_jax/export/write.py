@@ -3,6 +3,7 @@
     peft      the adapter, for PEFT and vLLM, on top of its base
     merged    one bfloat16 model: the dequantized weights of the base plus the update
     nvfp4     the same model rounded to 4 bits again, which keeps only part of the update
+    gguf      for llama.cpp: the adapter and its base, or one merged model; see `gguf_files`
 
 Norms that were trained stay in float32 in both: bfloat16 loses small updates of numbers near 1.
 
@@ -21,6 +22,7 @@ from qerl_jax.errors import UserError, check_limits, visible
 from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy, read_run, trusts_run
 from qerl_jax.evaluation.scorers import check_scorers, run_scorers
 from qerl_jax.evaluation.tasks import TaskOverrides
+from qerl_jax.export import gguf_files
 from qerl_jax.export.card_scores import (
     HeldOutSet,
     Probe,
@@ -30,7 +32,13 @@ from qerl_jax.export.card_scores import (
     make_probe,
     open_held_out_set,
 )
-from qerl_jax.export.merge import merged_layers, norm_retention
+from qerl_jax.export.gguf_files import DENSE
+from qerl_jax.export.merge import (
+    calibrated_merge,
+    calibration_windows,
+    merged_layers,
+    norm_retention,
+)
 from qerl_jax.export.model_card import (
     FORMAT_NAMES,
     Card,
@@ -61,9 +69,11 @@ from qerl_jax.weights.save import (
     is_nested,
     write_files,
 )
+from qerl_jax.weights.save_gguf import KINDS
 
-FORMATS = ("peft", "merged", "nvfp4")
+FORMATS = ("peft", "merged", "nvfp4", "gguf")
 ONTO = ("trained", "bf16")
+CALIBRATION = ("none", "gptq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +82,21 @@ class ExportConfig:
 
     Attributes:
         source: run folder or PEFT adapter folder.
-        format: format of the export: 'peft', 'merged' or 'nvfp4'.
+        format: format of the export: 'peft', 'merged', 'nvfp4' or 'gguf'.
         out: folder to write; '' is RUN/exports/FORMAT.
         adapter: adapter to export, as in `open_policy`.
         base: model to load instead of the one that the source names, as in `open_policy`.
         base_format: format of the base under the adapter, as `format` of `open_policy`.
         onto: weights that the update is merged into. 'trained' are the weights that the adapter was
             trained on; 'bf16' are the weights of the same model before quantization. '' is
-            'trained' for the format 'merged'; for 'nvfp4' it is 'bf16' if such weights exist.
+            'trained' for the format 'merged' and with `calibration`; for 4 bits it is else 'bf16'
+            if such weights exist.
+        merge: number format of one merged GGUF file: 'q8_0', 'bf16', 'mxfp4' or 'nvfp4'. '' writes
+            the adapter and its base instead.
+        dense: number format, 'q8_0' or 'bf16', of the weights of a GGUF file that are in no other:
+            the embedding, the head, and what llama.cpp cannot run in NVFP4.
+        calibration: 'gptq' rounds the merged model to NVFP4 by GPTQ, on completions of training
+            prompts by the trained policy; 'none' rounds to the nearest.
         with_base: whether the NVFP4 base is also written, next to the adapter, as OUT-base.
         score_problems: number of held-out problems of the run to score on; None is all of them, if
             there are any; 0 runs no policy at all.
@@ -101,6 +118,9 @@ class ExportConfig:
     base: str = ""
     base_format: str = ""
     onto: str = ""
+    merge: str = ""
+    dense: str = "q8_0"
+    calibration: str = "none"
     with_base: bool = False
     score_problems: int | None = None
     base_name: str = ""
@@ -140,6 +160,8 @@ def export(config: ExportConfig) -> Path:
     _check_policy(config, policy)
     if config.format == "peft":
         card = _export_adapter(config, policy, out, base_out)
+    elif config.format == "gguf" and not config.merge:
+        card = _export_gguf_pair(config, policy, out)
     else:
         card = _export_model(config, policy, out)
     if card.retention:
@@ -211,8 +233,30 @@ def _validate(config: ExportConfig) -> None:
         check_name("--base-name", config.base_name)
     if config.public and not config.push:
         raise UserError("--public: nothing is uploaded without --push=USER/NAME")
-    if config.format == "peft" and config.onto:
-        raise UserError(f"--onto={config.onto}: --format=peft merges nothing; leave it out")
+    in_gguf = config.format == "gguf"
+    merges = config.merge if in_gguf else config.format != "peft"
+    if config.onto and not merges:
+        raise UserError(
+            f"--onto={config.onto}: --format={config.format} merges nothing; leave it out"
+        )
+    for option, value, choices in (
+        ("merge", config.merge, ("", *KINDS)),
+        ("dense", config.dense, DENSE),
+        ("calibration", config.calibration, CALIBRATION),
+    ):
+        if value not in choices:
+            raise UserError(
+                f"--{option}={value}: must be one of {', '.join(filter(None, choices))}"
+            )
+    if config.merge and not in_gguf:
+        raise UserError(f"--merge={config.merge}: it is a form of --format=gguf; leave it out")
+    if config.dense != DENSE[0] and not in_gguf:
+        raise UserError(f"--dense={config.dense}: it is a form of --format=gguf; leave it out")
+    if config.calibration != "none" and number_format(config) != "nvfp4":
+        raise UserError(
+            f"--calibration={config.calibration}: it merges into 4 bits; pass --format=nvfp4, or "
+            "--format=gguf --merge=nvfp4"
+        )
     if config.format != "peft" and config.with_base:
         raise UserError(f"--with-base: --format={config.format} needs no base; leave it out")
 
@@ -232,7 +276,14 @@ def _out_folder(config: ExportConfig) -> Path:
         raise UserError(f"{config.source}: there is no such folder; pass a run or a PEFT adapter")
     if read_run(run.path) is None:  # Other trainers make folders of checkpoints, too.
         raise UserError(f"{config.source} is not a run folder: say where to write, --out=FOLDER")
-    return run.exports / config.format
+    form = f"-{config.merge}" if config.merge else ""
+    form += "-gptq" if config.calibration == "gptq" else ""
+    return run.exports / f"{config.format}{form}"
+
+
+def number_format(config: ExportConfig) -> str:
+    """The number format of a merged model; '' for an export that merges nothing."""
+    return {"merged": "bf16", "nvfp4": "nvfp4", "gguf": config.merge}.get(config.format, "")
 
 
 def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
@@ -242,11 +293,23 @@ def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
             f"{config.source}: there is no adapter to export; to write a model in NVFP4, use "
             f"{command_name('quantize')} MODEL FOLDER"
         )
-    if trains_all and config.format == "peft":
+    if trains_all and not number_format(config):
         raise UserError(
             f"{config.source}: all parameters were trained and there is no adapter: export the "
             "model with --format=merged or --format=nvfp4"
         )
+    if config.calibration == "gptq":
+        reasons = (
+            ("all its parameters were trained", trains_all),
+            ("it is no run with prompts", policy.run is None),
+            ("its adapter changes routed experts, which GPTQ leaves", _adapts_experts(policy)),
+        )
+        reason = next((reason for reason, applies in reasons if applies), "")
+        if reason:
+            raise UserError(
+                f"--calibration=gptq: {config.source}: {reason}; export it with --format=merged, "
+                f"and calibrate that: {command_name('quantize')} FOLDER OUT --calibrate=TEXT"
+            )
     base = policy.base
     if config.with_base and base.format != "nvfp4":
         raise UserError(
@@ -275,6 +338,10 @@ def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
 def _trains_all(policy: LoadedPolicy) -> bool:
     """Whether it is of a run that trained all parameters, and so has no adapter."""
     return policy.run is not None and policy.run["config"]["train"]["parameters"] == "full"
+
+
+def _adapts_experts(policy: LoadedPolicy) -> bool:
+    return policy.lora_config is not None and policy.lora_config.expert_rank > 0
 
 
 def _export_adapter(
@@ -332,12 +399,36 @@ def _export_adapter(
     return card
 
 
+def _export_gguf_pair(config: ExportConfig, policy: LoadedPolicy, out: Path) -> Card:
+    """Writes the adapter and its base for llama.cpp; the trained norms go into the base."""
+    card = _make_card(config, policy, out, None)
+    card.norms = _norms(policy)
+    card.retention |= norm_retention(policy.base.params, policy.model.params)
+    held_out = _open_held_out(config, policy)
+    if held_out is not None:
+        add_trained_scores(card, held_out, policy)
+    probe = make_probe(policy, held_out) if config.score_problems != 0 else None
+    with staged_folder(out) as staged:
+        files = gguf_files.fill_pair(staged, policy, dense=config.dense, name=card.name)
+        card.files, card.notes = files.names, files.notes
+        if probe is not None:
+            written = load(str(staged / files.names[0]), format="stored")
+            add_divergence(card, probe, "these files", written, policy.lora)
+            if held_out is not None:
+                add_score(card, held_out, "these files", written, policy.lora)
+        (staged / "README.md").write_text(model_card(card), encoding="utf-8")
+    return card
+
+
 def _export_model(config: ExportConfig, policy: LoadedPolicy, out: Path) -> Card:
-    packed = config.format == "nvfp4"
+    form, calibrates = number_format(config), config.calibration == "gptq"
+    packed = form in ("nvfp4", "mxfp4")
     # Weights on the 4-bit grid would be rounded back to their old values.
-    onto = config.onto or ("bf16" if packed and not policy.base.packed else "trained")
+    rounds_back = packed and not calibrates and not policy.base.packed
+    onto = config.onto or ("bf16" if rounds_back else "trained")
     card = _make_card(config, policy, out, None, onto=onto)
     card.norms = _norms(policy)
+    tokens = calibration_windows(policy, trusted=config.trust) if calibrates else None
     held_out = _open_held_out(config, policy)
     if held_out is not None:
         add_trained_scores(card, held_out, policy)
@@ -348,17 +439,28 @@ def _export_model(config: ExportConfig, policy: LoadedPolicy, out: Path) -> Card
         if held_out is not None:
             add_score(card, held_out, "bf16 base + adapter", target.model, target.lora)
     card.retention |= norm_retention(target.base.params, target.model.params)
-    layers = merged_layers(target.model, policy.lora, packed=packed, retention=card.retention)
+    if tokens is None:
+        layers = merged_layers(target.model, policy.lora, format=form, retention=card.retention)
+    else:
+        assert policy.lora is not None
+        layers = calibrated_merge(target.model, policy.lora, tokens, retention=card.retention)
+    params = {**target.model.params, "layers": layers}
     with staged_folder(out) as staged:
-        fill_checkpoint(
-            staged,
-            checkpoint_tensors(
-                {**target.model.params, "layers": layers}, target.model.config, norms=card.norms
-            ),
-            files=companion_files(target.base, packed=packed, trained=True),
-        )
+        written = staged
+        if config.format == "gguf":
+            files = gguf_files.fill_merged(
+                staged, params, policy, merge=config.merge, dense=config.dense, name=card.name
+            )
+            card.files, card.notes = files.names, files.notes
+            written = staged / files.names[0]
+        else:
+            fill_checkpoint(
+                staged,
+                checkpoint_tensors(params, target.model.config, norms=card.norms),
+                files=companion_files(target.base, packed=packed, trained=True),
+            )
         if probe is not None:
-            _add_export_scores(card, staged, policy, held_out, probe)
+            _add_export_scores(card, written, policy, held_out, probe)
         (staged / "README.md").write_text(model_card(card), encoding="utf-8")
     return card
 
@@ -427,6 +529,9 @@ def _make_card(
         steps=steps,
         weights=weights,
         evaluate=_evaluate_command(config, out, base_out),
+        number_format=number_format(config),
+        calibrated=config.calibration == "gptq",
+        uploaded=bool(config.push),
     )
 
 
@@ -444,6 +549,8 @@ def _weights(policy: LoadedPolicy, folder: RunFolder) -> str:
 
 def _evaluate_command(config: ExportConfig, out: Path, base_out: Path | None) -> str:
     """Returns the command that repeats the score of an export of a run."""
+    if config.format == "gguf":
+        return ""  # The problems are those of a run, whose model no file replaces.
     # A card that is uploaded names no folder of this machine.
     run, folder, base = ("RUN", "FOLDER", "BASE") if config.push else (config.source, out, base_out)
     flags = [f"--adapter={folder}"]

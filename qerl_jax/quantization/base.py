@@ -141,7 +141,7 @@ def restored_base(checkpoint: Checkpoint, digest: str, tokens: Path) -> Entry:
         return entry
     remedy = (
         f"copy {cache.cache_folder()} from the machine of the run, or export there with "
-        "`export_hf RUN --with-base`"
+        "`export RUN --with-base`"
     )
     if not tokens.exists():
         raise UserError(

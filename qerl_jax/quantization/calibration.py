@@ -12,7 +12,8 @@ would take gigabytes, so a part of the experts is quantized at a time.
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +40,16 @@ from qerl_jax.quantization.gptq import (
 from qerl_jax.quantization.rounding import ExpertLoad, PackedLayer
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
-from qerl_jax.weights.load import DTYPES, check_formats, each_layer, name_in_errors, read_layer
+from qerl_jax.weights.load import (
+    DTYPES,
+    LoadedModel,
+    check_formats,
+    each_layer,
+    name_in_errors,
+    read_layer,
+)
+
+Grids = Mapping[str, QuantTensor]  # weights by name, whose scales other weights get
 
 _ROWS = range(4, 9)  # text windows that run through a layer together
 _DAMPING = (0.01, 0.1, 1.0)  # one after the other, until the moments have a factor
@@ -60,6 +70,26 @@ class CalibrationOptions:
     reports_errors: bool = False
 
 
+class _Grid(NamedTuple):
+    """The scales that a weight near to a grid keeps, and what its targets are dithered by.
+
+    An update that is small against the distance between two numbers would be lost: what GPTQ makes
+    up for is less than that, most of all where inputs hardly correlate. With a dither that is as
+    likely up as down, all of it is kept on average, and GPTQ makes up for the noise.
+    """
+
+    scales: jax.Array  # FP8 [N, K/16]
+    divisors: jax.Array  # float32 [N, 1]
+    dither: jax.Array  # float32 [N, K], from -0.5 to 0.5
+
+    @classmethod
+    def of(cls, weight: QuantTensor, layer: int, name: str) -> "_Grid":
+        """Returns the grid of a weight in NVFP4, with the same dither each time."""
+        key = jax.random.key(len(PACKED) * layer + list(PACKED).index(name), impl="threefry2x32")
+        dither = jax.random.uniform(key, weight.shape, minval=-0.5, maxval=0.5)
+        return cls(jnp.asarray(weight.scales), jnp.asarray(weight.global_scale)[:, None], dither)
+
+
 def calibrated_layers(
     checkpoint: Checkpoint,
     tokens: np.ndarray,
@@ -74,40 +104,78 @@ def calibrated_layers(
         options: what GPTQ does.
 
     Yields:
+        The layers, as `calibrate` does.
+
+    Raises:
+        UserError: the inputs of a projection fill no whole blocks, or as in `calibrate`.
+    """
+    check_formats(checkpoint, "nvfp4")
+    read = functools.partial(read_layer, checkpoint, dtype=DTYPES["bfloat16"])
+    layers = each_layer(read, checkpoint.config.num_layers, label="calibrating")
+    embedding = checkpoint.read(names.EMBED, DTYPES["bfloat16"])
+    x = _inputs(embedding, tokens)
+    del embedding
+    yield from calibrate(checkpoint, ((layer, {}) for layer in layers), x, options)
+
+
+def calibrated_updates(
+    model: LoadedModel, layers: Iterable[tuple[dict, Grids]], tokens: np.ndarray
+) -> Iterator[PackedLayer]:
+    """Quantizes other layers of a model, such as those with an adapter merged into them.
+
+    Args:
+        model: the model that has the embedding.
+        layers: its layers and the grids of their weights, as in `calibrate`.
+        tokens: int32 [B, T] token ids, as in `calibrated_layers`.
+
+    Yields:
+        The layers, as `calibrate` does.
+    """
+    yield from calibrate(model, layers, _inputs(model.params["embed_tokens"], tokens))
+
+
+def calibrate(
+    model: Checkpoint | LoadedModel,
+    layers: Iterable[tuple[dict, Grids]],
+    x: jax.Array,
+    options: CalibrationOptions = CalibrationOptions(),
+) -> Iterator[PackedLayer]:
+    """Quantizes layers to NVFP4 by GPTQ, one after the other.
+
+    Args:
+        model: what has the layers.
+        layers: the arrays of each layer of the parameter tree, and weights in NVFP4 by name. These
+            are grids: an array of that name is quantized with their scales, which it is near to,
+            and dithered, see `_Grid`. What is in NVFP4 among the arrays stays as it is.
+        x: embeddings [batches, B, T, D] of the text.
+        options: what GPTQ does.
+
+    Yields:
         The layers in order. With `reports_errors` they have the errors of the outputs on the text,
         and those of rounding the projection, whose inputs come from the same calibrated layers.
 
     Raises:
-        UserError: the inputs of a projection fill no whole blocks, a weight is not finite, or the
-            moments of a projection's inputs are not.
+        UserError: a weight is not finite, or the moments of a projection's inputs are not.
     """
-    config = checkpoint.config
-    check_formats(checkpoint, "nvfp4")
-    rows = _batch_rows(len(tokens))
-    tokens = tokens[: len(tokens) // rows * rows]
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    embedding = checkpoint.read(names.EMBED, DTYPES["bfloat16"])
-    x = jnp.asarray(embedding[tokens], dtype).reshape(-1, rows, tokens.shape[1], config.embed_dim)
-    del embedding
-    read = functools.partial(read_layer, checkpoint, dtype=DTYPES["bfloat16"])
-    programs_of: dict[Layer, Programs] = {}
-    for number, dense in enumerate(each_layer(read, config.num_layers, label="calibrating")):
-        layer = {
-            name: jnp.asarray(array, None if names.is_wide(name) else dtype)
-            for name, array in dense.items()
-        }
+    config, dtype = model.config, x.dtype
+    programs_of: dict[tuple, Programs] = {}
+    for number, (dense, grids) in enumerate(layers):
+        layer = {name: _on_device(name, array, dtype) for name, array in dense.items()}
         kind = kinds.layer_of(config, number)
-        if kind not in programs_of:
-            programs_of[kind] = _programs(kind, layer, x, options, config)
-        programs = programs_of[kind]
+        grids = {name: _Grid.of(weight, number, name) for name, weight in grids.items()}
+        key = kind, *grids
+        if key not in programs_of:
+            programs_of[key] = _programs(kind, layer, grids, x, options, config)
+        programs = programs_of[key]
         arrays, errors, rounded_errors, loads = dict(dense), {}, {}, {}
-        for name in (name for name in PACKED if name in layer):
-            with name_in_errors(checkpoint, number, name):
+        for name in _quantized_now(layer):
+            with name_in_errors(model, number, name):
                 if stack := STACKS.get(name):
                     found = _quantize_experts(layer, x, options, programs, stack, config)
                     loads[name] = found.load
                 else:
-                    found = _quantize_fused(layer, x, options, programs, name, config)
+                    grid = grids.get(name)
+                    found = _quantize_fused(layer, grid, x, options, programs, name, config)
             if found.errors:
                 errors |= found.errors[0]
                 rounded_errors |= found.errors[1]
@@ -117,6 +185,32 @@ def calibrated_layers(
         yield PackedLayer(jax.device_get(arrays), errors, rounded_errors, loads)
 
 
+def _inputs(embedding: Any, tokens: np.ndarray) -> jax.Array:
+    """Returns the embeddings [batches, B, T, D] of windows of a text."""
+    rows = _batch_rows(len(tokens))
+    tokens = tokens[: len(tokens) // rows * rows]
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return jnp.asarray(embedding[tokens], dtype).reshape(
+        -1, rows, *tokens.shape[1:], embedding.shape[1]
+    )
+
+
+def _on_device(name: str, array: Any, dtype: jnp.dtype) -> Any:
+    """Returns an array of a layer as the layer computes with it.
+
+    A weight that comes in float32 stays so until it is quantized: a small update of it counts.
+    """
+    if isinstance(array, QuantTensor):
+        return array
+    keeps = names.is_wide(name) or (name in FUSED and array.dtype == jnp.float32)
+    return jnp.asarray(array, None if keeps else dtype)
+
+
+def _quantized_now(layer: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the arrays that are quantized, in their order."""
+    return [n for n in PACKED if n in layer and not isinstance(layer[n], QuantTensor)]
+
+
 def _batch_rows(windows: int) -> int:
     """Returns how many windows form a batch, so that equal batches leave few windows out."""
     sizes = range(min(windows, _ROWS[0]), _ROWS[-1] + 1)
@@ -124,7 +218,12 @@ def _batch_rows(windows: int) -> int:
 
 
 def _programs(
-    kind: Layer, layer: dict, x: jax.Array, options: CalibrationOptions, config: ModelConfig
+    kind: Layer,
+    layer: dict,
+    grids: Mapping[str, _Grid],
+    x: jax.Array,
+    options: CalibrationOptions,
+    config: ModelConfig,
 ) -> Programs:
     """Returns the programs of a layer; on a GPU all are compiled now, several at a time.
 
@@ -137,7 +236,7 @@ def _programs(
         table[name] = Operation.of_shapes(f"calibration {name}", function, static, *arguments)
         return table[name]
 
-    for name in (name for name in PACKED if name in arrays):
+    for name in _quantized_now(arrays):
         weight, moments = arrays[name], {"name": name, "kind": kind, "config": config}
         scale, round_columns = _scales, gptq
         if stack := STACKS.get(name):
@@ -155,16 +254,20 @@ def _programs(
             weight = jax.ShapeDtypeStruct((count, outputs, inputs), weight.dtype)
         else:
             hessian = add(("moments", name), _moments, moments, arrays, rows).eval_shape()
-        scaling = add(("scales", name), scale, {"grow": options.grow}, weight, hessian)
-        scales, divisor, _ = scaling.eval_shape()
+        if grid := abstract(grids.get(name)):
+            scales, divisor, _ = grid
+        else:
+            scaling = add(("scales", name), scale, {"grow": options.grow}, weight, hessian)
+            scales, divisor, _ = scaling.eval_shape()
         static = {"orders": options.orders}
-        damping = jax.ShapeDtypeStruct(divisor.shape, jnp.float32)
-        arguments = weight, hessian, scales, divisor, damping
+        damping = jax.ShapeDtypeStruct(hessian.shape[:-2], jnp.float32)
+        arguments = weight, hessian, scales, divisor, damping, *([grid.dither] if grid else [])
         codes, _ = add(("gptq", name), round_columns, static, *arguments).eval_shape()
         packed = add(("pack", name), _pack, {}, codes, scales, divisor).eval_shape()
         if stack:
             packed = _whole(packed, len(arrays[name]) // len(packed.packed))
-        add(("dense", name), _dense, {"dtype": weight.dtype}, packed)
+        dense = add(("dense", name), _dense, {"dtype": x.dtype}, packed).eval_shape()
+        arrays = arrays | {name: dense}
     add("outputs", _outputs, {"kind": kind, "config": config}, arrays, rows)
     if jax.default_backend() != "gpu":
         return Programs(table)
@@ -193,6 +296,7 @@ class _Quantized(NamedTuple):
 
 def _quantize_fused(
     layer: dict,
+    grid: _Grid | None,
     x: jax.Array,
     options: CalibrationOptions,
     programs: Programs,
@@ -202,7 +306,7 @@ def _quantize_fused(
     """Quantizes a fused weight of a layer with the inputs x."""
     weight, errors = layer[fused], []
     hessian = programs["moments", fused](layer, x)
-    packed = _quantize(weight, hessian, options, programs, fused)
+    packed = _quantize(weight, hessian, grid, options, programs, fused)
     if options.reports_errors:
         bounds = member_bounds(fused, config)
         rounded = quantize_on_device(jnp.split(weight, bounds), format="nvfp4")
@@ -230,7 +334,7 @@ def _quantize_experts(
         weight = layer[stack.name].reshape(experts, outputs, inputs)
         weight = jax.lax.dynamic_slice_in_dim(weight, start, count)
         hessian = programs["mixed", stack.name](*own, everyone)
-        packed = jax.device_get(_quantize(weight, hessian, options, programs, stack.name))
+        packed = jax.device_get(_quantize(weight, hessian, None, options, programs, stack.name))
         del hessian
         few = (np.asarray(own[1]) < inputs) & (not stack.reads)
         if few.any() or options.reports_errors:
@@ -276,17 +380,24 @@ def _whole(part: QuantTensor, parts: int) -> QuantTensor:
 def _quantize(
     weight: jax.Array,
     hessian: jax.Array,
+    grid: _Grid | None,
     options: CalibrationOptions,
     programs: Programs,
     name: str,
 ) -> QuantTensor:
     """Returns a fused weight in NVFP4, or those of several experts, one after the other."""
-    scales, divisor, is_finite = programs["scales", name](weight, hessian)
-    if not is_finite.all():
-        raise UserError("the weights, or the activations in front of them, are not finite")
-    damping = jnp.full(divisor.shape, options.damping, jnp.float32)
+    dither = []
+    if grid is None:
+        scales, divisor, is_finite = programs["scales", name](weight, hessian)
+        if not is_finite.all():
+            raise UserError("the weights, or the activations in front of them, are not finite")
+    else:
+        scales, divisor, *dither = grid
+    damping = jnp.full(hessian.shape[:-2], options.damping, jnp.float32)
     for more in (*(more for more in _DAMPING if more > options.damping), None):
-        codes, is_finite = programs["gptq", name](weight, hessian, scales, divisor, damping)
+        codes, is_finite = programs["gptq", name](
+            weight, hessian, scales, divisor, damping, *dither
+        )
         if is_finite.all():
             return programs["pack", name](codes, scales, divisor)
         if more is not None:
@@ -315,8 +426,11 @@ def _scales_of_experts(
 
 @jax.jit
 def _pack(codes: jax.Array, scales: jax.Array, divisor: jax.Array) -> QuantTensor:
-    """Packs the codes [N, K] of a weight, or [E, N, K] of those of experts."""
-    rows = jnp.repeat(divisor, codes.shape[-2])
+    """Packs the codes [N, K] of a weight, or [E, N, K] of those of experts.
+
+    A weight has one divisor, or one of each row, [N, 1].
+    """
+    rows = jnp.repeat(divisor, math.prod(codes.shape[:-1]) // divisor.size)
     codes, scales = (a.reshape(-1, a.shape[-1]) for a in (codes, scales))
     return QuantTensor(packed=pack_codes(codes), scales=scales, global_scale=rows)
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from qerl_jax.errors import UserError
+from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
@@ -28,8 +29,8 @@ class TextConfig:
     seed: int = 0
 
 
-def choose_prompts(prompts: Sequence[Sequence[int]], config: TextConfig) -> list[Sequence[int]]:
-    """Chooses prompts, as token ids, at random, the same ones each time."""
+def choose_prompts[T](prompts: Sequence[T], config: TextConfig) -> list[T]:
+    """Chooses prompts at random, the same ones each time."""
     order = np.random.default_rng(config.seed).permutation(len(prompts))
     return [prompts[index] for index in order[: config.prompts]]
 
@@ -39,14 +40,16 @@ def sample_windows(
     prompts: Sequence[Sequence[int]],
     config: TextConfig,
     engine: EngineConfig,
+    lora: Lora | None = None,
 ) -> np.ndarray:
     """Completes prompts at temperature 1 and cuts all of them into windows without padding.
 
     Args:
-        model: the policy that samples.
+        model: the policy that samples, without its adapter.
         prompts: token ids of the prompts.
         config: lengths and seed.
         engine: settings of the rollout.
+        lora: its adapter, or None.
 
     Returns:
         int32 [B, T] token ids.
@@ -57,7 +60,7 @@ def sample_windows(
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens, temperature=1.0)
     engine = dataclasses.replace(engine, prompt_width=max(map(len, prompts)))
     sampler = Sampler(model.config, model.tokenizer, sampling, engine, group_size=1)
-    key, policy = jax.random.key(config.seed, impl="threefry2x32"), Policy(model.params, None)
+    key, policy = jax.random.key(config.seed, impl="threefry2x32"), Policy(model.params, lora)
     if jax.default_backend() == "gpu":  # Several programs compile at a time.
         sampler = sampler.compiled(key, policy, num_prompts=len(prompts))
     rollout = sampler.rollout(key, policy, prompts)

@@ -91,6 +91,7 @@ def _gptq(
     scales: Array,
     divisor: Array,
     damping: Array | float = _DAMPING,
+    dither: Array | None = None,
     *,
     orders: bool = True,
 ) -> tuple[Array, Array]:
@@ -102,6 +103,8 @@ def _gptq(
         scales: FP8 (E4M3) scales [N, K/16], which stay as they are.
         divisor: float32 divisor of the scales.
         damping: what is added to the diagonal of H, relative to its mean.
+        dither: [N, K], what is added to each target before it is rounded, from -0.5 to 0.5 of the
+            distance between two numbers there; None adds nothing.
         orders: whether columns are taken by descending H_jj, or as they stand.
 
     Returns:
@@ -123,6 +126,7 @@ def _gptq(
         order
     ]  # [K, N], so that a column is contiguous
     steps = (scales.astype(jnp.float32) / divisor).T  # [K/16, N]
+    offsets = () if dither is None else (dither.T[order],)
     width = next(panel for panel in _PANELS if inputs % panel == 0)
 
     def round_panel(moved: Array, start: Array) -> tuple[Array, Array]:
@@ -132,10 +136,10 @@ def _gptq(
         blocks = jax.lax.dynamic_slice_in_dim(order, start, width) // BLOCK
 
         def round_column(panel: Array, column: tuple[Array, ...]) -> tuple[Array, tuple]:
-            index, value, block = column
+            index, value, block, *offset = column
             target = value + panel[index] / square[index, index]
             scale = steps[block]
-            rounded = round_to_e2m1(target / scale)
+            rounded = round_to_e2m1(target / scale, *offset)
             error = value - rounded * scale
             panel += square[index][:, None] * error
             return panel, (error, e2m1_code(rounded))
@@ -147,6 +151,7 @@ def _gptq(
                 jnp.arange(width),
                 jax.lax.dynamic_slice_in_dim(columns, start, width),
                 blocks,
+                *(jax.lax.dynamic_slice_in_dim(offset, start, width) for offset in offsets),
             ),
         )
         moved += jnp.matmul(rows.T, errors, precision=jax.lax.Precision.HIGHEST)
@@ -175,12 +180,20 @@ def gptq_of_experts(
     return jax.vmap(each)(weights, hessians, scales, divisors, damping)
 
 
-def round_to_e2m1(values: Array) -> Array:
-    """Rounds to the nearest E2M1 number, of at most 6; a tie goes to the even code."""
-    values = jnp.clip(values, -6.0, 6.0)
+def e2m1_step(values: Array) -> Array:
+    """Returns the distance between the E2M1 numbers next to values of at most 6."""
     size = jnp.abs(values)
-    step = jnp.where(size < 2.0, 0.5, jnp.where(size < 4.0, 1.0, 2.0))
-    return jnp.round(values / step) * step
+    return jnp.where(size < 2.0, 0.5, jnp.where(size < 4.0, 1.0, 2.0))
+
+
+def round_to_e2m1(values: Array, offset: Array | float = 0.0) -> Array:
+    """Rounds to the nearest E2M1 number, of at most 6; a tie goes to the even code.
+
+    With an offset, relative to the distance between numbers, it is what is nearest to the sum.
+    """
+    values = jnp.clip(values, -6.0, 6.0)
+    step = e2m1_step(values)
+    return jnp.clip(jnp.round(values / step + offset) * step, -6.0, 6.0)
 
 
 def e2m1_code(values: Array) -> Array:

@@ -15,7 +15,7 @@ MODULES = {
     "evaluate": "evaluate",
     "sample": "sample",
     "show": "show",
-    "export": "export_hf",
+    "export": "export",
     "plan": "plan",
     "quantize": "quantize",
     "sweep": "sweep",

@@ -35,6 +35,8 @@ class Checkpoint:
     # By the same names; a GGUF file stores blocks of bytes, whose own shape differs.
     shapes: Mapping[str, tuple[int, ...]]
     packed: frozenset[str]  # names of the modules that are stored in NVFP4
+    # Returns by name the tensors of a module in NVFP4 as compressed-tensors stores them.
+    unpack: Callable[[str], Mapping[str, np.ndarray]]
     # `read(name, dtype)` returns a dense tensor in memory.
     read: Callable[[str, np.dtype], np.ndarray]
     # `chunks(name, dtype, memory)` yields a dense tensor by rows; `memory` returns memory of a
@@ -68,14 +70,24 @@ def read_architecture(source: str) -> ModelConfig:
 
 def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
     file = gguf.open_gguf(path)
+    modules = file.packed_modules()
+    tensors = {name: tensor.data for name, tensor in file.tensors.items()}
+    shapes = {name: file.shape(name) for name in tensors}
+    for module in modules:
+        data, (outputs, inputs) = tensors.pop(f"{module}.weight"), shapes.pop(f"{module}.weight")
+        parts = data, data[:0], data[:0]  # whose bytes are those of the file
+        sizes = (outputs, inputs // 2), (outputs, inputs // packed.BLOCK), (1,)
+        tensors |= dict(zip(packed.tensors_of(module), parts, strict=True))
+        shapes |= dict(zip(packed.tensors_of(module), sizes, strict=True))
     return Checkpoint(
         path=path,
         source=source,
         config=file.config,
         tokenizer=tokenizer.from_gguf(file.metadata),
-        tensors={name: tensor.data for name, tensor in file.tensors.items()},
-        shapes={name: file.shape(name) for name in file.tensors},
-        packed=frozenset(),
+        tensors=tensors,
+        shapes=shapes,
+        packed=modules,
+        unpack=file.unpack,
         read=file.read,
         chunks=lambda name, dtype, memory: iter([file.read(name, dtype)]),
         ignored=file.ignored,
@@ -115,6 +127,7 @@ def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
         tensors=tensors,
         shapes={name: tensor.shape for name, tensor in tensors.items()},
         packed=modules,
+        unpack=lambda module: {name: tensors[name] for name in packed.tensors_of(module)},
         read=lambda name, dtype: np.array(dense(name), dtype),
         chunks=chunks,
         ignored=ignored,

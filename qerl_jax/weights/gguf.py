@@ -15,11 +15,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import gguf
+import ml_dtypes
 import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ExpertsConfig, ModelConfig, RecurrentConfig, RopeScaling
 from qerl_jax.policy.layers.attention import rotary_frequencies
+from qerl_jax.policy.layers.kinds import PACKED
 from qerl_jax.weights import names
 from qerl_jax.weights.gguf_header import GgufTensor, read_header
 
@@ -32,16 +34,21 @@ ARCHITECTURES = {
     "qwen35": "qwen3_5",
     "qwen35moe": "qwen3_5_moe",
 }
-_ROPE_FREQS = "rope_freqs.weight"
+ROPE_FREQS = "rope_freqs.weight"
+# The divisors of the weights in NVFP4, in the order of general.tensor_extra.name, in files that
+# this project wrote: a scale that multiplies, which llama.cpp has, is not exactly their inverse.
+DIVISORS = "qerl.nvfp4_divisors"
+_EXTRA_NAMES = "general.tensor_extra.name"
+_NVFP4 = gguf.GGMLQuantizationType.NVFP4
 # Weights dequantized at once. It bounds the float32 copies of a large embedding, and it is large
 # enough that many threads work in NumPy's loops and do not wait for Python's lock.
 _CHUNK_WEIGHTS = 1 << 20
-_GLOBAL_NAMES = {
+GLOBAL_NAMES = {
     "token_embd.weight": names.EMBED,
     "output_norm.weight": names.NORM,
     "output.weight": names.HEAD,
 }
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "q_proj",
@@ -56,7 +63,7 @@ _LAYER_NAMES = {
 }
 # Of a mixture of experts. Tensors of routed experts stack those of all of them, [E, N, K]; by their
 # names those of the projections of an expert.
-_EXPERT_LAYER_NAMES = {
+EXPERT_LAYER_NAMES = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
@@ -70,7 +77,7 @@ _STACKED_NAMES = {
     "ffn_down_exps.weight": ("down_proj",),
 }
 # Qwen3.5 (llama.cpp, conversion/qwen.py), by the whole name in a layer.
-_QWEN3_5_NAMES = {
+QWEN3_5_NAMES = {
     "post_attention_norm.weight": "post_attention_layernorm.weight",
     "attn_qkv.weight": "linear_attn.in_proj_qkv.weight",
     "attn_gate.weight": "linear_attn.in_proj_z.weight",
@@ -114,22 +121,64 @@ class GgufFile:
             with np.errstate(over="ignore", invalid="ignore"):  # the caller checks for infinities
                 step = max(1, _CHUNK_WEIGHTS * len(out) // max(1, out.size))
                 for row in range(0, len(out), step):
-                    rows = slice(row, row + step)
-                    out[rows] = _dequantize(tensor.data[rows], tensor.kind)
+                    values = _dequantize(tensor.data[row : row + step], tensor.kind)
+                    if tensor.divisors is not None:
+                        values = values / tensor.divisors
+                    out[row : row + step] = values
         except NotImplementedError as error:
             raise UserError(
                 f"{self.path}: {tensor.name!r:.200} has the type {tensor.kind.name}, "
                 "which cannot be dequantized"
             ) from error
-        if self.config.model_type == "llama":
-            if name.endswith("q_proj.weight"):
-                return _split_halves(out, self.config.num_heads)
-            if name.endswith("k_proj.weight"):
-                return _split_halves(out, self.config.num_kv_heads)
+        if heads := self._interleaved(name):
+            return _split_halves(out, heads)
         if self.config.recurrent is not None:
             with np.errstate(divide="ignore", invalid="ignore"):
                 out = _undo_qwen3_5(out, name, self.config)
         return out.astype(dtype, copy=False).reshape(self.shape(name))
+
+    def _interleaved(self, name: str) -> int:
+        """The number of heads with rows in GGUF's order; 0 for a tensor in Hugging Face's order."""
+        if self.config.model_type != "llama" or not name.endswith(
+            ("q_proj.weight", "k_proj.weight")
+        ):
+            return 0
+        is_query = name.endswith("q_proj.weight")
+        return self.config.num_heads if is_query else self.config.num_kv_heads
+
+    def packed_modules(self) -> frozenset[str]:
+        """The modules in NVFP4, of weights that the policy packs: those of whole fused groups."""
+        groups = [
+            group
+            for layer in range(self.config.num_layers)
+            for array, group in names.stored_tensors(self.config, layer).items()
+            if array in PACKED
+        ]
+        return frozenset(
+            name.removesuffix(".weight")
+            for group in groups
+            if all(n in self.tensors and self.tensors[n].kind == _NVFP4 for n in group)
+            for name in group
+        )
+
+    def unpack(self, module: str) -> dict[str, np.ndarray]:
+        """Returns the tensors of a module in NVFP4 as compressed-tensors has them, by name."""
+        name = f"{module}.weight"
+        tensor, heads = self.tensors[name], self._interleaved(name)
+        data = _split_halves(tensor.data, heads) if heads else tensor.data
+        blocks = data.reshape(len(data), -1, 36)  # four scales, and the codes of four blocks
+        scales, halves = blocks[..., :4], blocks[..., 4:].reshape(len(data), -1, 8)
+        codes = np.concatenate([halves & 15, halves >> 4], axis=-1)
+        divisor = np.float32(1) if tensor.divisors is None else tensor.divisors
+        return {
+            f"{module}.weight_packed": (codes[..., 0::2] | codes[..., 1::2] << 4).reshape(
+                len(data), -1
+            ),
+            f"{module}.weight_scale": np.array(scales)
+            .reshape(len(data), -1)
+            .view(ml_dtypes.float8_e4m3fn),
+            f"{module}.weight_global_scale": np.reshape(divisor, 1),
+        }
 
 
 def open_gguf(path: pathlib.Path | str) -> GgufFile:
@@ -155,7 +204,8 @@ def _open_cached(path: pathlib.Path, modified: int, size: int) -> GgufFile:
     """
     del modified, size
     metadata, tensors = read_header(path)
-    rope_freqs = tensors.pop(_ROPE_FREQS, None)
+    tensors = _with_divisors(path, metadata, tensors)
+    rope_freqs = tensors.pop(ROPE_FREQS, None)
     if metadata.get("split.count", 1) != 1:
         raise UserError(
             f"{path}: one of {metadata['split.count']!r:.50} parts of a model; merge them with "
@@ -176,6 +226,40 @@ def _open_cached(path: pathlib.Path, modified: int, size: int) -> GgufFile:
         tensors=_hf_tensors(path, text, config),
         ignored=("the MTP head",) if len(text) < len(tensors) else (),
     )
+
+
+def _with_divisors(
+    path: pathlib.Path, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
+) -> dict[str, GgufTensor]:
+    """Returns the tensors without those of scales, which become divisors of their weights.
+
+    Scales of activations are left out: the policy quantizes weights alone.
+    """
+    packed, exact = metadata.get(_EXTRA_NAMES), metadata.get(DIVISORS)
+    of_file = np.array(exact if isinstance(exact, list) else [], np.float32)
+    starts, start = {}, 0
+    for name in packed if isinstance(packed, list) else []:
+        starts[name], shape = start, tensors[name].shape if name in tensors else ()
+        start += shape[0] if len(shape) == 3 else 1
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith((".scale", ".input_scale")):
+            continue
+        scale = tensors.get(f"{name.removesuffix('.weight')}.scale")
+        if scale is not None:
+            count = tensor.shape[0] if len(tensor.shape) == 3 else 1
+            if scale.data.dtype != np.float32 or scale.shape != (count,):
+                raise UserError(
+                    f"{path}: {scale.name!r:.200} has the type {scale.kind.name} and the shape "
+                    f"{scale.shape}, must be F32 and {(count,)}"
+                )
+            with np.errstate(all="ignore"):
+                divisors = np.float32(1) / scale.data
+                own = of_file[starts.get(name, 0) :][:count]
+                divisors = own if np.array_equal(1 / own, scale.data) else divisors
+            tensor = dataclasses.replace(tensor, divisors=divisors)
+        found[name] = tensor
+    return found
 
 
 def _dequantize(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
@@ -315,7 +399,7 @@ def _llama3_scaling(
 ) -> RopeScaling | None:
     """Recovers Llama 3's scaling from the frequency divisors [H/2] that a file stores."""
     factors = tensor.data
-    message = f"{path}: '{_ROPE_FREQS}' is not the frequency scaling of Llama 3"
+    message = f"{path}: '{ROPE_FREQS}' is not the frequency scaling of Llama 3"
     if factors.dtype != np.float32 or factors.shape != (config.head_dim // 2,):
         raise UserError(message)
     if np.all(factors == 1):
@@ -365,26 +449,30 @@ def _hf_tensors(
                 f"of the {len(modules) // len(members)} experts"
             )
         parts = tensor.data.reshape(len(modules), -1, tensor.data.shape[-1])
-        shape = parts.shape[1], tensor.shape[-1]
+        shape, divisors = (parts.shape[1], tensor.shape[-1]), [None] * len(modules)
+        if tensor.divisors is not None:
+            divisors = np.repeat(tensor.divisors, len(members))
         found |= {
-            f"{module}.weight": dataclasses.replace(tensor, shape=shape, data=data)
-            for module, data in zip(modules, parts, strict=True)
+            f"{module}.weight": dataclasses.replace(
+                tensor, shape=shape, data=data, divisors=divisor
+            )
+            for module, data, divisor in zip(modules, parts, divisors, strict=True)
         }
     return found
 
 
 def _hf_name(path: pathlib.Path, name: str, config: ModelConfig) -> str:
-    if name in _GLOBAL_NAMES:
-        return _GLOBAL_NAMES[name]
+    if name in GLOBAL_NAMES:
+        return GLOBAL_NAMES[name]
     layer, rest = _layer_of(name), name.split(".", 2)[-1]
-    if layer >= 0 and config.recurrent is not None and rest in _QWEN3_5_NAMES:
-        return f"model.layers.{layer}.{_QWEN3_5_NAMES[rest]}"
+    if layer >= 0 and config.recurrent is not None and rest in QWEN3_5_NAMES:
+        return f"model.layers.{layer}.{QWEN3_5_NAMES[rest]}"
     module, _, parameter = rest.partition(".")
-    if layer >= 0 and config.experts is not None and module in _EXPERT_LAYER_NAMES:
-        return f"model.layers.{layer}.{_EXPERT_LAYER_NAMES[module]}.{parameter}"
-    if layer < 0 or module not in _LAYER_NAMES or parameter not in ("weight", "bias"):
+    if layer >= 0 and config.experts is not None and module in EXPERT_LAYER_NAMES:
+        return f"model.layers.{layer}.{EXPERT_LAYER_NAMES[module]}.{parameter}"
+    if layer < 0 or module not in LAYER_NAMES or parameter not in ("weight", "bias"):
         raise UserError(f"{path}: the tensor {name!r:.200} is not part of a supported architecture")
-    return f"{names.layer_module(layer, _LAYER_NAMES[module])}.{parameter}"
+    return f"{names.layer_module(layer, LAYER_NAMES[module])}.{parameter}"
 
 
 def _split_halves(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -55,6 +55,8 @@ class GgufTensor:
     kind: gguf.GGMLQuantizationType
     shape: tuple[int, ...]  # in Hugging Face's order, outputs first
     data: np.ndarray
+    # Float32 by which the values are divided, one of each expert of a stack; None for 1.
+    divisors: np.ndarray | None = None
 
 
 def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:

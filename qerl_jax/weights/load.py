@@ -298,17 +298,17 @@ def _read_dense(
 
 def _read_packed(checkpoint: Checkpoint, modules: Sequence[str], stream: Stream) -> QuantTensor:
     """Returns a fused group that is stored in NVFP4; each row has the scale of its projection."""
-    path, tensors = checkpoint.path, checkpoint.tensors
-    divisors = [packed.divisor(path, tensors, module) for module in modules]
-    codes, scales, rows = [], [], []
+    path, codes, scales, divisors, rows = checkpoint.path, [], [], [], []
     for module in modules:
+        tensors = checkpoint.unpack(module)
+        divisors.append(packed.divisor(path, tensors, module))
         code, scale = (tensors[f"{module}.{name}"] for name in ("weight_packed", "weight_scale"))
         codes += stream.send(safetensors.row_chunks(code, stream.memory), code.nbytes)
         scale_chunks = (c.view(np.uint8) for c in safetensors.row_chunks(scale, stream.memory))
         checked_chunks = (packed.checked_scales(path, module, chunk) for chunk in scale_chunks)
         scales += stream.send(checked_chunks, scale.nbytes)
         rows.append(len(code))
-    stream.meter.add(sum(tensors[f"{module}.weight_global_scale"].nbytes for module in modules))
+        stream.meter.add(tensors[f"{module}.weight_global_scale"].nbytes)
     with stream.meter.busy("arrange"):
         codes, scales = _stack_packed(codes, scales)
         weight = QuantTensor(codes, scales, jax.device_put(np.repeat(divisors, rows)))
@@ -352,7 +352,7 @@ def check_formats(checkpoint: Checkpoint, format: str) -> None:
 
 
 @contextlib.contextmanager
-def name_in_errors(checkpoint: Checkpoint, layer: int, fused: str) -> Iterator[None]:
+def name_in_errors(checkpoint: Checkpoint | LoadedModel, layer: int, fused: str) -> Iterator[None]:
     """Names the layer and the projections of a fused group in an error."""
     try:
         yield

@@ -1,6 +1,7 @@
 """Turns text into token ids and back, with the chat template and every id that ends a reply."""
 
 import dataclasses
+import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -32,15 +33,28 @@ _SPLITS = {
     "qwen2": _QWEN2_SPLIT,
     "qwen35": _QWEN3_5_SPLIT,
     "llama-bpe": _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
+    # Mistral Nemo and later
+    "tekken": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
 }
+_PRE_TOKENIZERS = ("smollm", *_SPLITS)
+# Those with which llama.cpp keeps a word that is in the vocabulary whole, whatever the merges say,
+# and begins a text with the first token of a sequence where the file does not say otherwise.
+_WHOLE_WORDS = ("llama-bpe", "tekken")
 # Files of SentencePiece and of mistral-common (Tekken), which hold a tokenizer in other forms.
 _OTHER_FILES = ("tokenizer.model", "tokenizer.model.v3", "tekken.json")
 TEMPLATES = "additional_chat_templates"  # folder with the templates of a model by their names
 # What conversations with tools have with SmolLM2, whose own chat template knows none.
 _SMOLLM_TOOLS = pathlib.Path(__file__).with_name("smollm_tools.jinja")
 # Token types in GGUF.
+_NORMAL = 1
 _CONTROL = 3
 _USER_DEFINED = 4
+_UNUSED = 5
+_MORE_ENDS = ("eot", "eom")  # Tokens in addition to eos that end a reply, by their names in GGUF.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,11 +234,10 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """
     model = metadata.get("tokenizer.ggml.model")
     pre: Any = metadata.get("tokenizer.ggml.pre")
-    if model != "gpt2" or pre not in ("smollm", *_SPLITS):
+    if model != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise UserError(
             f"GGUF tokenizer {model!r:.50} with pre-tokenizer {pre!r:.50} is not supported; "
-            f"supported: 'gpt2' with {', '.join(['smollm', *_SPLITS])}; pass the folder of the "
-            "model"
+            f"supported: 'gpt2' with {', '.join(_PRE_TOKENIZERS)}; pass the folder of the model"
         )
     tokens = _metadata_list(metadata, "tokens", str)
     types = _metadata_list(metadata, "token_type", int)
@@ -233,8 +246,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     if not tokens or len(types) != len(tokens) or any(len(merge) != 2 for merge in merges):
         raise UserError("the tokenizer metadata of the GGUF file is incomplete or malformed")
     try:
-        # Llama 3 keeps a word that is in the vocabulary whole, whatever the merges say.
-        bpe = models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe")
+        bpe = models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS)
     except Exception as error:  # tokenizers raises no narrower class
         raise UserError(f"the tokenizer metadata of the GGUF file is malformed: {error}") from error
     backend = tokenizers.Tokenizer(bpe)
@@ -258,7 +270,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         for key, i in ids.items()
         if i is not None and _token_id(i) < len(tokens)
     }
-    if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+    if metadata.get("tokenizer.ggml.add_bos_token", pre in _WHOLE_WORDS):
         backend.post_processor = _bos_first(special_tokens.get("bos_token"), ids["bos"])
     templates = {
         name: (metadata.get(key), f"{key} of the GGUF file")
@@ -273,7 +285,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         backend,
         templates=templates,
         special_tokens=special_tokens,
-        eos_ids=[ids["eos"], metadata.get("tokenizer.ggml.eot_token_id")],
+        eos_ids=[ids["eos"], *(metadata.get(f"tokenizer.ggml.{x}_token_id") for x in _MORE_ENDS)],
         pad_id=backend.token_to_id(special_tokens.get("pad_token", "")),
         well_known=True,
     )
@@ -297,6 +309,55 @@ def to_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     if tokenizer.tool_template is not None:
         files[f"{TEMPLATES}/tool_use.jinja"] = tokenizer.tool_template
     return {name: text.encode() for name, text in files.items()}
+
+
+def to_gguf(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+    """Returns the metadata of a GGUF file that describe a tokenizer, as llama.cpp's converter does.
+
+    Ids without a token, up to `vocab_size`, get the names [PAD0] and so on.
+
+    Raises:
+        UserError: it is no byte-level BPE with a pre-tokenizer that `from_gguf` knows.
+    """
+    backend = tokenizer.backend
+    model = json.loads(backend.to_str())["model"]
+    is_bpe = model["type"] == "BPE" and isinstance(backend.decoder, decoders.ByteLevel)
+    if not is_bpe or (pre := _pre_name(backend)) is None:
+        raise UserError(
+            f"the tokenizer ({model['type']}) has no name in GGUF that is known here: it must be a "
+            f"byte-level BPE with a pre-tokenizer of {', '.join(_PRE_TOKENIZERS)}; export with "
+            "--format=merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+        )
+    added, tokens = backend.get_added_tokens_decoder(), [f"[PAD{i}]" for i in range(vocab_size)]
+    types = [_UNUSED] * vocab_size
+    for token, i in backend.get_vocab(with_added_tokens=True).items():
+        looks_special = token.startswith("<|") and token.endswith("|>")
+        kind = _CONTROL if looks_special or (i in added and added[i].special) else _USER_DEFINED
+        tokens[i], types[i] = token, kind if i in added else _NORMAL
+    roles = {name: backend.token_to_id(text) for name, text in tokenizer.special_tokens.items()}
+    # llama.cpp finds well-known ends by itself.
+    first, *others = sorted(tokenizer.eos_ids, key=lambda i: (i != roles.get("eos_token"), i))
+    ends = [first, *(i for i in others if tokens[i] not in _END_TOKENS)]
+    ids = dict(zip(("eos", *_MORE_ENDS), ends, strict=False))
+    ids |= {"bos": roles.get("bos_token"), "padding": tokenizer.pad_id}
+    ids |= {"unknown": roles.get("unk_token")}
+    found = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [
+            m if isinstance(m, str) else " ".join(m) for m in model["merges"]
+        ],
+    } | {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items() if i is not None}
+    begins = ids["bos"] is not None and backend.encode("a").ids[0] == ids["bos"]
+    found["tokenizer.ggml.add_bos_token"] = begins
+    if tokenizer.chat_template is not None:
+        found["tokenizer.chat_template"] = tokenizer.chat_template
+    if tokenizer.tool_template is not None:
+        found["tokenizer.chat_templates"] = ["tool_use"]
+        found["tokenizer.chat_template.tool_use"] = tokenizer.tool_template
+    return found
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -401,6 +462,21 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
+
+
+def _pre_name(backend: tokenizers.Tokenizer) -> str | None:
+    """Returns llama.cpp's name of the pre-tokenizer, or None for one without a name here."""
+
+    def parts(pre_tokenizer: Any) -> list[dict[str, Any]]:
+        state = json.loads(pre_tokenizer.__getstate__())
+        steps = state["pretokenizers"] if state["type"] == "Sequence" else [state]
+        # The offsets of tokens in a text are no matter of their ids.
+        return [{k: v for k, v in step.items() if k != "trim_offsets"} for step in steps]
+
+    if backend.pre_tokenizer is None:
+        return None
+    own = parts(backend.pre_tokenizer)
+    return next((pre for pre in _PRE_TOKENIZERS if parts(_pre_tokenizer(pre)) == own), None)
 
 
 def _read_backend(folder: pathlib.Path) -> tokenizers.Tokenizer:

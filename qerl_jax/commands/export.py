@@ -1,9 +1,12 @@
-"""Exports what a run trained to transformers, PEFT and vLLM.
+"""Exports what a run trained to transformers, PEFT, vLLM, llama.cpp and Ollama.
 
     qerl-export RUN --format=peft               # the adapter
     qerl-export RUN --format=peft --with-base   # and its NVFP4 base
     qerl-export RUN --format=merged             # one model in bfloat16
     qerl-export RUN --format=nvfp4              # one model in 4 bits
+    qerl-export RUN --format=nvfp4 --calibration=gptq    # merged into the NVFP4 base
+    qerl-export RUN --format=gguf               # the adapter and its base for llama.cpp
+    qerl-export RUN --format=gguf --merge=q8_0  # one model for llama.cpp and Ollama
     qerl-export RUN --format=peft --push=USER/NAME
 
 RUN is a run folder, or the folder of a PEFT adapter. Each export contains the tokenizer, the chat
@@ -15,6 +18,15 @@ quantization. `nvfp4` rounds the sum to 4 bits, which keeps only part of the upd
 measures and prints how much. It starts from the weights before quantization by default, because
 weights that lie on the 4-bit grid are rounded back to their old values (--onto=trained). To serve
 in 4 bits without a loss, serve the adapter over its base.
+
+With --calibration=gptq the columns of a weight make up for what rounding the columns before lost,
+on completions of training prompts by the trained policy: see docs/export.md for what it keeps.
+
+`gguf` writes the adapter as a GGUF LoRA, and its base with the exact codes and scales of NVFP4 or
+MXFP4. llama.cpp stops where an adapter changes the weights of an MLP in NVFP4, so that these are in
+Q8_0 there, as are embedding and head (--dense=bf16: in BF16); an adapter of attention alone has an
+exact base. With --merge it writes one model in q8_0, bf16, mxfp4 or nvfp4. llama-quantize makes
+K-quants of that in BF16; the command prints the line.
 
 --push uploads the export with its model card to a new repository of the Hugging Face hub, private
 unless --public is given, with the token of `hf auth login` or HF_TOKEN. What is uploaded names no
@@ -31,13 +43,15 @@ import argparse
 from qerl_jax.commands import cli
 from qerl_jax.system.signals import exit_on_stop_signals
 
+FORMATS = ("peft", "merged", "nvfp4", "gguf")
+
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     parser = cli.new_parser("export", __doc__)
     add = parser.add_argument
     add("source", metavar="RUN", help="run folder or PEFT adapter folder")
-    add("--format", required=True, choices=("peft", "merged", "nvfp4"), help="what to write")
+    add("--format", required=True, choices=FORMATS, help="what to write")
     add("--out", default="", help="folder to write (default: RUN/exports/FORMAT)")
     add(
         "--adapter",
@@ -55,6 +69,24 @@ def make_parser() -> argparse.ArgumentParser:
         default="",
         choices=("trained", "bf16"),
         help="weights to merge into: as trained, or before quantization",
+    )
+    add(
+        "--merge",
+        default="",
+        choices=("q8_0", "bf16", "mxfp4", "nvfp4"),
+        help="number format of one merged GGUF file (default: the adapter and its base)",
+    )
+    add(
+        "--dense",
+        default="q8_0",
+        choices=("q8_0", "bf16"),
+        help="number format of other weights in a GGUF file (default: q8_0)",
+    )
+    add(
+        "--calibration",
+        default="none",
+        choices=("none", "gptq"),
+        help="how a merged model is rounded to NVFP4 (default: none)",
     )
     add("--with-base", action="store_true", help="write the NVFP4 base beside the adapter")
     add(
