@@ -50,10 +50,9 @@ ROUTES = {
     # 64 + 1 pairs for each: as many tiles as there can be.
     "the bound": (np.repeat(np.arange(4, dtype=np.int32), 65)[:, None], 4),
 }
-ALL_ROUTES = pytest.mark.parametrize("case", ROUTES)
 
 
-@ALL_ROUTES
+@pytest.mark.parametrize("case", ROUTES)
 def test_table(case):
     routes, count = ROUTES[case]
     found = jax.tree.map(np.asarray, experts.table(jnp.asarray(routes), experts=count))
