@@ -320,10 +320,10 @@ def _weights(row: dict) -> str:
     )
 
 
-def rollout_table(result: dict, new_tokens: int = 144) -> str:
+def rollout_table(result: dict) -> str:
     """Milliseconds of a decode step and tokens per second: a row for each policy."""
     policies: dict[tuple, dict[int, dict]] = {}
-    for row in rows_of(result, "decode", STEPS | {"new_tokens": new_tokens}):
+    for row in rows_of(result, "decode", STEPS):
         policy = row["model"], _weights(row), row["lora_rank"]
         policies.setdefault(policy, {})[row["batch"]] = row
     batches = sorted({batch for by_batch in policies.values() for batch in by_batch})

@@ -151,7 +151,6 @@ PARTS: dict[str, tuple] = {
     "accuracy": (result_tables.accuracy_table, *_FORMATS),
     "commands of the accuracy": (_commands, *_FORMATS),
     "decode": (result_tables.rollout_table, "rollout"),
-    "decode of mixtures": (lambda r: result_tables.rollout_table(r, new_tokens=40), "rollout"),
     "decode on an H100": (result_tables.rollout_table, "rollout_h100"),
     "time on several GPUs": (result_tables.tensor_ratios, "rollout_h100"),
     "parts of a step": (result_tables.parts_table, "rollout"),
