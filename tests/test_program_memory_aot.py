@@ -110,7 +110,7 @@ def compiled(model, layers, changes):
             "qwen3.5-27b",
             8,
             {"environment.reply_tokens": 500, "data.max_prompt_tokens": 1024},
-            2 * GB,
+            3 * GB,
         ),
         (
             "qwen3.6-35b-a3b",
