@@ -14,7 +14,10 @@ QUESTIONS = re.compile(
     r'"in_proj" in|recurrent_layers|\.recurrent\b|\.gated_attention\b|\.qk_norm\b|config\.experts\b'
 )
 # Those that answer, and those that read and write config.json and other files of architectures.
-ANSWERS = ("policy/layers/", "policy/config.py", "policy/architectures.py", "weights/gguf.py")
+ANSWERS = (
+    *("policy/layers/", "policy/config.py", "policy/architectures.py"),
+    *("weights/gguf.py", "weights/save_gguf.py"),
+)
 
 
 def test_nobody_asks_a_layer_what_it_is():

@@ -199,6 +199,7 @@ def test_large_models_hold_a_few_gigabytes(model):
         tensors=stored,
         shapes={name: array.shape for name, array in stored.items()},
         packed=frozenset(),
+        unpack=lambda name: {},
         read=lambda name, dtype: stored[name],
         chunks=lambda name, dtype, memory: iter(()),
     )
