@@ -99,7 +99,7 @@ def test_adapter_optimizer_and_cursor_are_taken_over(origin, begun):
 
 
 def test_a_run_from_before_a_field_has_its_default(tiny, origin, begun, tmp_path):
-    """Such a run goes on, and others begin from it."""
+    """Such a run resumes, and others begin from it."""
     old = shutil.copytree(origin, tmp_path / "old")
     saved = json.loads((old / "config.json").read_text())
     for section, name in (("lora", "expert_rank"), ("rl", "routing_replay"), ("optimizer", "b2")):
