@@ -146,7 +146,7 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 def _product(x, weight, table, outputs, *, transposed):
     """The products of tiles with the weights [N, K] of their owners, or with their transposes."""
-    if _has_kernel(x, weight, table, outputs):
+    if _uses_hopper_kernel(x, weight, table, outputs):
         return _by_parts(x, weight, table, outputs, transposed)
     return _by_blocks(x, weight, table, outputs, "tmn,tnk->tmk" if transposed else "tmk,tnk->tmn")
 
@@ -155,7 +155,7 @@ def _inputs(weight):
     return 2 * weight.packed.shape[1] if isinstance(weight, Fp4Weight) else weight.shape[1]
 
 
-def _has_kernel(x, weight, table, outputs):
+def _uses_hopper_kernel(x, weight, table, outputs):
     """Whether the Hopper kernel multiplies the tiles."""
     if len(x) != len(table.owner) * HOPPER_TILE or isinstance(weight, Fp4Weight):
         return False
