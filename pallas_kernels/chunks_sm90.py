@@ -8,6 +8,7 @@ each of two consumer warpgroups has 64 rows of every state. The products are tho
 import concurrent.futures
 import functools
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ def run(
     reads: jax.Array,
     writes: jax.Array,
     keeps: jax.Array,
-    given: jax.Array,
+    given: Sequence[jax.Array],
     *,
     reverse: bool = False,
     interpret: plgpu.InterpretGPUParams | None = None,
@@ -49,7 +50,8 @@ def run(
         reads: bfloat16 [n, H, 128, S 128], or [n, H, 64, S 128] with `reverse`.
         writes: bfloat16 [n, H, S 128, 64], or [n, H, S 128, 128] with `reverse`.
         keeps: float32 [n, H, S, S], the factors of the old states in each new state.
-        given: float32 [n, H, 128, Dv], or [n, H, 64, Dv] with `reverse`.
+        given: float32 [n, H, 64, Dv], the first and the last half of what is given; with `reverse`
+            one array.
         reverse: whether to begin with the last chunk.
         interpret: how to simulate the kernel.
 
@@ -85,7 +87,7 @@ def run(
         kernel_name="chunks_sm90",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
-    )(states, reads, writes, keeps.reshape(count, heads, -1), given)
+    )(states, reads, writes, keeps.reshape(count, heads, -1), tuple(given))
 
 
 def _operand(*shape: int) -> Any:
@@ -153,10 +155,10 @@ def _body(
                     plgpu.copy_smem_to_gmem(own.states_sm.at[part], before.at[*at, part, columns])
                 _meet(own.met.at[0])
                 plgpu.barrier_wait(own.reads_full.at[slot])
-                if reverse and number == 1:
-                    value = _load(given.at[*at, :, columns])
-                else:
-                    value = None if reverse else _load(given.at[*at, half, columns])
+                value: Any = None
+                if not reverse or number == 1:
+                    value = _load(given[number - len(given)].at[*at, :, columns])
+                if not reverse or number == 0:
                     value = add_product(value, own.reads_sm.at[slot, half], own.states_sm)
                 plgpu.barrier_arrive(own.reads_empty.at[slot])
                 own.made_sm[half] = value.astype(jnp.bfloat16)
@@ -218,9 +220,9 @@ def relative_error() -> float:
         reads = (rng.standard_normal((count, 1, made, 2 * WIDTH)) / 32).astype(jnp.bfloat16)
         writes = (rng.standard_normal((count, 1, 2 * WIDTH, written)) / 32).astype(jnp.bfloat16)
         keeps = rng.uniform(0, 1, (count, 1, 2, 2)).astype(np.float32)
-        given = rng.standard_normal((count, 1, made, 64)).astype(np.float32)
+        given = rng.standard_normal((1 if reverse else 2, count, 1, 64, 64)).astype(np.float32)
         kernel = jax.jit(functools.partial(run, reverse=reverse))
-        arrays = states, reads, writes, keeps, given
+        arrays = states, reads, writes, keeps, list(given)
         # The caller may be tracing a program. Tracing belongs to a thread, so another one computes.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             found = thread.submit(kernel, *arrays).result()
@@ -232,9 +234,10 @@ def relative_error() -> float:
 
 def _definition(states, reads, writes, keeps, given, *, reverse):
     """What `run` returns, in float64."""
-    reads, writes, keeps, given, state = (
-        np.asarray(x, np.float64) for x in (reads, writes, keeps, given, states)
+    reads, writes, keeps, state = (
+        np.asarray(x, np.float64) for x in (reads, writes, keeps, states)
     )
+    given = np.concatenate([np.asarray(x, np.float64) for x in given], axis=2)
     before, made = np.empty((len(reads), *state.shape)), np.empty((*reads.shape[:3], 64))
     for i in range(len(reads))[:: -1 if reverse else 1]:
         before[i], made[i] = state, reads[i] @ state
