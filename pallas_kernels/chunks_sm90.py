@@ -146,6 +146,10 @@ def _body(
 
             def advance(step, carry):
                 slot, at = lax.rem(step, _STAGES), place(step)
+                # Requested long before they are added.
+                own_given = not reverse or number == 1
+                added = _load(given[number - len(given)].at[*at, :, columns]) if own_given else None
+                factors = [keeps[*at, index] for index in range(kept * kept)]
                 # The copies of the step before have read what this one changes.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for part, state in zip(rows, carry, strict=True):
@@ -155,11 +159,10 @@ def _body(
                     plgpu.copy_smem_to_gmem(own.states_sm.at[part], before.at[*at, part, columns])
                 _meet(own.met.at[0])
                 plgpu.barrier_wait(own.reads_full.at[slot])
-                value: Any = None
-                if not reverse or number == 1:
-                    value = _load(given[number - len(given)].at[*at, :, columns])
+                value: Any = added
                 if not reverse or number == 0:
-                    value = add_product(value, own.reads_sm.at[slot, half], own.states_sm)
+                    value = add_product(None, own.reads_sm.at[slot, half], own.states_sm)
+                    value = value if added is None else value + added
                 plgpu.barrier_arrive(own.reads_empty.at[slot])
                 own.made_sm[half] = value.astype(jnp.bfloat16)
                 plgpu.commit_smem()
@@ -171,9 +174,9 @@ def _body(
                 right = own.made_sm if reverse else own.made_sm.at[:_ROWS]
                 new = []
                 for to, part in enumerate(rows):
-                    total = keeps[*at, to * kept] * carry[0]
+                    total = factors[to * kept] * carry[0]
                     for of in range(1, kept):
-                        total += keeps[*at, to * kept + of] * carry[of]
+                        total += factors[to * kept + of] * carry[of]
                     new.append(add_product(total, own.writes_sm.at[part], right))
                 plgpu.barrier_arrive(own.writes_empty)
                 return tuple(new)
