@@ -198,7 +198,7 @@ def update_memory(
     loose = kept_width
     if "gate_up_proj" not in recompute:
         loose -= model.num_layers * widths["gate_up_proj"]
-    kept_width += int((max(mixer.SPREAD for mixer, _ in layers) - 1) * loose)
+    kept_width += int((max(costs[mixer].spread for mixer, _ in layers) - 1) * loose)
     # One layer while its backward pass runs: its adapter; its states, and where weights are cut
     # two that are summed over devices; the products that it computes again; and the temporary
     # arrays of its parts, of which those of mixers and of MLPs do not exist at the same time.
