@@ -39,32 +39,40 @@ def dot(x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.
     ).astype(dtype)
 
 
-def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns x W^T, accumulated in float32; without derivatives.
 
     Args:
         x: [M, K].
         weight: dense weight [N, K].
+        dtype: dtype of the result; None for x's dtype.
 
     Returns:
-        [M, N] in x's dtype; by `matvec` for one bfloat16 token on an NVIDIA GPU, otherwise by XLA.
+        [M, N]; by `matvec` for one bfloat16 token on an NVIDIA GPU, otherwise by XLA.
     """
     single = len(x) == 1 and x.dtype == weight.dtype == jnp.bfloat16
     if single and device.supports_warpgroup():
-        return matvec(x, weight)
-    return dot(x, weight)
+        return matvec(x, weight, dtype or x.dtype)
+    return dot(x, weight, dtype)
 
 
-def matvec(x: jax.Array, weight: jax.Array, *, interpret: bool = False) -> jax.Array:
+def matvec(
+    x: jax.Array,
+    weight: jax.Array,
+    dtype: DTypeLike = jnp.bfloat16,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
     """Returns x W^T for one token, accumulated in float32.
 
     Args:
         x: bfloat16 [1, K].
         weight: bfloat16 [N, K].
+        dtype: dtype of the result.
         interpret: whether to simulate the kernel on a CPU.
 
     Returns:
-        bfloat16 [1, N].
+        [1, N].
     """
     # Loaded when needed: it uses an API of jax that may change.
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -109,14 +117,14 @@ def matvec(x: jax.Array, weight: jax.Array, *, interpret: bool = False) -> jax.A
         acc = add(acc, [j * _INPUTS for j in range(whole // _TILES * _TILES, whole)])
         if k % _INPUTS:
             acc = add(acc, [k - _INPUTS], counted=_INPUTS - k % _INPUTS)
-        threads.store(y.at[0, rows], jnp.sum(acc, axis=1).astype(jnp.bfloat16))
+        threads.store(y.at[0, rows], jnp.sum(acc, axis=1).astype(y.dtype))
 
     y = warpgroup.run(
         body,
         "matvec",
         (pl.cdiv(n, _OUTPUTS),),
         (x, weight),
-        jax.ShapeDtypeStruct((1, n), x.dtype),
+        jax.ShapeDtypeStruct((1, n), dtype),
         interpret=interpret,
     )
     return y[:, :outputs]

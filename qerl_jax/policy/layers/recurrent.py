@@ -121,7 +121,9 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     """
     shapes, chunk = _shapes(config), delta.CHUNK
     has_kernel = delta.has_kernel(jnp.bfloat16, shapes.key_dim, shapes.value_dim)
-    values, keys = (shapes.key_dim + shapes.value_dim, 8) if has_kernel else (3 * shapes.value_dim, 2)
+    values, keys = (
+        (shapes.key_dim + shapes.value_dim, 8) if has_kernel else (3 * shapes.value_dim, 2)
+    )
     heads = 2 * chunk + values + 2 * shapes.key_dim * shapes.value_dim // chunk
     width = shapes.value_heads * heads + keys * shapes.key_heads * shapes.key_dim + shapes.channels
     backward = 4 * tokens * width
