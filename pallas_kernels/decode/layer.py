@@ -355,6 +355,11 @@ def _project(
             return fp4_matmul.fp4_matmul(
                 x, weight, lora=adapter, xa_partials=xa_partials, epilogue=epilogue
             )
+        if xa_partials is not None and adapter is not None:
+            b = adapter[1]
+            if matvec.adds_lora(x, weight, b):
+                xa = fp4_matmul.sum_xa_partials(xa_partials, x, b)
+                return matvec.matvec(x, weight, dtype or x.dtype, lora=(xa, b))
         y = matvec.matmul(x, weight, dtype)
     if adapter is None:
         return y
