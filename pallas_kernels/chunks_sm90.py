@@ -8,6 +8,7 @@ each of two consumer warpgroups has 64 rows of every state. The products are tho
 import concurrent.futures
 import functools
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ def run(
     reads: jax.Array,
     writes: jax.Array,
     keeps: jax.Array,
-    given: jax.Array,
+    given: Sequence[jax.Array],
     *,
     reverse: bool = False,
     interpret: plgpu.InterpretGPUParams | None = None,
@@ -49,7 +50,8 @@ def run(
         reads: bfloat16 [n, H, 128, S 128], or [n, H, 64, S 128] with `reverse`.
         writes: bfloat16 [n, H, S 128, 64], or [n, H, S 128, 128] with `reverse`.
         keeps: float32 [n, H, S, S], the factors of the old states in each new state.
-        given: float32 [n, H, 128, Dv], or [n, H, 64, Dv] with `reverse`.
+        given: float32 [n, H, 64, Dv], the first and the last half of what is given; with `reverse`
+            one array.
         reverse: whether to begin with the last chunk.
         interpret: how to simulate the kernel.
 
@@ -85,7 +87,7 @@ def run(
         kernel_name="chunks_sm90",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
-    )(states, reads, writes, keeps.reshape(count, heads, -1), given)
+    )(states, reads, writes, keeps.reshape(count, heads, -1), tuple(given))
 
 
 def _operand(*shape: int) -> Any:
@@ -144,6 +146,10 @@ def _body(
 
             def advance(step, carry):
                 slot, at = lax.rem(step, _STAGES), place(step)
+                # Requested long before they are added.
+                own_given = not reverse or number == 1
+                added = _load(given[number - len(given)].at[*at, :, columns]) if own_given else None
+                factors = [keeps[*at, index] for index in range(kept * kept)]
                 # The copies of the step before have read what this one changes.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for part, state in zip(rows, carry, strict=True):
@@ -153,11 +159,10 @@ def _body(
                     plgpu.copy_smem_to_gmem(own.states_sm.at[part], before.at[*at, part, columns])
                 _meet(own.met.at[0])
                 plgpu.barrier_wait(own.reads_full.at[slot])
-                if reverse and number == 1:
-                    value = _load(given.at[*at, :, columns])
-                else:
-                    value = None if reverse else _load(given.at[*at, half, columns])
-                    value = add_product(value, own.reads_sm.at[slot, half], own.states_sm)
+                value: Any = added
+                if not reverse or number == 0:
+                    value = add_product(None, own.reads_sm.at[slot, half], own.states_sm)
+                    value = value if added is None else value + added
                 plgpu.barrier_arrive(own.reads_empty.at[slot])
                 own.made_sm[half] = value.astype(jnp.bfloat16)
                 plgpu.commit_smem()
@@ -169,9 +174,9 @@ def _body(
                 right = own.made_sm if reverse else own.made_sm.at[:_ROWS]
                 new = []
                 for to, part in enumerate(rows):
-                    total = keeps[*at, to * kept] * carry[0]
+                    total = factors[to * kept] * carry[0]
                     for of in range(1, kept):
-                        total += keeps[*at, to * kept + of] * carry[of]
+                        total += factors[to * kept + of] * carry[of]
                     new.append(add_product(total, own.writes_sm.at[part], right))
                 plgpu.barrier_arrive(own.writes_empty)
                 return tuple(new)
@@ -218,9 +223,9 @@ def relative_error() -> float:
         reads = (rng.standard_normal((count, 1, made, 2 * WIDTH)) / 32).astype(jnp.bfloat16)
         writes = (rng.standard_normal((count, 1, 2 * WIDTH, written)) / 32).astype(jnp.bfloat16)
         keeps = rng.uniform(0, 1, (count, 1, 2, 2)).astype(np.float32)
-        given = rng.standard_normal((count, 1, made, 64)).astype(np.float32)
+        given = rng.standard_normal((1 if reverse else 2, count, 1, 64, 64)).astype(np.float32)
         kernel = jax.jit(functools.partial(run, reverse=reverse))
-        arrays = states, reads, writes, keeps, given
+        arrays = states, reads, writes, keeps, list(given)
         # The caller may be tracing a program. Tracing belongs to a thread, so another one computes.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             found = thread.submit(kernel, *arrays).result()
@@ -232,9 +237,10 @@ def relative_error() -> float:
 
 def _definition(states, reads, writes, keeps, given, *, reverse):
     """What `run` returns, in float64."""
-    reads, writes, keeps, given, state = (
-        np.asarray(x, np.float64) for x in (reads, writes, keeps, given, states)
+    reads, writes, keeps, state = (
+        np.asarray(x, np.float64) for x in (reads, writes, keeps, states)
     )
+    given = np.concatenate([np.asarray(x, np.float64) for x in given], axis=2)
     before, made = np.empty((len(reads), *state.shape)), np.empty((*reads.shape[:3], 64))
     for i in range(len(reads))[:: -1 if reverse else 1]:
         before[i], made[i] = state, reads[i] @ state

@@ -12,6 +12,7 @@ from pallas_kernels import device
 # leave the sums to a second kernel.
 _OUTPUTS = 4  # of a CTA: one for each warp
 _INPUTS = 256  # columns of a tile: 16 bytes of a row for each thread
+_LANES = 32
 _TILES = 2  # tiles requested at a time: with more, fewer CTAs share an SM
 _LIBRARY_PRODUCTS = 10_000_000  # from this size of a weight on XLA leaves a single row to a library
 
@@ -39,37 +40,69 @@ def dot(x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.
     ).astype(dtype)
 
 
-def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Returns x W^T, accumulated in float32; without derivatives.
 
     Args:
         x: [M, K].
         weight: dense weight [N, K].
+        dtype: dtype of the result; None for x's dtype.
 
     Returns:
-        [M, N] in x's dtype; by `matvec` for one bfloat16 token on an NVIDIA GPU, otherwise by XLA.
+        [M, N]; by `matvec` for one bfloat16 token on an NVIDIA GPU, otherwise by XLA.
     """
+    if _is_single(x, weight):
+        return matvec(x, weight, dtype or x.dtype)
+    return dot(x, weight, dtype)
+
+
+def _is_single(x: jax.Array, weight: jax.Array) -> bool:
+    """Whether `matvec` multiplies a weight."""
     single = len(x) == 1 and x.dtype == weight.dtype == jnp.bfloat16
-    if single and device.supports_warpgroup():
-        return matvec(x, weight)
-    return dot(x, weight)
+    return single and device.supports_warpgroup()
 
 
-def matvec(x: jax.Array, weight: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Returns x W^T for one token, accumulated in float32.
+def adds_lora(x: jax.Array, weight: jax.Array, b: jax.Array) -> bool:
+    """Whether `matvec` multiplies a weight [N, K] and adds an adapter with B [N, R]."""
+    whole = b.dtype == jnp.bfloat16 and b.shape[1] % _LANES == 0
+    return (
+        whole
+        and min(weight.shape) >= _INPUTS
+        and weight.shape[1] % 8 == 0
+        and _is_single(x, weight)
+    )
+
+
+def matvec(
+    x: jax.Array,
+    weight: jax.Array,
+    dtype: DTypeLike = jnp.bfloat16,
+    *,
+    lora: tuple[jax.Array, jax.Array] | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns x W^T for one token, accumulated in float32, or x W^T + (x A^T) B^T.
 
     Args:
         x: bfloat16 [1, K].
         weight: bfloat16 [N, K].
+        dtype: dtype of the result.
+        lora: x A^T [1, R] and B [N, R] in bfloat16, where `adds_lora`.
         interpret: whether to simulate the kernel on a CPU.
 
     Returns:
-        bfloat16 [1, N].
+        [1, N].
     """
     # Loaded when needed: it uses an API of jax that may change.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels import warpgroup
+
+    def ranks_layout(ranks):
+        tiles = ((_OUTPUTS, ranks), (ranks // _LANES,))
+        return plgpu.Layout.TILED(
+            plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+        )
 
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((_OUTPUTS, _INPUTS), (8,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
@@ -83,7 +116,7 @@ def matvec(x: jax.Array, weight: jax.Array, *, interpret: bool = False) -> jax.A
     n, k = weight.shape
 
     def body(threads, operands, _, y):
-        x, weight = operands
+        x, weight, *adapter = operands
         # The last CTA repeats outputs of the one before, if their number is not a multiple.
         rows = pl.ds(jnp.minimum(threads.cta[0] * _OUTPUTS, n - _OUTPUTS), _OUTPUTS)
 
@@ -103,20 +136,30 @@ def matvec(x: jax.Array, weight: jax.Array, *, interpret: bool = False) -> jax.A
         def step(i, acc):
             return add(acc, [(i * _TILES + j) * _INPUTS for j in range(_TILES)])
 
+        added = None
+        if adapter:
+            xa, b = adapter
+            ranks = ranks_layout(b.shape[1])
+            factors = threads.load(b.at[rows, :], ranks).astype(jnp.float32)
+            token = threads.load(xa.at[0, :], ranks.reduce(0)).astype(jnp.float32)
+            added = jnp.sum(factors * lax.broadcast_in_dim(token, factors.shape, (1,)), axis=1)
         acc = threads.cast(jnp.zeros((_OUTPUTS, _INPUTS), jnp.float32), layout)
         whole = k // _INPUTS
         acc = lax.fori_loop(0, whole // _TILES, step, acc)
         acc = add(acc, [j * _INPUTS for j in range(whole // _TILES * _TILES, whole)])
         if k % _INPUTS:
             acc = add(acc, [k - _INPUTS], counted=_INPUTS - k % _INPUTS)
-        threads.store(y.at[0, rows], jnp.sum(acc, axis=1).astype(jnp.bfloat16))
+        total = jnp.sum(acc, axis=1)
+        if added is not None:
+            total += threads.cast(added, layout.reduce(1))
+        threads.store(y.at[0, rows], total.astype(y.dtype))
 
     y = warpgroup.run(
         body,
         "matvec",
         (pl.cdiv(n, _OUTPUTS),),
-        (x, weight),
-        jax.ShapeDtypeStruct((1, n), x.dtype),
+        (x, weight, *(lora or ())),
+        jax.ShapeDtypeStruct((1, n), dtype),
         interpret=interpret,
     )
     return y[:, :outputs]

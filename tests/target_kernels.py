@@ -305,7 +305,7 @@ def hybrid_cases():
         heads, width = 2 * ratio, delta.HEAD
         channels = (4 + heads) * width
         inputs = delta.DeltaInputs(
-            parts=normal(m, channels + heads * (width + 2)),
+            parts=normal(m, channels + heads * (width + 2), dtype=FLOAT32),
             square_partials=jnp.abs(normal(partials, m, dtype=FLOAT32)) / partials,
             lengths=jnp.arange(m, dtype=jnp.int32),  # the first row stays as it is
             conv=normal(channels, 1, window),

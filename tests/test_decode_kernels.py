@@ -342,7 +342,7 @@ def delta_inputs(rows, key_heads, ratio, window, partials):
     factor = jnp.abs(draw(2, rows, dtype=jnp.float32))
     wide = {"dtype": jnp.float32}
     inputs = delta.DeltaInputs(
-        parts=draw(1, rows, channels + heads * (width + 2)),
+        parts=draw(1, rows, channels + heads * (width + 2), **wide),
         square_partials=square_partials_of(factor, partials) - 1e-6 / partials,
         lengths=jnp.arange(rows, dtype=jnp.int32),
         conv=draw(3, channels, 1, window),

@@ -149,8 +149,13 @@ def test_hopper_product_and_its_gradient(simulated_hopper, monkeypatch):
         scales=jax.lax.bitcast_convert_type(jnp.asarray(scales), jnp.float8_e4m3fn),
         global_scale=jnp.asarray(rng.uniform(1, 2, count * outputs).astype(np.float32)),
     )
-    tiles, dense = fp4_matmul.to_tiles(packed), fp4_matmul.dequantize(packed, jnp.bfloat16)
-    chosen = np.asarray(dense, np.float64).reshape(count, outputs, inputs)[routes[:, 0]]
+    tiles = fp4_matmul.to_tiles(packed)
+    exact, dense = (
+        np.asarray(fp4_matmul.dequantize(packed, dtype), np.float64).reshape(
+            count, outputs, inputs
+        )[routes[:, 0]]
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
     x, gradient = (
         jnp.asarray(rng.standard_normal((len(routes), width)), jnp.bfloat16)
         for width in (inputs, outputs)
@@ -166,12 +171,15 @@ def test_hopper_product_and_its_gradient(simulated_hopper, monkeypatch):
                           experts.to_rows(gradient, own_table), jnp.nan))[0]  # fmt: skip
     wide = (np.asarray(array, np.float64) for array in (x, gradient))
     want, want_back = (
-        np.einsum(equation, array, chosen)
-        for equation, array in zip(("pk,pnk->pn", "pn,pnk->pk"), wide, strict=True)
+        np.einsum(equation, array, weight)
+        for equation, array, weight in zip(
+            ("pk,pnk->pn", "pn,pnk->pk"), wide, (exact, dense), strict=True
+        )
     )
     for found, expected in ((y, want), (back, want_back)):
         pairs = np.asarray(experts.to_pairs(found, own_table), np.float64)
-        assert np.linalg.norm(pairs - expected) < 3e-3 * np.linalg.norm(expected)
+        error = np.linalg.norm(pairs - expected) / np.linalg.norm(expected)
+        assert error < 2e-3  # that of rounding the results is 1.7e-3
         assert not found[64 * int(own_table.used) :].any()
 
 

@@ -80,15 +80,17 @@ def test_the_grouped_product(transposed, capfd):
     wide, narrow = (inputs, outputs)[::-1] if transposed else (inputs, outputs)
 
     @functools.partial(jax.jit, donate_argnums=5)
-    def run(x, weight, table, work, experts, y):
+    def run(x, weight, table, work, experts, y, scales):
         options = {"outputs": outputs, "transposed": transposed, "num_sms": 132}
-        return dense_sm90.product(x, weight, table, work, experts, y, **options)
+        scales = None if transposed else scales
+        return dense_sm90.product(x, weight, table, work, experts, y, scales, **options)
 
     with h200.compiler() as compile_for_h200:
         compiled = compile_for_h200(
             run,
             *(h200.array(64 * tiles, wide), h200.array(experts * outputs, inputs)),
             *(table, work, numbers(2), h200.array(64 * tiles, narrow)),
+            h200.array(256 * outputs, dtype=jnp.float32),
         )
     report = "".join(capfd.readouterr())
     assert "grouped_matmul_sm90" in report

@@ -12,13 +12,19 @@ from pallas_kernels import device, matvec
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
-@pytest.mark.parametrize(("n", "k"), [(64, 512), (7, 1101), (130, 40)])
-def test_matvec(n, k, interpret):
+@pytest.mark.parametrize(
+    ("n", "k", "rank"), [(64, 512, 0), (7, 1101, 0), (130, 40, 0), (258, 1056, 64)]
+)
+def test_matvec(n, k, rank, interpret):
     x, weight = normal(1, 1, k), normal(2, n, k)
-    y = jax.jit(functools.partial(matvec.matvec, interpret=interpret))(x, weight)
+    lora = (normal(3, 1, rank), normal(4, n, rank)) if rank else None
+    run = jax.jit(functools.partial(matvec.matvec, interpret=interpret))
+    y = run(x, weight, lora=lora)
     assert y.shape == (1, n)
     assert y.dtype == jnp.bfloat16
     expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    if lora:
+        expected += np.asarray(lora[0], np.float64) @ np.asarray(lora[1], np.float64).T
     # Half a unit in the last place of bfloat16, and sums of float32 before.
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=2**-8, atol=1e-4)
 

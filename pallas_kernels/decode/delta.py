@@ -56,8 +56,9 @@ Array = Any  # a jax.Array, its shape and dtype, or a reference to it inside a k
 class DeltaInputs(NamedTuple):
     """What a step of the rule reads, for N value heads that are R for each of the key heads."""
 
-    # bfloat16 [M, channels + N Dv + 2 N], the product of in_proj without its norm's factor: inputs
-    # of the convolution, output gates, rates and decays.
+    # float32 [M, channels + N Dv + 2 N], the product of in_proj without its norm's factor: inputs
+    # of the convolution, output gates, rates and decays. With the factor they are rounded to
+    # bfloat16.
     parts: Array
     square_partials: Array  # float32 [P, M] partial mean squares of the norm before the product
     lengths: Array  # int32 [M], number of tokens of each row; 0 for one that stays as it is
@@ -103,13 +104,13 @@ def step(
         `norms.DeferredNorm` or None without A, and the new states and windows.
     """
     shapes, rows = _shapes_of(inputs), len(inputs.parts)
-    results = {"out": jax.ShapeDtypeStruct((rows, shapes.value_heads * HEAD), inputs.parts.dtype)}
+    results = {"out": jax.ShapeDtypeStruct((rows, shapes.value_heads * HEAD), jnp.bfloat16)}
     if a is not None:
         ranks = pl.cdiv(len(a), RANKS) * RANKS
         a = jnp.pad(a, ((0, ranks - len(a)), (0, 0)))
         partials = (shapes.key_heads, rows, ranks)
         results["xa_partials"] = jax.ShapeDtypeStruct(partials, jnp.float32)
-    # Threads read 16 bytes of gates: rows begin at a multiple. Those of whole models do.
+    # Threads read eight gates: rows begin at a multiple. Those of whole models do.
     parts = jnp.pad(inputs.parts, ((0, 0), (0, -inputs.parts.shape[1] % 8)))
     operands = inputs._replace(parts=parts, state=None, window=None), a
     results, (state, window) = warpgroup.run(

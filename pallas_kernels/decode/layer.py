@@ -64,6 +64,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import fp4_matmul, matvec
 from pallas_kernels.decode import attention, delta, gated_attention, norms, self_test
@@ -204,7 +206,9 @@ def _mix_by_recurrence(
     layer, projection, out = own.layer, own.projection("in_proj"), own.projection("out_proj")
     norm = _norm(*residual, layer["input_layernorm"], projection)
     inputs = DeltaInputs(
-        parts=_project(Activations(norm.scaled, norm.xa_partials), projection),
+        # In float32, as the norm's factor is still to come: rounded before and after it, a rollout
+        # is less exact than one without the fused kernels.
+        parts=_project(Activations(norm.scaled, norm.xa_partials), projection, dtype=jnp.float32),
         square_partials=norm.square_partials,
         lengths=lengths,
         conv=layer["conv"],
@@ -334,9 +338,16 @@ def _norm(
 
 
 def _project(
-    activations: Activations, projection: Projection, epilogue: Epilogue | None = None
+    activations: Activations,
+    projection: Projection,
+    epilogue: Epilogue | None = None,
+    *,
+    dtype: DTypeLike | None = None,
 ) -> Any:
-    """A product, with its adapter if it has one, and what an epilogue makes of it."""
+    """A product, with its adapter if it has one, and what an epilogue makes of it.
+
+    The dtype is that of a product with a dense weight; None for that of x.
+    """
     x, xa_partials = activations
     weight, adapter = projection
     with jax.named_scope("linears"):
@@ -344,7 +355,12 @@ def _project(
             return fp4_matmul.fp4_matmul(
                 x, weight, lora=adapter, xa_partials=xa_partials, epilogue=epilogue
             )
-        y = matvec.matmul(x, weight)
+        if xa_partials is not None and adapter is not None:
+            b = adapter[1]
+            if matvec.adds_lora(x, weight, b):
+                xa = fp4_matmul.sum_xa_partials(xa_partials, x, b)
+                return matvec.matvec(x, weight, dtype or x.dtype, lora=(xa, b))
+        y = matvec.matmul(x, weight, dtype)
     if adapter is None:
         return y
     with jax.named_scope("lora"):

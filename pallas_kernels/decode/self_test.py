@@ -103,7 +103,7 @@ def delta_error(*, interpret: bool = False) -> float:
         return rng.standard_normal(shape).astype(dtype)
 
     fields: dict[str, Any] = {
-        "parts": normal(m, channels + heads * (width + 2), dtype=jnp.bfloat16),
+        "parts": normal(m, channels + heads * (width + 2)),
         "square_partials": np.full((36, m), 1 / 36, np.float32),  # for a factor of one
         "lengths": np.array([3, 0], np.int32),
         "conv": normal(channels, 1, taps, dtype=jnp.bfloat16),

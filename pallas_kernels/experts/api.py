@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels import device, fp4_matmul
 from pallas_kernels.experts import self_test
 from pallas_kernels.experts.table import HOPPER_TILE, MIN_TILE, Table, has_hopper_kernel, to_rows
-from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight, dispatch
+from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight, dispatch, layout
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
 # Numbers of dequantized weights that exist at a time: 256 MiB in bfloat16. With a quarter of them a
@@ -175,20 +175,22 @@ def _by_parts(x, weight, table, outputs, transposed):
     work, y = dense_sm90.units(table, count), None
     for begin in range(0, count, size := -(-count // parts)):
         experts = jnp.array([begin, min(begin + size, count)], jnp.int32)
-        static = min(size, count - begin), outputs, transposed
-        y = _multiply_part(x, weight, table, work, experts, y, static)
+        shapes = min(size, count - begin), outputs, transposed
+        y = _multiply_part(x, weight, table, work, experts, y, shapes)
     return y
 
 
 @functools.partial(jax.jit, static_argnums=6)  # so that equal kernels are lowered once
-def _multiply_part(x, weight, table, work, experts, y, static):
+def _multiply_part(x, weight, table, work, experts, y, shapes):
     """Multiplies the tiles of the experts of a part, and puts the products into y."""
     from pallas_kernels.experts import dense_sm90
     from pallas_kernels.fp4_matmul import sm90
 
-    count, outputs, transposed = static
-    num_sms = device.num_sms()
+    count, outputs, transposed = shapes
+    num_sms, scales = device.num_sms(), None
     if isinstance(weight, Fp4Tiles):
+        if not transposed:
+            weight, scales = _split(weight)
         # A part is dequantized when the product with the one before has ended, and never for the
         # forward and the backward pass at once.
         x, codes, y = jax.lax.optimization_barrier((x, weight.codes, y))
@@ -198,9 +200,18 @@ def _multiply_part(x, weight, table, work, experts, y, static):
             num_sms=num_sms,
             part=(experts[:1] * (outputs // TILE_ROWS), count * outputs // TILE_ROWS),
         )
-    return dense_sm90.product(
-        x, weight, table, work, experts, y, outputs=outputs, transposed=transposed, num_sms=num_sms
-    )
+    static = {"outputs": outputs, "transposed": transposed, "num_sms": num_sms}
+    return dense_sm90.product(x, weight, table, work, experts, y, scales, **static)
+
+
+def _split(weight: Fp4Tiles) -> tuple[Fp4Tiles, jax.Array]:
+    """A weight whose numbers bfloat16 has exactly, and what multiplies the outputs then.
+
+    A decode step multiplies by these numbers. Rounded to bfloat16 with their divisor, weights of an
+    update would not be those of the rollout.
+    """
+    exact = dataclasses.replace(weight, divisor=jnp.full_like(weight.divisor, layout.UNIT))
+    return exact, layout.UNIT / weight.divisor
 
 
 @jax.named_scope("lora")
@@ -268,11 +279,16 @@ def _by_blocks(x, weight, table, outputs, equation):
     tiles = x.reshape(len(table.owner), -1, x.shape[1])
     inputs = _inputs(weight)
     size = min(len(tiles), max(1, DENSE_NUMBERS // (outputs * inputs)))
+    scales = None
+    if isinstance(weight, Fp4Tiles) and equation.endswith("n"):
+        weight, scales = _split(weight)
 
     def product(x, owners):
         dense = _weights_of(weight, owners, outputs, x.dtype)
         wide = x.astype(jnp.promote_types(x.dtype, dense.dtype))
         y = jnp.einsum(equation, wide, dense, preferred_element_type=jnp.float32)
+        if scales is not None:
+            y *= scales.reshape(-1, 1, outputs)[owners]
         return y.astype(x.dtype)
 
     def step(number, y):

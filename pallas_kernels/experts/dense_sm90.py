@@ -65,6 +65,7 @@ def product(
     work: Units,
     experts: jax.Array,
     y: jax.Array | None = None,
+    scales: jax.Array | None = None,
     *,
     outputs: int,
     transposed: bool,
@@ -82,6 +83,8 @@ def product(
             array, so that one kernel serves all ranges.
         y: the products of the tiles of other experts, which the kernel changes; None where the
             weight has all experts.
+        scales: float32 [E N], factors of the outputs of all experts, which multiply before a result
+            is rounded; None for ones.
         outputs: number N of outputs of an expert.
         transposed: whether to return x W instead of x W^T.
         num_sms: number of CTAs.
@@ -97,12 +100,22 @@ def product(
     block = (columns, _STEP) if not transposed else (_STEP, columns)
     static = {"outputs": outputs, "columns": columns, "width": width, "transposed": transposed}
 
+    arrays = {
+        "x": x,
+        "weight": weight,
+        "first": work.first,
+        "owner": table.owner,
+        "used": table.used.reshape(1),
+        "numbers": numbers,
+    }
+    if scales is not None:
+        arrays["scales"] = scales
+
     def body(*refs, **shared):
-        named = dict(zip(_OPERANDS, refs, strict=True)) | shared | static
+        named = dict(zip((*arrays, "y"), refs, strict=True)) | shared | static
         _Cta(**named, block=lax.axis_index("block"), blocks=num_sms).run()
 
     result = jax.ShapeDtypeStruct((len(x), width), x.dtype)
-    operands = x, weight, work.first, table.owner, table.used.reshape(1), numbers
     run = plgpu.kernel(
         body,
         out_type=result if y is None else (),
@@ -122,13 +135,10 @@ def product(
         interpret=interpret,
     )
     if y is None:
-        return run(*operands)
+        return run(*arrays.values())
     changed = jax.new_ref(y)
-    run(*operands, changed)
+    run(*arrays.values(), changed)
     return jax.freeze(changed)
-
-
-_OPERANDS = ("x", "weight", "first", "owner", "used", "numbers", "y")
 
 
 class _Cta(types.SimpleNamespace):
@@ -136,6 +146,8 @@ class _Cta(types.SimpleNamespace):
 
     `numbers` has the first unit, the one after the last, and the first expert of the weight.
     """
+
+    scales: Any = None
 
     @property
     def count(self) -> Any:
@@ -207,8 +219,11 @@ class _Cta(types.SimpleNamespace):
 
         @pl.when(is_mine)
         def multiply():
+            factors = None if self.scales is None else self.factors(other, column)
             accumulate = functools.partial(self.accumulate, warpgroup, done, steps)
             acc = pl.run_scoped(accumulate, plgpu.ACC((_ROWS, self.columns), jnp.float32))
+            if factors is not None:
+                acc *= lax.broadcast_in_dim(factors, acc.shape, (1,))
             self.store(warpgroup, acc.astype(self.x.dtype), other, column)
 
         @pl.when(~is_mine)
@@ -243,6 +258,12 @@ class _Cta(types.SimpleNamespace):
             plgpu.barrier_arrive(self.empty.at[lax.rem(done + steps - 1, _STAGES)])
 
         return acc[...]
+
+    def factors(self, tile: Any, column: Any) -> jax.Array:
+        """The factors of a tile's columns, requested before it is multiplied."""
+        place = pl.ds(self.owner[tile] * self.outputs + column, self.columns)
+        layout = plgpu.Layout.WGMMA.reduce(0)
+        return plgpu.load(self.scales.at[place], layout=layout, optimized=False)
 
     def store(self, warpgroup: Any, value: jax.Array, tile: Any, column: Any) -> None:
         """Has the TMA copy a product to its place, some columns at a time."""

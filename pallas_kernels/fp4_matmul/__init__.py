@@ -21,6 +21,7 @@ from pallas_kernels.fp4_matmul.reference import (
     dot,
     format_of,
     lora_product,
+    sum_xa_partials,
 )
 from pallas_kernels.fp4_matmul.tiling import TileConfig, padded_rank
 
@@ -48,6 +49,7 @@ __all__ = [
     "lora_product",
     "padded_rank",
     "reads_tiles",
+    "sum_xa_partials",
     "supports",
     "to_tiles",
 ]

@@ -183,7 +183,7 @@ def update_memory(
     """Returns the bytes of an update on a buffer of `tokens` positions.
 
     They equal those of XLA's memory analysis of the compiled program to 1 %, and with recurrent
-    layers about to 10 %. The forward pass keeps the results of the products of every layer.
+    layers to 3 %, without their kernel about to 10 %. The forward pass keeps the results of the products of every layer.
     `tokens` are the positions of the buffer; the others are as in `plan_update`.
     """
     costs = {
@@ -198,7 +198,7 @@ def update_memory(
     loose = kept_width
     if "gate_up_proj" not in recompute:
         loose -= model.num_layers * widths["gate_up_proj"]
-    kept_width += int((max(mixer.SPREAD for mixer, _ in layers) - 1) * loose)
+    kept_width += int((max(costs[mixer].spread for mixer, _ in layers) - 1) * loose)
     # One layer while its backward pass runs: its adapter; its states, and where weights are cut
     # two that are summed over devices; the products that it computes again; and the temporary
     # arrays of its parts, of which those of mixers and of MLPs do not exist at the same time.

@@ -55,7 +55,6 @@ ARRAYS: dict[str, Array] = {
 }
 STACKS: tuple[Stack, ...] = ()
 REWINDS: bool = True
-SPREAD: float = 1.0
 
 # Bytes of the float32 scores that exist at the same time, where no kernel computes attention. Up to
 # here one block is one product.

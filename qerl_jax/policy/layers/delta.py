@@ -198,7 +198,8 @@ class _Borders(NamedTuple):
     """How the segments of a packed buffer lie in a chunk."""
 
     # float32 [n, 2, C], 1 where a token sees the state of the last token before the chunk, and
-    # where it sees that of the prompt of this last token alone.
+    # where it sees that of the prompt of this last token alone. No token has both, and a token sees
+    # no other one of its chunk with another state.
     starts: jax.Array
     # bool [n, C], whether a token is of the prompt that the chunk's last token sees.
     prompt: jax.Array
@@ -227,7 +228,10 @@ def _visibility_of(ids: jax.Array) -> _Visibility:
     group, is_prompt = ids >> PART_BITS, (ids & ((1 << PART_BITS) - 1)) == 0
     in_group = group == before >> PART_BITS
     shares = (group[:, :, None] == group[:, None]) & is_prompt[:, None]
-    starts = jnp.stack([ids == before, in_group & (ids != before)], axis=1)
+    # At the end of a prompt both states are equal.
+    ends_prompt = before & ((1 << PART_BITS) - 1) == 0
+    runs = in_group & ((ids == before) | ends_prompt)
+    starts = jnp.stack([runs, in_group & ~runs], axis=1)
     borders = _Borders(
         starts=starts.astype(jnp.float32),
         prompt=(group == group[:, -1:]) & is_prompt,
@@ -240,11 +244,14 @@ def _visibility_of(ids: jax.Array) -> _Visibility:
 class _Sources(NamedTuple):
     """Where the tokens of a packed buffer find the `W - 1` tokens that they see before them."""
 
+    # int32 [W - 1, n C], the token at the distances W - 1, ..., 1 before each token; one past the
+    # end where it sees none.
+    earlier: jax.Array
     # int32 [n, W - 1] places of the last tokens of a prompt for the first of the chunks that need
     # them; places past the end, each another one, elsewhere.
     tails: jax.Array
     readers: jax.Array  # bool [n, n], the chunk that gathers the tails of a chunk
-    # bool [W - 1, n, C, 2 (W - 1) + C], for the distances W - 1, ..., 1 the source of each token: a
+    # bool [n, W - 1, C, 2 (W - 1) + C], for the distances W - 1, ..., 1 the source of each token: a
     # tail, the end of the chunk before, or its chunk.
     selected: jax.Array
 
@@ -290,6 +297,8 @@ def _prepare(chunk: tuple[jax.Array, ...], visibility: _Visibility) -> _Part:
     """
     q, k = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in chunk[:2])
     v, decay, rate = (jnp.moveaxis(x, 1, 3) for x in chunk[2:])
+    # XLA would add up the gradient of the rates with the layout of the tokens: six times slower.
+    rate = jax.lax.optimization_barrier(rate)
     seen = visibility.seen
     # In full precision, because the exponential of the sums follows.
     sums = jnp.einsum("ij,bkrj->bkri", seen.astype(jnp.float32), decay, precision="highest")
@@ -442,12 +451,13 @@ def _run_kernel(states: jax.Array, parts: _Part) -> tuple[jax.Array, jax.Array]:
 class _Matrices(NamedTuple):
     """A chunk as the kernel reads it: the dots are B, Kh and R.
 
-    What the tokens of a chunk write, and after it their outputs, are `offsets + products S0` of the
-    states S0 [S Dk, Dv] in front of it.
+    What the tokens of a chunk write, and after it their outputs, are `products S0` of the states
+    S0 [S Dk, Dv] in front of it, and what is added to these: `written` and `out`.
     """
 
     products: jax.Array  # bfloat16 [.., 2 C, S Dk]
-    offsets: jax.Array  # float32 [.., 2 C, Dv]
+    written: jax.Array  # float32 [.., C, Dv]
+    out: jax.Array  # float32 [.., C, Dv]
     # bfloat16 [.., C, S Dk], times the decay until the end of a state, or 0 for a token that is not
     # in it.
     keys: jax.Array
@@ -457,15 +467,19 @@ class _Matrices(NamedTuple):
 def _matrices(part: _Part) -> _Matrices:
     """Multiplies the parts of a chunk that do not depend on the states."""
     sees, writes = (jnp.moveaxis(x, 0, -1)[..., None] for x in (part.sees, part.writes))
-    queries, keys = (x[..., None, :] for x in (part.queries, part.keys))
+    # A token, and all that it sees of its chunk, have one state.
+    since = jnp.sum(part.sees, axis=0)[..., None]
     written = part.inverse @ part.values
-    taken = part.inverse @ _flat(part.rates[..., None, None] * sees * keys, -2)
-    reads = _flat(sees * queries, -2) - part.scores @ taken
+    taken = part.inverse @ (part.rates[..., None] * since * part.keys)
+    reads = since * part.queries - part.scores @ taken
+    products = jnp.concatenate([-taken, reads], axis=-2)[..., None, :]
+    is_seen = jnp.concatenate([sees, sees], axis=-3) > 0
     narrow = jnp.bfloat16
     return _Matrices(
-        products=jnp.concatenate([-taken, reads], axis=-2).astype(narrow),
-        offsets=jnp.concatenate([written, part.scores @ written], axis=-2),
-        keys=_flat(writes * keys, -2).astype(narrow),
+        products=_flat(jnp.where(is_seen, products, 0.0), -2).astype(narrow),
+        written=written,
+        out=part.scores @ written,
+        keys=_flat(writes * part.keys[..., None, :], -2).astype(narrow),
         keeps=jnp.moveaxis(part.keeps, (0, 1), (-2, -1)),
     )
 
@@ -488,11 +502,10 @@ def _run_matrices(states: jax.Array, chunks: _Matrices) -> tuple[jax.Array, jax.
 def _run_matrices_fwd(states, chunks):
     from pallas_kernels import chunks_sm90
 
-    reads, offsets, keys, keeps = map(_by_heads, chunks)
+    reads, *given, keys, keeps = map(_by_heads, chunks)
     begin, writes = _by_heads(states[None])[0], jnp.swapaxes(keys, 2, 3)
-    end, before, both = chunks_sm90.run(begin, reads, writes, keeps, offsets)
-    out = both[:, :, CHUNK:].astype(jnp.float32)
-    out = out.reshape(*chunks.offsets.shape[:-2], *out.shape[2:])
+    end, before, both = chunks_sm90.run(begin, reads, writes, keeps, given)
+    out = both[:, :, CHUNK:].astype(jnp.float32).reshape(chunks.out.shape)
     saved = before, both[:, :, :CHUNK], reads, keys, keeps
     return (end.reshape(states.shape), out), saved
 
@@ -510,22 +523,31 @@ def _run_matrices_bwd(saved, gradients):
     shape, given = d_out.shape[:-2], _by_heads(d_out)
     begin, writes = _by_heads(d_states[None])[0], jnp.swapaxes(reads, 2, 3)
     turned = jnp.swapaxes(keeps, 2, 3)
-    end, after, d_written = chunks_sm90.run(begin, keys, writes, turned, given, reverse=True)
+    end, after, d_written = chunks_sm90.run(begin, keys, writes, turned, [given], reverse=True)
     d_both = jnp.concatenate([d_written, given.astype(jnp.bfloat16)], axis=2)
-    kept = keeps.shape[-1]
-    pairs = (x.reshape(*x.shape[:2], kept, -1, x.shape[-1]) for x in (after, before))
-    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dot = functools.partial(jnp.einsum, "nhcv,nhkv->nhck", preferred_element_type=jnp.float32)
     d_chunks = _Matrices(
-        products=dot("nhcv,nhkv->nhck", d_both, before).astype(jnp.bfloat16),
-        offsets=d_both.astype(jnp.float32),
-        keys=dot("nhcv,nhkv->nhck", written, after).astype(jnp.bfloat16),
-        keeps=dot("nhtdv,nhsdv->nhts", *pairs),
+        products=dot(d_both, before).astype(jnp.bfloat16),
+        written=d_written.astype(jnp.float32),
+        out=given,
+        keys=dot(written, after).astype(jnp.bfloat16),
+        keeps=_inner_products(after, before, keeps.shape[-1]),
     )
     d_chunks = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[2:]), d_chunks)
     return end.reshape(d_states.shape), d_chunks
 
 
 _run_matrices.defvjp(_run_matrices_fwd, _run_matrices_bwd)
+
+
+def _inner_products(x: jax.Array, y: jax.Array, kept: int) -> jax.Array:
+    """Returns the inner products float32 [n, heads, S, S] of S states [n, heads, S Dk, Dv] each.
+
+    As a product of matrices of S rows they take four times as long.
+    """
+    x, y = (a.reshape(*a.shape[:2], kept, -1).astype(jnp.float32) for a in (x, y))
+    rows = [[jnp.sum(x[:, :, t] * y[:, :, s], axis=-1) for s in range(kept)] for t in range(kept)]
+    return jnp.stack([jnp.stack(row, axis=-1) for row in rows], axis=-2)
 
 
 def _unlike_others(shape: tuple[int, ...], x: jax.Array) -> jax.Array:
@@ -556,29 +578,57 @@ def _sources_of(ids: jax.Array, width: int) -> _Sources:
     reads = (far >= 0) & (readers == jnp.arange(count))[:, None]
     nowhere = len(ids) + jnp.arange(far.size).reshape(far.shape)
     places = jnp.concatenate([jnp.where(far < near[:, :1], far, -1), near], axis=1)
-    selected = []
+    earlier, selected = [], []
     for distance in range(tail, 0, -1):
         inside = position - distance
         shared = jnp.where(start < end, -1, end - (distance - (position - start)))
         shared = jnp.where(shared >= first, shared, -1)
-        wanted = jnp.where(inside >= start, inside, shared).reshape(count, CHUNK, 1)
+        wanted = jnp.where(inside >= start, inside, shared)
+        earlier.append(jnp.where(wanted < 0, len(ids), wanted))
+        wanted = wanted.reshape(count, CHUNK, 1)
         selected.append((wanted == places[:, None]) & (wanted >= 0))
     return _Sources(
+        earlier=jnp.stack(earlier),
         tails=jnp.where(reads, far, nowhere),
         readers=readers[:, None] == jnp.arange(count),
-        selected=jnp.stack(selected),
+        selected=jnp.stack(selected, axis=1),
     )
 
 
+@jax.custom_vjp
 def _earlier_tokens(x: jax.Array, sources: _Sources) -> list[jax.Array]:
     """Returns for each token of a buffer [T, channels] the `W - 1` tokens that it sees before it.
 
     The W arrays [T, channels] have the tokens at the distances W - 1, ..., 1, 0; zeros where a
-    token sees fewer. A completion's first tokens see the last ones of its prompt. A gather of these
-    would be simple, but its gradient would add up the completions of a group in the order that a
-    GPU chooses. So a chunk takes them by products with zeros and ones from the chunk, the end of
-    the chunk before it, and the end of the prompt of the last token before it. These ends are
-    gathered once for each prompt, and given to the chunks by one more product.
+    token sees fewer. A completion's first tokens see the last ones of its prompt. The gradient of
+    a gather would add up the completions of a group in the order that a GPU chooses: it is that of
+    `_selected_tokens`, which are the same.
+    """
+    places = sources.earlier[:, : len(x)]
+    return [*(x.at[index].get(mode="fill", fill_value=0) for index in places), x]
+
+
+def _earlier_tokens_fwd(x, sources):
+    return _earlier_tokens(x, sources), (sources, x[:0])
+
+
+def _earlier_tokens_bwd(saved, gradients):
+    sources, like = saved
+    *gradients, last = gradients
+    x = jax.ShapeDtypeStruct(last.shape, like.dtype)
+    transposed = jax.linear_transpose(functools.partial(_selected_tokens, sources=sources), x)
+    return transposed(gradients)[0] + last, None
+
+
+_earlier_tokens.defvjp(_earlier_tokens_fwd, _earlier_tokens_bwd)
+
+
+def _selected_tokens(x: jax.Array, sources: _Sources) -> list[jax.Array]:
+    """Returns the tokens at the distances W - 1, ..., 1, by products with zeros and ones.
+
+    A chunk takes them from the chunk, the end of the chunk before it, and the end of the prompt of
+    the last token before it. These ends are gathered once for each prompt, and given to the chunks
+    by one more product.
     """
     (count, tail), length = sources.tails.shape, len(x)
     x = jnp.pad(x, ((0, count * CHUNK - length), (0, 0)))
@@ -587,8 +637,9 @@ def _earlier_tokens(x: jax.Array, sources: _Sources) -> list[jax.Array]:
     blocks = x.reshape(count, CHUNK, -1)
     ends = jnp.pad(blocks[:-1, CHUNK - tail :], ((1, 0), (0, 0), (0, 0)))
     near = jnp.concatenate([tails, ends, blocks], axis=1)
-    shifts = [_select(selected, near).reshape(len(x), -1) for selected in sources.selected]
-    return [part[:length] for part in (*shifts, x)]
+    shifts = _select(sources.selected.reshape(count, tail * CHUNK, -1), near)
+    shifts = jnp.moveaxis(shifts.reshape(count, tail, CHUNK, -1), 1, 0)
+    return list(shifts.reshape(tail, len(x), -1)[:, :length])
 
 
 def _select(selected: jax.Array, rows: jax.Array) -> jax.Array:

@@ -212,8 +212,25 @@ def _routed(own: Own, h: jax.Array, weights: jax.Array, routes: jax.Array) -> ja
     return added.astype(dtype).reshape(h.shape)
 
 
+@jax.custom_vjp
 def _wide_product(h: jax.Array, weight: jax.Array) -> jax.Array:
-    """The product [B, T, N] of states with a small weight [N, D], in float32 on every device."""
+    """The product [B, T, N] of states with a small weight [N, D], in float32 on every device.
+
+    The gradient of the states has products in their dtype.
+    """
     return jnp.einsum(
         "btd,nd->btn", h, weight, precision="highest", preferred_element_type=jnp.float32
     )
+
+
+def _wide_product_fwd(h, weight):
+    return _wide_product(h, weight), (h, weight)
+
+
+def _wide_product_bwd(saved, gradient):
+    h, weight = saved
+    d_h = jnp.einsum("btn,nd->btd", gradient.astype(h.dtype), weight.astype(h.dtype))
+    return d_h, jnp.einsum("btn,btd->nd", gradient, h).astype(weight.dtype)
+
+
+_wide_product.defvjp(_wide_product_fwd, _wide_product_bwd)

@@ -84,6 +84,8 @@ class Memory(NamedTuple):
     scores: int = 0
     # Bytes of temporary arrays of a layer whatever the number of its tokens.
     block: int = 0
+    # What XLA needs, as a factor, for what a model with such layers keeps for the backward pass.
+    spread: float = 1.0
 
 
 class NewTokens(NamedTuple):
@@ -179,8 +181,6 @@ class Mixer(Part, Protocol):
     # Whether a row may go back to any of its positions and be extended from there: what it keeps is
     # by position.
     REWINDS: bool
-    # What XLA needs, as a factor, for what a model with such layers keeps for the backward pass.
-    SPREAD: float
 
     def layout_of(self, segments: Segments, config: ModelConfig) -> Any:
         """Returns what `mix` reads of the segments of a packed buffer, the same in every layer."""

@@ -60,10 +60,10 @@ ARRAYS: dict[str, Array] = {
 }
 STACKS: tuple[Stack, ...] = ()
 REWINDS: bool = False
-# XLA packs what the layers keep, but for gate_up_proj, less tightly. Compiled for an H200, 4, 8, 16
-# and 64 layers of Qwen3.5-27B take 2.40, 3.66, 6.16 and 21.19 GB (4,352 tokens, gate_up_proj
-# computed again), and 8 of 4B 6.87 GB (8,704 tokens, nothing computed again).
-SPREAD: float = 1.14
+# Without a kernel XLA packs what the layers keep, but for gate_up_proj, less tightly. Compiled for
+# an H200, 4, 8, 16 and 64 layers of Qwen3.5-27B take 2.40, 3.66, 6.16 and 21.19 GB (4,352 tokens,
+# gate_up_proj computed again), and 8 of 4B 6.87 GB (8,704 tokens, nothing computed again).
+_SPREAD = 1.14
 
 
 @struct.dataclass
@@ -112,16 +112,23 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     """As in `part.Part`.
 
     The backward pass has the arrays of the chunks: what the loop reads and returns, and the two
-    states in front of each chunk; for a kernel also the matrices that it reads, and their
-    gradients. Without a kernel XLA has them before the gradients of adapters of experts are there.
-    A prefill has what the loop reads, and the products before it.
+    states in front of each chunk. With the kernel, queries, keys and their gradients are there as
+    well: compiled for an H200, 4 and 12 layers of Qwen3.5-27B take 3.54 and 8.22 GB (4,352 tokens),
+    of Qwen3.6-35B-A3B 3.90 and 8.12 GB (8,448 tokens, nothing computed again). What is computed
+    again of the MLP is there, too: 4 and 8 layers of 27B take 2.89 and 4.01 GB then. Without a
+    kernel XLA has the arrays before the gradients of adapters of experts are there. A prefill has
+    what the loop reads, and the products before it.
     """
     shapes, chunk = _shapes(config), delta.CHUNK
-    heads = 2 * chunk + 3 * shapes.value_dim + 2 * shapes.key_dim * shapes.value_dim // chunk
     has_kernel = delta.has_kernel(jnp.bfloat16, shapes.key_dim, shapes.value_dim)
-    if has_kernel:
-        heads += 6 * shapes.key_dim
-    width = shapes.value_heads * heads + 2 * shapes.key_heads * shapes.key_dim + shapes.channels
+    values, keys = (
+        (shapes.key_dim + shapes.value_dim, 8) if has_kernel else (3 * shapes.value_dim, 2)
+    )
+    heads = 2 * chunk + values + 2 * shapes.key_dim * shapes.value_dim // chunk
+    width = shapes.value_heads * heads + keys * shapes.key_heads * shapes.key_dim + shapes.channels
+    backward = 4 * tokens * width
+    if has_kernel and "gate_up_proj" in recompute:
+        backward += itemsize * tokens * (2 * config.mlp_dim + 4 * config.embed_dim)
     read = shapes.values * 2 + shapes.value_heads * (3 * chunk + 4 * shapes.key_dim)
     return Memory(
         kept={
@@ -129,9 +136,10 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
             "attention": shapes.values,
             "o_proj": config.embed_dim,
         },
-        backward=4 * tokens * width,
+        backward=backward,
         adapter=0 if has_kernel else 4 * tokens * width,
         prefill=4 * read + itemsize * 2 * shapes.channels,
+        spread=1.01 if has_kernel else _SPREAD,
     )
 
 
