@@ -8,7 +8,7 @@ all of them.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ Array = Any  # a jax.Array, its shape and dtype, or a reference to it inside a k
 class Warpgroup:
     """The threads of a CTA."""
 
-    cta: tuple[Any, ...]  # its index along each axis of the grid
+    cta: Sequence[Any]  # its index along each axis of the grid
     simulated: bool  # whether a kernel is simulated instead of compiled
 
     def load(self, ref: Any, layout: Layout) -> jax.Array:

@@ -35,6 +35,7 @@ _OF_FLOATS = {"div": operator.truediv, "min": np.fmin, "max": np.fmax}
 _UNARY = {
     "neg": operator.neg,
     "popc": lambda x: np.bitwise_count(x).astype(np.uint32),
+    "bfind": lambda x: np.where(x == 0, 2**32 - 1, np.log2(np.maximum(x, 1))).astype(np.uint32),
     "abs": np.abs,
     "ex2": np.exp2,
     "rsqrt": lambda x: 1 / np.sqrt(x),
@@ -90,7 +91,7 @@ class _Program:
         body = re.sub(r"\n\s*\{\s*\n", "\n", body)
         self.lines, self.labels = [], {}
         for line in re.split(r"[;\n]", body):
-            line = line.strip()
+            line = re.sub(r"^\w+:\s+", "", line.strip())  # labels of loops that wait
             if label := re.fullmatch(r"(\$\w+):", line):
                 self.labels[label[1]] = len(self.lines)
             elif line and line[0] not in "{}." and not line.startswith("$"):
@@ -278,11 +279,17 @@ class _Block:
         self.put(operands[0], before, mask)
 
     def op_red(self, parts, operands, mask):
-        """Bits that are set in shared memory, by one thread after another."""
-        assert parts[1:] == ["shared", "or", "b32"]
-        bits, places = self.get(operands[1], "u32"), self.address(operands[0])
+        """Bits that are set in shared memory, or a global counter, by one thread after another."""
+        numbers = self.get(operands[1], "u32")
+        memory, places = self.access(".".join(parts), operands[0])
+        step = {
+            "or": lambda x, y: x | y,
+            "add": operator.add,
+            "inc": lambda x, limit: 0 if x >= limit else x + 1,
+        }[parts[-2]]
         for thread in np.flatnonzero(mask):
-            self.shared[places[thread] : places[thread] + 4].view(np.uint32)[0] |= bits[thread]
+            word = memory[places[thread] : places[thread] + 4].view(np.uint32)
+            word[0] = step(word[0], numbers[thread])
 
     def op_mov(self, parts, operands, mask):
         target, source = operands
@@ -324,6 +331,11 @@ class _Block:
         source = {"idx": lane, "bfly": _LANE ^ lane, "up": np.maximum(_LANE - lane, 0)}[parts[2]]
         source %= 32
         self.put(operands[0].split("|")[0], value[_THREAD.astype(np.int64) - _LANE + source], mask)
+
+    def op_vote(self, parts, operands, mask):
+        assert parts[1:] == ["sync", "ballot", "b32"]
+        given = self.registers[operands[1]].astype(np.uint64) << _LANE.astype(np.uint64)
+        self.put(operands[0], given.reshape(-1, 32).sum(axis=1).repeat(32).astype(np.uint32), mask)
 
     def op_redux(self, parts, operands, mask):
         numbers = self.get(operands[1], parts[-1]).reshape(-1, 32)

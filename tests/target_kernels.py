@@ -385,6 +385,37 @@ def grouped_cases(normal):
         run = functools.partial(matmul, config=config, outputs=2 * width)
         rows = normal(len(table.source), inputs)
         yield f"grouped {tokens} {config}", run, rows, weight, table
+    for tokens, inputs, width, rank, config in (
+        (9, 640, 64, 24, GroupedConfig(64, 128, 2)),
+        (30, 256, 128, 8, GroupedConfig(64, 128, 2, tiles=2)),
+        (3, 256, 64, 0, GroupedConfig(64, 256, 2)),
+    ):
+        routes = np.random.default_rng(tokens).integers(0, 3, (tokens, 2), np.int32)
+        table = experts.table(jnp.asarray(routes), experts=3)
+        pairs = jnp.abs(normal(2 * tokens)).astype(FLOAT32)
+        weights = [
+            fp4_matmul.to_tiles(random_weight(3 * outputs, columns))
+            for outputs, columns in ((2 * width, inputs), (128, width))
+        ]
+        weights += [
+            fp4_matmul.to_tiles(random_weight(*shape))
+            for shape in ((2 * width, inputs), (128, width))
+        ]
+        shapes = (rank, inputs), (2 * width, rank), (rank, width), (128, rank)
+        arrays = [normal(3, *shape) / 8 for shape in shapes]
+        adapters = (arrays[:2], arrays[2:]) if rank else (None, None)
+        mixtures = [(*weights[:2], table, pairs, adapters)]
+        if tokens == 9:  # and one that all tokens have
+            everyone = experts.table(jnp.zeros((tokens, 1), jnp.int32), experts=1)
+            own = [jnp.pad(array[:1], ((0, 0), (0, 0), (0, 8))) for array in arrays[1::2]]
+            adapters = tuple(zip((array[:1] for array in arrays[::2]), own, strict=True))
+            mixtures.append((*weights[2:], everyone, jnp.ones(tokens), adapters))
+        run = functools.partial(experts_mlp, config=config, width=width)
+        yield f"experts {tokens} {rank}", run, normal(tokens, inputs), mixtures
+
+
+def experts_mlp(x, mixtures, **options):
+    return experts_mma.mlp(x, [experts_mma.Mixture(*own) for own in mixtures], **options)
 
 
 def main():

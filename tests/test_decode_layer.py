@@ -54,7 +54,8 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
     params = jax.tree.map_with_path(
         lambda path, x: x if path[-1].key in unrounded else x.astype(jnp.bfloat16), params
     )
-    lora = tiny_model.random_lora(config, targets=targets) if targets else None
+    options = {"expert_rank": 3} if "shared" in kind else {}
+    lora = tiny_model.random_lora(config, targets=targets, **options) if targets else None
     lora_layers = lora_lib.fuse(lora, config, jnp.bfloat16)
     prompts = tiny_model.random_tokens(3, 9)
     lengths = jnp.asarray([9, 1, 5])
@@ -75,35 +76,6 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
     layers = map(jax.tree.leaves, (actual_cache.layers, expected_cache.layers))
     for new, old in zip(*layers, strict=True):
         assert_close(new, wide(old), 2e-2)
-
-
-@pytest.mark.parametrize(("expert_rank", "fuses"), [(0, True), (4, False)])
-def test_adapters_of_routed_experts_are_not_left_out(expert_rank, fuses, monkeypatch):
-    """No kernel adds them, so no layer of a step with them is the kernels'."""
-    monkeypatch.setattr(decode, "supports_device", lambda _: True)
-    fused = []
-
-    def record(arrays, adapters, residual, kept, *args, **options):
-        fused.append(1)
-        return residual, kept, None
-
-    monkeypatch.setattr(layer, "decode_layer", record)
-    config, params = tiny_model.tiny_policy("qwen3_moe", head_dim=32)
-    lora = tiny_model.random_lora(config, targets=("q_proj",), expert_rank=expert_rank)
-
-    def step(params, lora):
-        kept = jax.tree.map(
-            lambda x: jnp.zeros((3, *x.shape), x.dtype), kinds.row_shapes(config, 16, jnp.bfloat16)
-        )
-        cache = transformer.Cache(kept, jnp.ones(3, jnp.int32))
-        params = params | {"embed_tokens": params["embed_tokens"].astype(jnp.bfloat16)}
-        adapters = lora_lib.fuse(lora, config, jnp.bfloat16)
-        return transformer.decode_step(
-            params, adapters, jnp.zeros(3, jnp.int32), cache, config=config
-        )
-
-    jax.eval_shape(step, params, lora)
-    assert len(fused) == (config.num_layers if fuses else 0)
 
 
 @functools.cache

@@ -243,56 +243,103 @@ SIMULATED = types.SimpleNamespace(
     GroupedConfig=GroupedConfig,
     gated_matmul=functools.partial(mma.gated_matmul, interpret=True),
     matmul=functools.partial(mma.matmul, interpret=True),
+    Mixture=mma.Mixture,
+    mlp=functools.partial(mma.mlp, interpret=True),
 )
-# In the first case the warps of gate and up divide the columns, and down has experts with several
-# tiles: one has 16 tokens, and another one more than a tile.
-KERNEL_CASES = [
-    ((16, 6), (640, 64), (GroupedConfig(16, 512, 2), GroupedConfig(64, 128, 2, tiles=2))),
-    ((16, 6), (192, 128), (GroupedConfig(64, 128, 2, tiles=2), GroupedConfig(128, 128, 3))),
-    ((9, 3), (256, 128), (GroupedConfig(128, 256, 2), GroupedConfig(64, 128, 2))),
+# In the first case one expert has 24 tokens, in two units, and another one more than a tile; in the
+# second one ranks are those of two products of a warp.
+MLP_CASES = [
+    ((24, 6), (640, 64), GroupedConfig(64, 128, 2, tiles=2), 3),
+    ((9, 3), (256, 64), GroupedConfig(64, 256, 2), 24),
+    ((9, 3), (192, 64), GroupedConfig(64, 128, 3), 0),
 ]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shape", "configs"),
-    [KERNEL_CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in KERNEL_CASES[1:])],
+    ("sizes", "shape", "config", "rank"),
+    [MLP_CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in MLP_CASES[1:])],
 )
-def test_the_kernel_of_a_decode_step(sizes, shape, configs, monkeypatch):
+def test_the_kernel_of_a_decode_step(sizes, shape, config, rank, monkeypatch):
     """Simulated: what a caller gets on a GPU with the kernel is what it gets in float64."""
     (tokens, count), (inputs, width), top_k = sizes, shape, 2
-    kernel = types.SimpleNamespace(**vars(SIMULATED), choose=lambda *_, parts: configs[2 - parts])
-    monkeypatch.setattr(api, "has_kernel", lambda: True)
-    monkeypatch.setattr(api, "kernel", lambda: kernel)
+    use_simulation(monkeypatch, choose_mlp=lambda *_: config, mlp_is_faster=lambda *_: True)
+    monkeypatch.setattr(device, "supports_warpgroup", lambda: True)
     rng = np.random.default_rng(tokens)
     routes = random_routes(tokens, top_k, count)
-    if tokens == 16:
-        routes[:, 0], routes[:, 1] = 0, 1 + np.arange(16) % 9 // 5 * 2
+    if tokens == 24:
+        routes[:, 0], routes[:, 1] = 0, 1 + np.arange(24) % 9 // 5 * 2
     gate_up = random_weight(rng, count * 2 * width, inputs)
     gate_up = gate_up._replace(global_scale=gate_up.global_scale * 200)
     down = random_weight(rng, count * 128, width)
     x = jnp.asarray(rng.standard_normal((tokens, inputs)), jnp.bfloat16)
     pair_weights = rng.uniform(0.1, 1, routes.size).astype(np.float32)
     own_table = experts.table(jnp.asarray(routes), experts=count)
-    place, empty = np.asarray(own_table.place), np.asarray(own_table.source) == routes.size
-
-    hidden = experts.gated_matmul(
-        x, fp4_matmul.to_tiles(gate_up), own_table, jnp.asarray(pair_weights), width=width
-    )
-    chosen = routes.reshape(-1)
-    dense = [
-        float64(fp4_matmul.dequantize(weight, jnp.float32)).reshape(count, -1, columns)[chosen]
-        for weight, columns in ((gate_up, inputs), (down, width))
+    shapes = ((rank, inputs), (2 * width, rank)), ((rank, width), (128, rank))
+    adapters = [
+        tuple(jnp.asarray(rng.standard_normal((count, *shape)) / 8, jnp.bfloat16) for shape in own)
+        for own in shapes
     ]
-    gate, up = np.split(
-        np.einsum("pk,pnk->pn", float64(x).repeat(top_k, axis=0), dense[0]), 2, axis=1
-    )
-    want = gate / (1 + np.exp(-gate)) * up * pair_weights[:, None]
-    assert hidden.dtype == jnp.bfloat16
-    assert relative_error(hidden[place], want) < 5e-3
 
-    rows = jnp.where(empty[:, None], jnp.nan, hidden)  # No product reads rows without a pair.
-    y = experts.grouped_matmul(rows, fp4_matmul.to_tiles(down), own_table, outputs=128)
-    want = np.einsum("pk,pnk->pn", float64(hidden[place]), dense[1])
+    packed = fp4_matmul.to_tiles(gate_up), fp4_matmul.to_tiles(down)
+    routed = experts.Gated(*packed, tuple(adapters) if rank else (None, None))
+    shared = None
+    if rank == 24:  # the first expert is one that all tokens have, too; its B has more columns
+        first = tuple(
+            (a[0], jnp.pad(b[0], ((0, 0), (0, 64 - rank)), constant_values=1)) for a, b in adapters
+        )
+        weights = (gate_up, 2 * width), (down, 128)
+        own = (
+            fp4_matmul.to_tiles(jax.tree.map(lambda array, n=n: array[:n], weight))
+            for weight, n in weights
+        )
+        shared = experts.Gated(*own, first)
+        assert experts.takes_shared(x, routed, shared, top_k=top_k, width=width)
+    options = {"width": width, "shared": shared}
+    found, everyone = experts.mlp(x, routed, own_table, jnp.asarray(pair_weights), **options)
+
+    def wanted(x, chosen, pair_weights):
+        def product(x, weight, adapter):
+            dense = float64(fp4_matmul.dequantize(weight, jnp.float32))
+            y = np.einsum("pk,pnk->pn", x, dense.reshape(count, -1, x.shape[1])[chosen])
+            a, b = (float64(matrix)[chosen] for matrix in adapter)
+            return y + np.einsum("pk,prk,pnr->pn", x, a, b)
+
+        gate, up = np.split(product(x, gate_up, adapters[0]), 2, axis=1)
+        return product(gate / (1 + np.exp(-gate)) * up * pair_weights[:, None], down, adapters[1])
+
+    want = wanted(float64(x).repeat(top_k, axis=0), routes.reshape(-1), pair_weights)
+    assert found.dtype == jnp.bfloat16
+    assert relative_error(found[np.asarray(own_table.place)], want) < 5e-3
+    assert (everyone is None) == (shared is None)
+    if shared is not None:
+        want = wanted(float64(x), np.zeros(tokens, int), np.ones(tokens))
+        assert relative_error(everyone, want) < 5e-3
+
+
+def use_simulation(monkeypatch, **functions):
+    kernel = types.SimpleNamespace(**vars(SIMULATED), **functions)
+    monkeypatch.setattr(api, "has_kernel", lambda: True)
+    monkeypatch.setattr(api, "kernel", lambda: kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", [GroupedConfig(64, 128, 2, tiles=2), GroupedConfig(128, 128, 3)], ids=str
+)
+def test_the_kernel_of_a_product(config, monkeypatch):
+    """Simulated, as above: without gate and up, for rows in the order of the table."""
+    tokens, count, top_k = 16, 6, 2
+    use_simulation(monkeypatch, choose=lambda *_, parts: config)
+    rng = np.random.default_rng(tokens)
+    routes = random_routes(tokens, top_k, count)
+    weight = random_weight(rng, count * 128, 64)
+    own_table = experts.table(jnp.asarray(routes), experts=count)
+    place, empty = np.asarray(own_table.place), np.asarray(own_table.source) == routes.size
+    rows = jnp.asarray(rng.standard_normal((len(empty), 64)), jnp.bfloat16)
+    rows = jnp.where(empty[:, None], jnp.nan, rows)  # No product reads rows without a pair.
+    y = experts.grouped_matmul(rows, fp4_matmul.to_tiles(weight), own_table, outputs=128)
+    dense = float64(fp4_matmul.dequantize(weight, jnp.float32)).reshape(count, -1, 64)
+    want = np.einsum("pk,pnk->pn", float64(rows[place]), dense[routes.reshape(-1)])
     assert relative_error(y[place], want) < 3e-3
     assert not y[empty].any()
 
@@ -452,7 +499,7 @@ def test_sizes_are_those_of_a_random_policy(family, format):
     fused = sizes.fused_adapter_bytes(config, itemsize=4, **options)
     fused -= sizes.fused_adapter_bytes(config, itemsize=4, **options | {"expert_rank": 0})
     made_of = [layer[stack] for layer in lora.layers for stack in kinds.STACKS]
-    assert fused == sum(x.nbytes for x in jax.tree.leaves(made_of))
+    assert 3 * fused == 8 * sum(x.nbytes for x in jax.tree.leaves(made_of))  # as kernels read it
     logits = transformer.forward(made, lora, random_tokens(1, 5), jnp.array([5]), config=config)
     assert np.isfinite(logits).all()
 

@@ -64,7 +64,7 @@ def routes_of(tokens, count, skewed):
     ],
 )
 def test_products_of_a_decode_step(tokens, skewed, form):
-    """In the schedules that they get: against float32, and the same again."""
+    """In the schedules that they get, some with adapters: against float32, and the same again."""
     count, inputs, width = 72, 2048, 192
     rng = np.random.default_rng(0)
     gate_up, down = (
@@ -77,25 +77,30 @@ def test_products_of_a_decode_step(tokens, skewed, form):
     weights = jax.random.uniform(jax.random.key(1), (8 * tokens,))
     assert api.has_kernel()
 
+    rank = 12 if skewed else 0
+    adapters = [
+        [jax.random.normal(jax.random.key(i), (count, *shape)) / 32 for shape in shapes]
+        for i, shapes in enumerate(
+            (((rank, inputs), (2 * width, rank)), ((rank, width), (inputs, rank)))
+        )
+    ]
+
     @jax.jit
-    def products(x, weights, gate_up, down, table):
-        hidden = experts.gated_matmul(x, gate_up, table, weights, width=width)
-        y = experts.grouped_matmul(hidden, down, table, outputs=inputs)
-        return experts.to_pairs(hidden, table), experts.to_pairs(y, table), y
+    def added(x, weights, gate_up, down, adapters, table):
+        own = experts.Gated(gate_up, down, tuple(map(tuple, adapters)) if rank else (None, None))
+        rows, _ = experts.mlp(x, own, table, weights, width=width)
+        return experts.to_pairs(rows, table)
 
     packed = fp4_matmul.to_tiles(gate_up), fp4_matmul.to_tiles(down)
-    hidden, y, rows = products(x, weights, *packed, own_table)
+    adapters = jax.tree.map(lambda own: own.astype(jnp.bfloat16), adapters)
+    y = added(x, weights, *packed, adapters, own_table)
     with jax.default_matmul_precision("highest"):
         dense = [fp4_matmul.dequantize(weight, jnp.float32) for weight in (gate_up, down)]
-        wanted = products(x.astype(jnp.float32), weights, dense[0], dense[1], own_table)[0]
-        assert relative_error(hidden, wanted) < 5e-3
-        given = jnp.zeros((len(rows), width)).at[own_table.place].set(hidden.astype(jnp.float32))
-        wanted = experts.grouped_matmul(given, dense[1], own_table, outputs=inputs)
-        assert relative_error(rows, wanted) < 3e-3
+        wide = [x.astype(jnp.float32), jax.tree.map(lambda own: own.astype(jnp.float32), adapters)]
+        wanted = added(wide[0], weights, *dense, wide[1], own_table)
+    assert relative_error(y, wanted) < 8e-3
     for _ in range(3):
-        again = products(x, weights, *packed, own_table)
-        np.testing.assert_array_equal(again[0], hidden)
-        np.testing.assert_array_equal(again[1], y)
+        np.testing.assert_array_equal(added(x, weights, *packed, adapters, own_table), y)
 
 
 @pytest.mark.parametrize(
@@ -173,11 +178,12 @@ def test_of_equal_logits_the_lower_experts_are_taken(rows):
     np.testing.assert_array_equal(routes, routes[..., :1] % 2 + np.arange(0, 8, 2))
 
 
+@pytest.mark.parametrize("expert_rank", [0, 8])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
-def test_steps_are_those_of_a_buffer_with_their_routes(family):
+def test_steps_are_those_of_a_buffer_with_their_routes(family, expert_rank):
     config, (rows, prompt, steps) = config_of(family), (8, 24, 40)
     params = policy_of(config)
-    adapter = random_lora(jax.random.key(1), config, rank=32)
+    adapter = random_lora(jax.random.key(1), config, rank=32, expert_rank=expert_rank)
     tokens = jax.random.randint(jax.random.key(2), (rows, prompt + steps), 0, config.vocab_size)
     fused = lora.fuse(adapter, config, jnp.bfloat16)
     prefill = jax.jit(transformer.prefill, static_argnames=("config", "cache_positions"))

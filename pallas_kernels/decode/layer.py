@@ -20,10 +20,13 @@ A mixture of experts has these steps after attention:
     step       kernels                    conditions
     output     o_proj, add_rmsnorm        none; the norm also multiplies by the router
     route      route_experts              M <= 256
-    experts    experts_gated_matmul,      FP4 in tiles of eight rows (`experts.api`); the norm of
-               experts_matmul             the next layer adds the pairs of each token up
-    shared     gate_up_proj, swiglu,      if all tokens have an expert, too; as mlp and down, and
-               down_proj                  the norm of the next layer adds it
+    experts    experts_mlp                FP4 in tiles of eight rows (`experts.api`); the norm of
+                                          the next layer adds the pairs of each token up
+    shared     experts_mlp                if all tokens have an expert, too, of the same width, FP4
+                                          and with few ranks: the same kernel; the norm of the
+                                          next layer adds it
+               gate_up_proj, swiglu,      as mlp and down
+               down_proj
 
 A weight is "FP4" if it is in tile order (`Fp4Tiles`) and the Hopper kernel runs; the two epilogues
 "+RMSNorm" and "+SwiGLU" need rows in multiples of eight. Attention is "unsplit" if M <= 128, o_proj
@@ -73,7 +76,7 @@ from pallas_kernels.decode.attention import AttentionInputs
 from pallas_kernels.decode.delta import DeltaInputs
 from pallas_kernels.decode.norms import DeferredNorm
 from pallas_kernels.device import num_sms
-from pallas_kernels.experts import combine, gated_matmul, grouped_matmul, route
+from pallas_kernels.experts import Gated, combine, mlp, route, takes_shared
 from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.fp4_matmul import AddRmsNorm, Epilogue, Fp4Tiles, Fp4Weight, Swiglu
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
@@ -271,32 +274,35 @@ def _gated_mlp(own: Own, mixed: Mixed) -> tuple[jax.Array, jax.Array]:
 def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Array]:
     """The MLP of a layer with experts, and the experts of the tokens, int32 [M, k]."""
     layer = own.layer
-    adapted = own.projection("shared_gate_up") if "shared_gate_up" in layer else None
     product, scale = _project(mixed.activations, mixed.output), layer["post_attention_layernorm"]
+    routed, shared = _gated(own, "experts_gate_up", "experts_down"), None
+    adapted = own.projection("shared_gate_up") if "shared_gate_up" in layer else None
+    if adapted is not None:
+        shared = _gated(own, "shared_gate_up", "shared_down")
+        sizes = {"top_k": experts.top_k, "width": experts.width}
+        if takes_shared(mixed.residual, routed, shared, **sizes) and _experts_agree():
+            adapted = None
+        else:
+            shared = None
     norm = _norm(mixed.residual, product, scale, adapted, layer["router"])
     router = route.Router(experts.count, experts.top_k, experts.normalized, own.eps)
     routing = _route(norm, layer.get("shared_gate"), router)
-    with jax.named_scope("experts"):
-        hidden = gated_matmul(
-            routing.states,
-            layer["experts_gate_up"],
-            routing.table,
-            routing.weights,
-            width=experts.width,
-        )
-        rows = grouped_matmul(
-            hidden,
-            layer["experts_down"],
-            routing.table,
-            outputs=norm.residual.shape[1],
-            zeros=False,
-        )
-    y = None
+    rows, y = mlp(
+        *(routing.states, routed, routing.table, routing.weights),
+        width=experts.width,
+        shared=shared,
+    )
     if adapted is not None:
         down = own.projection("shared_down")
         y = _project(_mlp(norm, adapted, down, own.eps), down)
     sums = ExpertSums(rows, routing.table.place.reshape(routing.routes.shape), y, routing.opened)
     return (norm.residual, sums if _experts_agree() else combine.total(sums)), routing.routes
+
+
+def _gated(own: Own, gate_up: str, down: str) -> Gated:
+    """Gated MLPs of the layer by the names of their weights."""
+    adapters = own.adapters.get(gate_up), own.adapters.get(down)
+    return Gated(own.layer[gate_up], own.layer[down], adapters)
 
 
 def _route(

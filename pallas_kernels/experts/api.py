@@ -5,19 +5,29 @@ are, on every GPU since Ampere on which it agrees with the definition. With the 
 update or a prefill, a Hopper GPU dequantizes the weights of some experts at a time, and its kernel
 multiplies all their tiles. Otherwise the weights of some tiles are dequantized at a time.
 
-`grouped_lora` multiplies with the adapters of experts, which have gradients.
+`grouped_lora` multiplies with the adapters of experts, which have gradients; in a decode step `mlp`
+has them.
 """
 
 import dataclasses
 import functools
 from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import device, fp4_matmul
 from pallas_kernels.experts import self_test
-from pallas_kernels.experts.table import HOPPER_TILE, MIN_TILE, Table, has_hopper_kernel, to_rows
+from pallas_kernels.experts.table import (
+    HOPPER_TILE,
+    MIN_TILE,
+    Table,
+    has_hopper_kernel,
+    tile_rows,
+    to_rows,
+)
 from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight, dispatch, layout
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
@@ -30,7 +40,10 @@ PART_NUMBERS = 1 << 28
 # Numbers of products of tiles, in float32, that exist at a time in the gradient of an adapter.
 PRODUCT_NUMBERS = 1 << 25
 
+MAX_RANK = 64  # of an adapter in the kernel; no larger one was tried
+
 Weight = jax.Array | Fp4Weight | Fp4Tiles
+Adapter = tuple[jax.Array, jax.Array]  # A [E, r, K] and B [E, N, r]
 
 
 @functools.cache
@@ -59,7 +72,14 @@ def _uses_kernel(x: jax.Array, weight: Weight, table: Table, unit: int) -> bool:
     )
 
 
-@functools.partial(jax.jit, static_argnums=4)  # so that equal kernels are lowered once
+@functools.partial(jax.jit, static_argnums=2)  # so that equal kernels are lowered once
+def _mlp_by_kernel(x, mixtures, width):
+    mixtures = [kernel().Mixture(*mixture) for mixture in mixtures]
+    config = kernel().choose_mlp(mixtures[0].table, mixtures[0].gate_up.shape[0] // (2 * width))
+    return kernel().mlp(x, mixtures, width=width, config=config)
+
+
+@functools.partial(jax.jit, static_argnums=4)
 def _gated_by_kernel(x, weight, table, row_weights, width):
     config = kernel().choose(table, 2 * width, weight, parts=2)
     return kernel().gated_matmul(x, weight, table, row_weights, width=width, config=config)
@@ -69,6 +89,97 @@ def _gated_by_kernel(x, weight, table, row_weights, width):
 def _by_kernel(x, weight, table, outputs):
     config = kernel().choose(table, outputs, weight, parts=1)
     return kernel().matmul(x, weight, table, outputs=outputs, config=config)
+
+
+class Gated(NamedTuple):
+    """The weights of gated MLPs of width F, those of E experts or one, and their adapters."""
+
+    gate_up: Weight  # [E 2F, K], of each expert the rows of gate, then those of up
+    down: Weight  # [E N, F]
+    # Those of both weights as `grouped_lora` takes them; of one MLP A [r, K] and B [N, r''].
+    adapters: tuple[Adapter | None, Adapter | None] = (None, None)
+
+
+@jax.named_scope("experts")
+def mlp(
+    x: jax.Array,
+    experts: Gated,
+    table: Table,
+    row_weights: jax.Array,
+    *,
+    width: int,
+    shared: Gated | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (silu(gate) * up * w) W_down^T for the expert of each pair, of gate and up x W_e^T.
+
+    There are no derivatives.
+
+    Args:
+        x: [T, K], the tokens, whose pairs the table has in their order.
+        experts: their weights, as `grouped_matmul` takes them.
+        table: which expert a pair belongs to.
+        row_weights: float32 [P], the weight w of each pair.
+        width: number F of outputs of gate.
+        shared: an MLP that all tokens have, where `takes_shared`.
+
+    Returns:
+        [R, N] in x's dtype, in which rows without a pair are undefined; and what the shared MLP
+        computes, [T, N] or None.
+    """
+    (gate_up, down, adapters), mixtures = experts, []
+    outputs = _outputs(down) * 2 * width // _outputs(gate_up)
+    if _fits_mlp(x, experts, table, width):
+        mixtures.append((gate_up, down, table, row_weights, _for_kernel(adapters, x.dtype)))
+        if shared is not None:
+            whole = [own and (own[0][None], own[1][None]) for own in shared.adapters]
+            ones = jnp.ones(len(x), jnp.float32)
+            own = _for_kernel(whole, x.dtype)
+            mixtures.append((*shared[:2], _table_of_all(len(x)), ones, own))
+        ranks = [own for own in adapters if own is not None]
+        if shared is not None or kernel().mlp_is_faster(table, ranks):
+            rows, *others = _mlp_by_kernel(x, mixtures, width)
+            return rows, others[0][: len(x)] if others else None
+    assert shared is None, "`takes_shared` says where it may be given"
+    own, after = adapters
+    if own is None:
+        hidden = gated_matmul(x, gate_up, table, row_weights, width=width)
+    else:
+        rows = to_rows(x, table)
+        y = grouped_matmul(rows, gate_up, table, outputs=2 * width)
+        hidden = _gated(y + grouped_lora(rows, own, table), table, row_weights)
+    y = grouped_matmul(hidden, down, table, outputs=outputs, zeros=after is not None)
+    return y if after is None else y + grouped_lora(hidden, after, table), None
+
+
+def takes_shared(
+    x: jax.Array | jax.ShapeDtypeStruct, experts: Gated, shared: Gated, *, top_k: int, width: int
+) -> bool:
+    """Whether `mlp` of tokens with k experts each also computes an MLP that all of them have."""
+    count = _outputs(experts.gate_up) // (2 * width)
+    if tile_rows(len(x) * top_k, count) != MIN_TILE or _outputs(shared.gate_up) != 2 * width:
+        return False
+    everyone = _table_of_all(len(x))
+    return all(_fits_mlp(x, own, everyone, width) for own in (experts, shared))
+
+
+def _fits_mlp(x, own: Gated, table: Table, width: int) -> bool:
+    """Whether the kernel has both products."""
+    outputs = _outputs(own.down) * 2 * width // _outputs(own.gate_up)
+    ranks = [kernel_rank(adapter[0].shape[-2]) for adapter in own.adapters if adapter is not None]
+    return (
+        max(ranks, default=0) <= MAX_RANK
+        and outputs % (2 * TILE_ROWS) == 0
+        and _uses_kernel(x, own.gate_up, table, width)
+        and _uses_kernel(x, own.down, table, outputs)
+    )
+
+
+def _table_of_all(tokens: int) -> Table:
+    """The table of tokens that have one and the same expert."""
+    tiles = -(-tokens // MIN_TILE)
+    place = np.arange(MIN_TILE * tiles, dtype=np.int32)
+    arrays = place[:tokens], np.minimum(place, tokens), np.zeros(tiles, np.int32), np.int32(tiles)
+    return Table(*map(jnp.asarray, arrays))
 
 
 @jax.named_scope("experts")
@@ -93,8 +204,12 @@ def gated_matmul(
     if _uses_kernel(x, weight, table, width):
         return _gated_by_kernel(x, weight, table, row_weights, width)
     y = grouped_matmul(to_rows(x, table), weight, table, outputs=2 * width)
+    return _gated(y, table, row_weights)
+
+
+def _gated(y, table, row_weights):
     gate, up = jnp.split(y, 2, axis=1)
-    return (jax.nn.silu(gate) * up * to_rows(row_weights[:, None], table)).astype(x.dtype)
+    return (jax.nn.silu(gate) * up * to_rows(row_weights[:, None], table)).astype(y.dtype)
 
 
 @jax.named_scope("experts")
@@ -149,6 +264,10 @@ def _product(x, weight, table, outputs, *, transposed):
     if _uses_hopper_kernel(x, weight, table, outputs):
         return _by_parts(x, weight, table, outputs, transposed)
     return _by_blocks(x, weight, table, outputs, "tmn,tnk->tmk" if transposed else "tmk,tnk->tmn")
+
+
+def _outputs(weight):
+    return weight.packed.shape[0] if isinstance(weight, Fp4Weight) else weight.shape[0]
 
 
 def _inputs(weight):
@@ -212,6 +331,25 @@ def _split(weight: Fp4Tiles) -> tuple[Fp4Tiles, jax.Array]:
     """
     exact = dataclasses.replace(weight, divisor=jnp.full_like(weight.divisor, layout.UNIT))
     return exact, layout.UNIT / weight.divisor
+
+
+def kernel_rank(rank: int) -> int:
+    """The ranks that the kernel reads of an adapter: a multiple of eight, the last ones zeros."""
+    return -(-rank // MIN_TILE) * MIN_TILE
+
+
+def pad_ranks(adapter: Adapter) -> Adapter:
+    """Returns the adapter with `kernel_rank` ranks, on devices that may have the kernel."""
+    a, b = adapter
+    missing = kernel_rank(a.shape[1]) - a.shape[1]
+    if not missing or not device.supports_warpgroup():
+        return adapter
+    return jnp.pad(a, ((0, 0), (0, missing), (0, 0))), jnp.pad(b, ((0, 0), (0, 0), (0, missing)))
+
+
+def _for_kernel(adapters, dtype):
+    padded = (own and pad_ranks(own) for own in adapters)
+    return tuple(own and (own[0].astype(dtype), own[1].astype(dtype)) for own in padded)
 
 
 @jax.named_scope("lora")

@@ -2,11 +2,13 @@
 
     hidden[R, F] = silu(x W_gate^T) * (x W_up^T) * w      `gated_matmul`
     y[R, N] = x W^T                                       `matmul`
+    rows[R, N] = hidden W_down^T                          `mlp`, both in one kernel, with adapters
 
 A CTA multiplies the rows of an expert by some of its outputs. It is made of the parts of
 `fp4_matmul.mma`: it reads the table for the expert and for the rows of x, which cp.async takes from
-wherever they are. CTAs of unused tiles end at once, and so do those whose tile an earlier CTA
-multiplies. Gate and up of the same outputs are in one CTA, and no sum leaves its CTA.
+wherever they are. Its rows are a unit: a tile, or some tiles of an expert. CTAs of units that the
+routes do not use end at once. Gate and up of the same outputs are in one CTA, and no sum leaves its
+CTA.
 
 Where tiles are few, so are CTAs of 64 outputs: there a CTA has 16, and its four warps divide the
 columns.
@@ -15,7 +17,8 @@ columns.
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +31,15 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import warp_mma, warpgroup
 from pallas_kernels.device import num_sms
-from pallas_kernels.experts.table import Table
+from pallas_kernels.experts import adapter
+from pallas_kernels.experts.table import Table, tiles_at_a_time, unit_bound, with_units
 from pallas_kernels.fp4_matmul import layout
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.mma import copies
 from pallas_kernels.fp4_matmul.mma.epilogue import ACC
 from pallas_kernels.fp4_matmul.mma.kernel import multiply_stage
 from pallas_kernels.fp4_matmul.mma_schedule import SHARED_MEMORY, MmaConfig
+from pallas_kernels.fp4_matmul.sm90 import synchronize
 from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.warpgroup import WARPS, Warpgroup
@@ -42,15 +47,7 @@ from pallas_kernels.warpgroup import WARPS, Warpgroup
 TILE = 8  # rows of a tile of the table
 STRIP = TILE_ROWS // WARPS  # outputs of a warp
 _FEW_TILES = 16  # of the table, with which few CTAs have 64 outputs
-_MOST_TILES = 4
 _LOG2_E = 1.4426950408889634
-# The sums of 16 outputs, which all warps have; a thread has the same ones as in ACC.
-_STRIP_SUMS = plgpu.Layout.TILED(
-    plgpu.Tiling(((STRIP, 8), (8, 8), (2,))),
-    warp_dims=(plgpu.Replicated(WARPS),),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +57,7 @@ class GroupedConfig:
     rows: int = 64  # outputs of a CTA, of gate and of up each: 64 or a multiple, or 16
     columns: int = 256  # columns of a step: 128, 256 or 512, the last one with 16 outputs
     stages: int = 3  # number of steps that shared memory holds
-    tiles: int = 1  # tiles of an expert that a CTA multiplies at a time
+    tiles: int = 1  # tiles of an expert that a CTA multiplies
 
     @property
     def apart(self) -> bool:
@@ -114,9 +111,7 @@ def choose(table: Table, outputs: int, weight: Fp4Tiles, *, parts: int) -> Group
     It is made from times of Qwen3-30B-A3B and Qwen3.6-35B-A3B on an H200.
     """
     pairs, experts = len(table.place), weight.shape[0] // outputs
-    # As many as most experts have, when routes are uniform.
-    tiles = min(_MOST_TILES, math.ceil((pairs / experts + TILE / 2) / TILE))
-    if tiles > 1:
+    if (tiles := tiles_at_a_time(len(table.place), experts)) > 1:
         wide = parts == 1 and outputs % (2 * TILE_ROWS) == 0
         return GroupedConfig(2 * TILE_ROWS if wide else TILE_ROWS, TILE_COLUMNS, 3, tiles)
     if parts == 2 and len(table.owner) <= _FEW_TILES:
@@ -128,6 +123,18 @@ def choose(table: Table, outputs: int, weight: Fp4Tiles, *, parts: int) -> Group
     if ctas <= 16 * num_sms():
         return GroupedConfig(TILE_ROWS, 2 * TILE_COLUMNS, 3)
     return GroupedConfig(TILE_ROWS, TILE_COLUMNS, 4)
+
+
+def mlp_is_faster(table: Table, ranks: Sequence[int]) -> bool:
+    """Whether `mlp` takes less time than its products do; `ranks` are those of adapters."""
+    return bool(ranks) or len(table.owner) > _FEW_TILES
+
+
+def choose_mlp(table: Table, experts: int) -> GroupedConfig:
+    """The schedule of `mlp`, from times of both models on an H200."""
+    if (tiles := tiles_at_a_time(len(table.place), experts)) > 1:
+        return GroupedConfig(TILE_ROWS, TILE_COLUMNS, 2, tiles)
+    return GroupedConfig(TILE_ROWS, TILE_COLUMNS, 3)
 
 
 def gated_matmul(
@@ -160,6 +167,200 @@ def matmul(
     return _run(kernel, x, weight, table, {}, interpret)
 
 
+Adapter = tuple[jax.Array, jax.Array]
+
+
+class Mixture(NamedTuple):
+    """Experts, and the tokens that they have."""
+
+    gate_up: Fp4Tiles  # [E 2F, D]
+    down: Fp4Tiles  # [E N, F]
+    table: Table
+    row_weights: jax.Array  # float32 [P]
+    # Of gate and up, and of down: A [E, r, K] and B [E, N, r''], of a multiple of eight ranks.
+    adapters: tuple[Adapter | None, Adapter | None] = (None, None)
+
+
+def mlp(
+    x: jax.Array,
+    mixtures: Sequence[Mixture],
+    *,
+    width: int,
+    config: GroupedConfig,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """As `experts.mlp`, for bfloat16 x and tiles of eight rows, by one kernel.
+
+    The CTAs of down come after those of gate and up, request their weights, and wait for the rows
+    of their unit. CTAs begin in their order, and none waits for a later one. A CTA of down has
+    twice the outputs of one of gate.
+
+    The first CTAs of all multiply x by A of gate and up, if these have an adapter; a CTA of gate
+    and up also multiplies its outputs by A of down. Returns the rows of each mixture.
+    """
+    assert config.rows == TILE_ROWS
+    plans, operands, results = [], [], []
+    for mixture in mixtures:
+        plan, given, made = _planned(x, mixture, width, config)
+        plans.append(plan)
+        operands.append(given)
+        results.append(made)
+    scratch = config.shared(2)
+    if any(own is not None for mixture in mixtures for own in mixture.adapters):
+        scratch["xa"] = (TILE_ROWS, config.tokens), jnp.float32
+    made = warpgroup.run(
+        functools.partial(_mlp_body, plans),
+        "experts_mlp",
+        (sum(plan.units * sum(plan.blocks) for plan in plans),),
+        {"x": x, "mixtures": operands},
+        results,
+        scratch=scratch,
+        interpret=interpret,
+    )
+    return [own["rows"] for own in made]
+
+
+class _Plan(NamedTuple):
+    """What is known of a mixture when a kernel is compiled."""
+
+    kernels: tuple["_Kernel", "_Kernel"]  # of gate and up, and of down
+    units: int
+    blocks: tuple[int, int, int]  # of a unit: CTAs of x A^T, of gate and up, and of down
+
+
+def _planned(x, mixture: Mixture, width: int, config: GroupedConfig):
+    """The plan of a mixture, its operands, and what the kernel makes."""
+    (gate_up, down, table, row_weights), adapters = mixture[:4], mixture.adapters
+    outputs = down.shape[0] * 2 * width // gate_up.shape[0]
+    pairs, top_k, size = len(row_weights), len(row_weights) // len(x), len(table.source)
+    wide = dataclasses.replace(config, rows=2 * config.rows)
+    kernels = _Kernel(config, 2 * width, 2, pairs, top_k), _Kernel(wide, outputs, 1, pairs, None)
+    for kernel in kernels:
+        assert not (problem := kernel.problem()), problem
+    parts = -(-x.shape[1] // adapter.COLUMNS), kernels[0].blocks  # of sums of x A^T
+    blocks = 0 if adapters[0] is None else parts[0], kernels[0].blocks, kernels[1].blocks
+    plan = _Plan(kernels, _units(kernels[0], table, gate_up), blocks)
+    operands = {
+        "table": _operands(table, config, gate_up.shape[0] // (2 * width)),
+        "weights": (_weight(gate_up), _weight(down)),
+        "row_weights": row_weights,
+        # Zero before and after every call: all calls of a program use the same array.
+        "locks": jnp.zeros((2, plan.units), jnp.int32),
+        "a": [None if own is None else own[0] for own in adapters],
+        "b": [None if own is None else own[1].reshape(-1, own[1].shape[2]) for own in adapters],
+    }
+    results = {
+        "hidden": jax.ShapeDtypeStruct((size, width), x.dtype),
+        "rows": jax.ShapeDtypeStruct((size, outputs), x.dtype),
+        "xa": [
+            None if own is None else jax.ShapeDtypeStruct((n, size, own[0].shape[1]), jnp.float32)
+            for n, own in zip(parts, adapters, strict=True)
+        ],
+    }
+    return plan, operands, results
+
+
+def _mlp_body(plans, threads: Warpgroup, operands, _, results, **shared) -> None:
+    """What a CTA does: it is one of x A^T, after these of gate and up, and after these of down."""
+    (index,), first = threads.cta, 0
+    for phase, compute in enumerate((_compute_xa, _compute_hidden, _compute_rows)):
+        for plan, given, made in zip(plans, operands["mixtures"], results, strict=True):
+            count = plan.units * plan.blocks[phase]
+            if count == 0:
+                continue
+            place = _Place(threads, first, plan.blocks[phase])
+            part = dataclasses.replace(threads, cta=place)
+            own = functools.partial(compute, plan, part, operands["x"], given, made, shared)
+            pl.when(jnp.logical_and(index >= first, index < first + count))(own)
+            first += count
+
+
+def _lock(plan: _Plan, threads: Warpgroup, given, number: int) -> "_Lock":
+    """Where the CTAs of a phase wait for those of the phase before, which has a number."""
+    own = given["locks"].at[number, pl.ds(threads.cta[1], 1)]
+    return _Lock(threads, own, *plan.blocks[number : number + 2])
+
+
+def _compute_xa(plan: _Plan, threads: Warpgroup, x, given, made, shared) -> None:
+    operands = given["table"] | {"x": x, "a": given["a"][0]}
+    links = _Links(done=_lock(plan, threads, given, 0).arrive)
+    kernel, partials = plan.kernels[0], made["xa"][0]
+    _body(kernel, threads, operands, None, partials, links=links, multiply=_shrink, **shared)
+
+
+def _compute_hidden(plan: _Plan, threads: Warpgroup, x, given, made, shared) -> None:
+    operands = given["table"] | given["weights"][0]
+    operands |= {"x": x, "row_weights": given["row_weights"]}
+    (b, _), (xa, xa_down), (_, a_down) = given["b"], made["xa"], given["a"]
+    links = _Links(
+        done=_lock(plan, threads, given, 1).arrive,
+        expand=None if b is None else (_lock(plan, threads, given, 0).wait, xa, b),
+        shrink=None if a_down is None else (a_down, xa_down),
+    )
+    _body(plan.kernels[0], threads, operands, None, made["hidden"], links=links, **shared)
+
+
+def _compute_rows(plan: _Plan, threads: Warpgroup, _, given, made, shared) -> None:
+    operands = given["table"] | given["weights"][1] | {"x": made["hidden"]}
+    (_, b), (_, xa) = given["b"], made["xa"]
+    links = _Links(
+        ready=_lock(plan, threads, given, 1).wait, expand=None if b is None else (None, xa, b)
+    )
+    _body(plan.kernels[1], threads, operands, None, made["rows"], links=links, **shared)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place(Sequence):
+    """The block and the unit of a CTA among those of some blocks.
+
+    They are computed from its index again wherever they are used, so that they hold no registers:
+    an SM has four CTAs with three tiles at a time instead of three.
+    """
+
+    threads: Warpgroup
+    first: int  # index of the first of these CTAs
+    blocks: int
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, axis: Any) -> Any:
+        (index,) = self.threads.cta
+        compute = lax.div if axis else lax.rem
+        return compute(_opaque(self.threads, index) - self.first, self.blocks)
+
+
+class _Links(NamedTuple):
+    """What CTAs have to do with others of the same kernel."""
+
+    ready: Callable[[], None] | None = None  # called before x is read
+    done: Callable[[], None] | None = None  # called after the results are stored
+    # Partial sums of x A^T, B, and what is called before the former are read.
+    expand: tuple[Callable[[], None] | None, Any, Any] | None = None
+    shrink: tuple[Any, Any] | None = None  # A of what reads the results, and its partial sums
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lock:
+    """Where CTAs wait for those of the same unit that arrive."""
+
+    threads: Warpgroup
+    lock: Any  # int32 [1]
+    arrivals: int  # CTAs
+    waiters: int
+
+    def arrive(self) -> None:
+        """Says that this CTA has stored its part."""
+        if not self.threads.simulated:
+            synchronize.arrive([self.lock], [jnp.int32(self.arrivals)])
+
+    def wait(self) -> None:
+        """Waits until all parts are there."""
+        if not self.threads.simulated:
+            counts = [jnp.int32(self.arrivals)], [jnp.int32(self.waiters)]
+            synchronize.wait([self.lock], *counts)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
     """What is known when a kernel is compiled."""
@@ -170,65 +371,97 @@ class _Kernel:
     pairs: int
     top_k: int | None  # pairs of a row of x, in their order; None if x has the rows of the table
 
+    @property
+    def blocks(self) -> int:
+        """CTAs of a unit."""
+        return self.outputs // self.parts // self.config.rows
+
+    def problem(self) -> str | None:
+        """As `GroupedConfig.problem`."""
+        return self.config.problem(self.outputs, self.parts)
+
+
+def _operands(table: Table, config: GroupedConfig, experts: int) -> dict[str, jax.Array]:
+    assert len(table.source) == TILE * len(table.owner)
+    arrays = {"source": table.source, "owner": table.owner, "used": table.used.reshape(1)}
+    if config.tiles > 1:
+        units, size = table.units, unit_bound(len(table.place), experts, config.tiles)
+        if units is None or len(units) != size:
+            units = with_units(table, config.tiles, experts=experts).units
+        assert units is not None
+        arrays["units"] = units
+    return arrays
+
+
+def _weight(weight: Fp4Tiles) -> dict[str, jax.Array]:
+    row_tiles, column_tiles, _ = weight.codes.shape
+    assert weight.shape[1] % layout.BLOCK == 0
+    codes = weight.codes.reshape(row_tiles, column_tiles, 4, 256)
+    return {"codes": codes, "scales": weight.scales, "divisor": weight.divisor}
+
+
+def _units(kernel: _Kernel, table: Table, weight: Fp4Tiles) -> int:
+    """The most units that any routes have, each one a tile or some tiles of an expert."""
+    if kernel.config.tiles == 1:
+        return len(table.owner)
+    return unit_bound(len(table.place), weight.shape[0] // kernel.outputs, kernel.config.tiles)
+
 
 def _run(kernel, x, weight, table, extra, interpret):
-    config, outputs, parts = kernel.config, kernel.outputs, kernel.parts
-    row_tiles, column_tiles, _ = weight.codes.shape
-    assert len(table.source) == TILE * len(table.owner)
-    assert x.shape[1] % layout.BLOCK == 0
-    assert not (problem := config.problem(outputs, parts)), problem
-    operands = extra | {
-        "x": x,
-        "codes": weight.codes.reshape(row_tiles, column_tiles, 4, 256),
-        "scales": weight.scales,
-        "divisor": weight.divisor,
-        "source": table.source,
-        "owner": table.owner,
-        "used": table.used.reshape(1),
-    }
-    whole = len(table.owner) if config.tiles == 1 else weight.shape[0] // outputs
+    assert not (problem := kernel.problem()), problem
+    own = _operands(table, kernel.config, weight.shape[0] // kernel.outputs)
     return warpgroup.run(
         functools.partial(_body, kernel),
-        "experts_gated_matmul" if parts == 2 else "experts_matmul",
-        (outputs // parts // config.rows, whole),  # CTAs of unused tiles are among the others.
-        operands,
-        jax.ShapeDtypeStruct((len(table.source), outputs // parts), x.dtype),
-        scratch=config.shared(parts),
+        "experts_gated_matmul" if kernel.parts == 2 else "experts_matmul",
+        (kernel.blocks, _units(kernel, table, weight)),
+        extra | own | _weight(weight) | {"x": x},
+        jax.ShapeDtypeStruct((len(table.source), kernel.outputs // kernel.parts), x.dtype),
+        scratch=kernel.config.shared(kernel.parts),
         interpret=interpret,
     )
 
 
-def _body(kernel: _Kernel, threads: Warpgroup, operands, _, y, **shared) -> None:
-    """What a CTA does: a tile, or an expert's tiles, some at a time."""
-    tiles = kernel.config.tiles
-    if tiles == 1:
-        tile = threads.cta[1]
-        used, owner = _choose_rows(kernel, threads, operands, tile, shared["chosen"])
+def _body(
+    kernel: _Kernel, threads: Warpgroup, operands, _, y, *, links=None, multiply=None, **shared
+) -> None:
+    """What a CTA does: it multiplies the tiles of its unit."""
+    links, multiply, chosen = links or _Links(), multiply or _multiply, shared["chosen"]
 
-        @pl.when(tile < used)
-        def multiply():
-            _multiply(kernel, threads, operands, (tile, owner), y, shared)
+    def multiply_unit(place):
+        multiply(kernel, threads, operands, place, y, shared, links)
+        if links.done is not None:
+            links.done()
 
+    unit = threads.cta[1]
+    if kernel.config.tiles == 1:
+        used, owner = _choose_rows(kernel, threads, operands, unit, chosen)
+        pl.when(unit < used)(lambda: multiply_unit((unit, owner)))
         return
-    first, count = _tiles_of(threads, operands, threads.cta[1])
+    tile = _first_tile(threads, operands["units"], unit)
 
-    def multiply_some(i, _):
-        # Addresses that the compiler knew before the loop would be in registers, and an SM would
-        # have three CTAs instead of four.
-        owner = _opaque(threads, threads.cta[1])
-        tile = first + i * tiles
-        threads.meet()  # The rows of the tiles before are no longer read.
-        _choose_rows(kernel, threads, operands, tile, shared["chosen"])
-        _multiply(kernel, threads, operands, (tile, owner), y, shared)
-        return 0
-
-    lax.fori_loop(0, (count + tiles - 1) // tiles, multiply_some, 0)
+    @pl.when(tile >= 0)
+    def multiply_tiles():
+        _, owner = _choose_rows(kernel, threads, operands, tile, chosen)
+        multiply_unit((tile, owner))
 
 
-def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared) -> None:
+def _shrink(kernel: _Kernel, threads: Warpgroup, operands, place, partials, shared, links) -> None:
+    """Multiplies the chosen rows of x by A of their expert."""
+    chosen, (tile, owner), part = shared["chosen"], place, threads.cta[0]
+    threads.meet()  # All threads see which rows are chosen.
+    numbers = chosen, kernel.top_k or 1
+
+    def rows(first):
+        x, a = operands["x"], operands["a"]
+        return adapter.shrink(threads, x, a, numbers, first, (owner, part))
+
+    adapter.store_partial(threads, partials, rows, shared["xa"], (part, tile * TILE, chosen))
+
+
+def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared, links) -> None:
     """Multiplies the chosen rows, those of a tile and after it, and stores the results.
 
-    `place` are the tile and its owner.
+    `place` are the tile and its owner. The first weights are requested before x is ready.
     """
     config, chosen, (tile, owner) = kernel.config, shared["chosen"], place
     stages = copies.Stages(**{name: shared[name] for name in copies.Stages._fields})
@@ -237,12 +470,15 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared) -
     block, x, parts = threads.cta[0], operands["x"], kernel.parts
     rows = _row_tiles(kernel, owner, block)
 
-    def start_copies(step):
-        if config.tiles > 1:
-            step = _opaque(threads, step)
+    def start(step):
+        return _opaque(threads, step) if config.tiles > 1 else step
+
+    def start_x(step):
+        start, end = step * per_step * TILE_COLUMNS, column_tiles * TILE_COLUMNS
+        copies.start_x(threads, x, stages.at(step).x, start, end, found)
+
+    def start_weights(step):
         column, stage = step * per_step, stages.at(step)
-        start, end = column * TILE_COLUMNS, column_tiles * TILE_COLUMNS
-        copies.start_x(threads, x, stage.x, start, end, found)
         for i, row in enumerate(rows):
             source = operands["codes"].at[row], operands["scales"].at[row]
             target = stage.codes.at[i], stage.scales.at[i]
@@ -255,8 +491,15 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared) -
     threads.meet()  # All threads see which rows are chosen.
     found = copies.chosen_rows(threads, chosen, kernel.top_k or 1, config.columns)
     ahead = min(steps, config.stages - (steps > config.stages))
+    if links.ready is not None:
+        for step in range(ahead):
+            start_weights(start(jnp.int32(step)))
+        links.ready()
     for step in range(ahead):
-        start_copies(jnp.int32(step))
+        step = start(jnp.int32(step))
+        start_x(step)
+        if links.ready is None:
+            start_weights(step)
         copies.close_group(threads)
     if parts == 2:
         _load_factors(threads, operands["row_weights"], chosen, shared["factors"])
@@ -267,7 +510,9 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared) -
 
         @pl.when(step + ahead < steps)
         def start_next():
-            start_copies(step + ahead)
+            later = start(step + ahead)
+            start_x(later)
+            start_weights(later)
 
         copies.close_group(threads)
         return multiply_stage(threads, stages.at(step), sums, apart=config.apart)
@@ -277,16 +522,27 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared) -
     sums = _whole_sums(kernel, threads, sums, shared)
     inside = lax.rem(block, WARPS) * STRIP if config.apart else 0
     height, count = STRIP if config.apart else TILE_ROWS, config.row_tiles(1)
-    for i in range(count):
-        results = [
-            _divided(threads, operands["divisor"], total, row * TILE_ROWS + inside)
-            for row, total in zip(rows[i::count], sums[i::count], strict=True)
-        ]
-        if parts == 2:
-            gate, up = results
-            results = [_gated(threads, gate, up, shared["factors"])]
-        value = results[0].astype(y.dtype)
-        _store(threads, y, value, chosen, tile * TILE, (block * count + i) * height)
+    results = [
+        _divided(threads, operands["divisor"], total, row * TILE_ROWS + inside)
+        for row, total in zip(rows, sums, strict=True)
+    ]
+    if links.expand is not None:
+        wait, partials, b = links.expand
+        if wait is not None:
+            wait()
+        results = adapter.expand(threads, partials, b, tile * TILE, results, rows)
+    if parts == 2:
+        gated = zip(results[:count], results[count:], strict=True)
+        results = [_gated(threads, gate, up, shared["factors"]) for gate, up in gated]
+    for i, result in enumerate(results):
+        value, column = result.astype(y.dtype), (threads.cta[0] * count + i) * height
+        _store(threads, y, value, chosen, tile * TILE, column)
+        if links.shrink is not None:
+            a, partials = links.shrink
+            place = block, tile * TILE, chosen
+            shrink = functools.partial(adapter.shrink_outputs, threads, value, a)
+            ranks = functools.partial(shrink, place=(owner, column))
+            adapter.store_partial(threads, partials, ranks, shared["xa"], place)
 
 
 def _opaque(threads: Warpgroup, number):
@@ -312,14 +568,14 @@ def _whole_sums(kernel: _Kernel, threads: Warpgroup, sums, shared):
 
     def whole(i):
         parts = (shared["sums"].at[i, pl.ds(STRIP * warp, STRIP)] for warp in range(WARPS))
-        first, *others = (threads.load(part, _STRIP_SUMS) for part in parts)
+        first, *others = (threads.load(part, adapter.STRIP_SUMS) for part in parts)
         return functools.reduce(jnp.add, others, first)
 
     return [whole(i) for i in range(len(sums))]
 
 
 def _layout_of(sums):
-    return ACC if len(sums) == TILE_ROWS else _STRIP_SUMS
+    return ACC if len(sums) == TILE_ROWS else adapter.STRIP_SUMS
 
 
 def _divided(threads: Warpgroup, divisor: Any, sums: jax.Array, row: Any) -> jax.Array:
@@ -337,53 +593,24 @@ def _gated(threads: Warpgroup, gate: jax.Array, up: jax.Array, factors: Any) -> 
     return active * up * lax.broadcast_in_dim(factor, gate.shape, (1,))
 
 
-def _tiles_of(threads: Warpgroup, operands, owner) -> tuple[Any, Any]:
-    """The first one and the number of the tiles of an expert; used tiles are in their order."""
-    owners, used = operands["owner"], operands["used"]
-    (tiles,) = owners.shape
+def _first_tile(threads: Warpgroup, units: Any, unit) -> Any:
+    """The first tile of a unit, or -1 where there are fewer units."""
     if threads.simulated:
-        found, there = owners[...], jnp.arange(tiles) < used[0]
-        return tuple(
-            (there & is_so).sum(dtype=jnp.int32) for is_so in (found < owner, found == owner)
-        )
+        return units[unit]
     splat = plgpu.Layout.WG_SPLAT
     number = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=splat)
-    turns = range(-(-tiles // 32))  # Each warp reads all.
-    names = ", ".join(f"own{i}" for i in turns)
 
-    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, splat), return_type=[number] * 2)
-    def count(_, arrays, owner):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat), return_type=number)
+    def load(_, units, unit):
         i32 = ir.IntegerType.get_signless(32)
+        offset = arith.muli(unit.registers.item(), mgpu.utils.c(4, i32))
+        start = copies.advanced(copies.pointer(units), offset)
         found = mgpu.utils.inline_ptx(
-            "{ .reg .pred there, before, same; .reg .b32 lane, index, used, less, equal; "
-            f".reg .b32 {names}; .reg .b64 at; and.b32 lane, $5, 31; ld.global.u32 used, [$3]; "
-            + "".join(
-                f"add.u32 index, lane, {32 * i}; min.u32 index, index, {tiles - 1}; "
-                f"mad.wide.u32 at, index, 4, $2; ld.global.u32 own{i}, [at]; "
-                for i in turns
-            )
-            + "mov.b32 less, 0; mov.b32 equal, 0; "
-            + "".join(
-                f"add.u32 index, lane, {32 * i}; setp.lt.u32 there, index, used; "
-                f"setp.lt.and.u32 before, own{i}, $4, there; @before add.u32 less, less, 1; "
-                f"setp.eq.and.u32 same, own{i}, $4, there; @same add.u32 equal, equal, 1; "
-                for i in turns
-            )
-            + "".join(
-                f"redux.sync.add.u32 ${i}, {name}, 0xffffffff; "
-                for i, name in enumerate(("less", "equal"))
-            )
-            + "}",
-            *(copies.pointer(array) for array in arrays),
-            owner.registers.item(),
-            mgpu.utils.thread_idx(),
-            result_types=[i32] * 2,
-            has_side_effects=True,
-            convergent=True,
+            "ld.global.u32 $0, [$1];", start, result_types=i32, has_side_effects=True
         )
-        return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found]
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
-    return count([owners, used], owner)
+    return load(units, unit)
 
 
 def _choose_rows(kernel: _Kernel, threads: Warpgroup, operands, tile, chosen) -> tuple[Any, Any]:
@@ -501,13 +728,7 @@ def _store(threads: Warpgroup, y: Any, value: jax.Array, chosen: Any, row: Any, 
                 there = arith.andi(there, arith.cmpi(arith.CmpIPredicate.eq, warp, c(0)))
             for half, register in enumerate(halves):
                 (pair,) = warp_mma.words(register)
-                pair = mgpu.utils.inline_ptx(
-                    "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
-                    pair,
-                    result_types=i32,
-                    has_side_effects=True,
-                    convergent=True,
-                )
+                pair = adapter.transposed(pair)
                 mgpu.utils.inline_ptx(
                     f"st.global.u32 [$0+{2 * 8 * (group * columns + half)}], $1;",
                     start,

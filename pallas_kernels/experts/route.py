@@ -21,7 +21,16 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import warp_mma, warpgroup
-from pallas_kernels.experts.table import Table, table, tile_bound, tile_rows
+from pallas_kernels.experts.table import (
+    MIN_TILE,
+    Table,
+    table,
+    tile_bound,
+    tile_rows,
+    tiles_at_a_time,
+    unit_bound,
+    with_units,
+)
 from pallas_kernels.fp4_matmul.mma import copies
 from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
 from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
@@ -122,6 +131,9 @@ def route(scores: Scores, router: Router, *, interpret: bool = False) -> Routing
         "owner": jax.ShapeDtypeStruct((bound,), jnp.int32),
         "used": jax.ShapeDtypeStruct((1,), jnp.int32),
     }
+    if (together := _tiles_of_a_unit(pairs, router.experts)) > 1:
+        units = unit_bound(pairs, router.experts, together)
+        results["units"] = jax.ShapeDtypeStruct((units,), jnp.int32)
     if scores.shared_gate is not None:
         results["opened"] = jax.ShapeDtypeStruct((m,), jnp.float32)
     words = (pl.cdiv(m, _WORD), pl.cdiv(router.experts, _THREADS) * _THREADS)
@@ -144,8 +156,19 @@ def route(scores: Scores, router: Router, *, interpret: bool = False) -> Routing
         routes=outs["routes"],
         weights=outs["weights"].reshape(-1),
         opened=outs.get("opened"),
-        table=Table(outs["place"], outs["source"], outs["owner"], outs["used"].reshape(())),
+        table=Table(
+            place=outs["place"],
+            source=outs["source"],
+            owner=outs["owner"],
+            used=outs["used"].reshape(()),
+            units=outs.get("units"),
+        ),
     )
+
+
+def _tiles_of_a_unit(pairs: int, experts: int) -> int:
+    """Tiles that a kernel multiplies at a time, 1 where these are none of eight rows."""
+    return tiles_at_a_time(pairs, experts) if tile_rows(pairs, experts) == MIN_TILE else 1
 
 
 def _body(router, rows, ctas, threads: Warpgroup, operands, _, results, **shared):
@@ -378,6 +401,7 @@ class _TableBuilder:
         self.tokens, self.top_k = results["routes"].shape
         self.rows = len(results["source"]) // len(results["owner"])  # of a tile: a power of two
         self.words, self.width = shared["bits"].shape
+        self.together = _tiles_of_a_unit(self.tokens * self.top_k, experts)
 
     def clear(self, cta: Any, ctas: int) -> None:
         """Sets rows to those without a pair, each CTA some of them, and the bits to zero."""
@@ -385,13 +409,17 @@ class _TableBuilder:
         if threads.simulated:
             return
         pairs = self.tokens * self.top_k
+        cleared = {"source": pairs, "owner": self.experts - 1, "units": -1}
+        cleared = {name: value for name, value in cleared.items() if name in results}
 
-        @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 3, plgpu.Layout.WG_SPLAT))
+        @plgpu.inline_mgpu(
+            arg_types=([plgpu.RefType()] * (len(cleared) + 1), plgpu.Layout.WG_SPLAT)
+        )
         def run(_, refs, cta):
-            source, owner, bits = refs
+            *refs, bits = refs
             thread = mgpu.utils.thread_idx()
             own = arith.addi(arith.muli(cta.registers.item(), _i32(_THREADS)), thread)
-            for ref, value in ((source, pairs), (owner, self.experts - 1)):
+            for ref, value in zip(refs, cleared.values(), strict=True):
                 (size,) = ir.MemRefType(ref.type).shape
                 start, step = _element(copies.pointer(ref), own), _THREADS * ctas
                 for first in range(0, size, step):
@@ -406,18 +434,21 @@ class _TableBuilder:
             for first in range(0, self.words * self.width, _THREADS):
                 _ptx(f"st.shared.u32 [$0+{4 * first}], 0;", start)
 
-        run([results["source"], results["owner"], self.shared["bits"]], cta)
+        run([*(results[name] for name in cleared), self.shared["bits"]], cta)
 
     def build(self, routes: Any) -> None:
         """Makes the table, when all routes are stored and all threads have cleared the bits.
 
         The routes are in shared memory, if this CTA has chosen all of them, or in global memory.
         """
-        results, names = self.results, ("place", "source", "owner", "used")
+        results = self.results
+        names = [name for name in Table._fields if name in results]
         if self.threads.simulated:
             built = table(routes[...], experts=self.experts)
-            for name, value in built._asdict().items():
-                results[name][...] = value.reshape(results[name].shape)
+            if "units" in names:
+                built = with_units(built, self.together, experts=self.experts)
+            for name in names:
+                results[name][...] = getattr(built, name).reshape(results[name].shape)
             return
         shared = [self.shared[name] for name in ("bits", "starts", "totals")]
 
@@ -429,7 +460,7 @@ class _TableBuilder:
             bits, starts, totals = map(copies.address, shared)
             own = self._mark(routes, bits)
             mgpu.utils.warpgroup_barrier()
-            self._count(bits, starts, totals, pointers["used"])
+            self._count(bits, starts, totals, pointers)
             mgpu.utils.warpgroup_barrier()
             for number, pair in enumerate(own):
                 self._place(number, pair, pointers, bits, starts)
@@ -473,10 +504,11 @@ class _TableBuilder:
             mgpu.utils.thread_idx(),
         )
 
-    def _count(self, bits: ir.Value, starts: ir.Value, totals: ir.Value, used: ir.Value) -> None:
+    def _count(self, bits: ir.Value, starts: ir.Value, totals: ir.Value, pointers: dict) -> None:
         """Stores the first row of each expert's tokens of each word, and the number of tiles.
 
-        A thread has neighboring experts, and a tile more of each than its tokens fill.
+        A thread has neighboring experts, and a tile more of each than its tokens fill. Units are
+        counted with the tiles, in the upper halves of the numbers.
         """
         thread = mgpu.utils.thread_idx()
         count, shift = self.width // _THREADS, self.rows.bit_length() - 1
@@ -495,7 +527,14 @@ class _TableBuilder:
                 total = arith.addi(total, number)
             ends.append(before)
             tiles.append(arith.shrui(arith.addi(total, _i32(self.rows - 1)), _i32(shift)))
-        own = functools.reduce(arith.addi, tiles)
+        counted = tiles
+        if self.together > 1:
+            units = [self._divided(number) for number in tiles]
+            counted = [
+                arith.addi(number, arith.shli(more, _i32(16)))
+                for number, more in zip(tiles, units, strict=True)
+            ]
+        own = functools.reduce(arith.addi, counted)
         through = own  # the tiles of the warp's threads up to this one
         for distance in (1, 2, 4, 8, 16):
             through = _ptx(
@@ -522,8 +561,12 @@ class _TableBuilder:
             everything = arith.addi(everything, tiles_of_warp)
             is_later = arith.cmpi(arith.CmpIPredicate.ugt, arith.shrui(thread, _i32(5)), _i32(warp))
             start = arith.addi(start, arith.select(is_later, tiles_of_warp, _i32(0)))
-        for expert, (before, number) in enumerate(zip(ends, tiles, strict=True)):
-            row = arith.muli(start, _i32(self.rows))
+        for expert, (before, number) in enumerate(zip(ends, counted, strict=True)):
+            tile = start
+            if self.together > 1:
+                tile = arith.andi(start, _i32(0xFFFF))
+                self._store_units(pointers["units"], start, tile, tiles[expert])
+            row = arith.muli(tile, _i32(self.rows))
             for word, earlier in enumerate(before):
                 _ptx(
                     f"st.shared.u32 [$0+{4 * (word * self.width + expert)}], $1;",
@@ -533,10 +576,28 @@ class _TableBuilder:
             start = arith.addi(start, number)
         _ptx(
             "{ .reg .pred first; setp.eq.u32 first, $2, 0; @first st.global.u32 [$0], $1; }",
-            used,
-            everything,
+            pointers["used"],
+            arith.andi(everything, _i32(0xFFFF)) if self.together > 1 else everything,
             thread,
         )
+
+    def _divided(self, tiles: ir.Value) -> ir.Value:
+        """The number of units of some tiles."""
+        return arith.divui(arith.addi(tiles, _i32(self.together - 1)), _i32(self.together))
+
+    def _store_units(self, units: ir.Value, start: ir.Value, tile: ir.Value, tiles: ir.Value):
+        """Stores the first tile of each unit of an expert, from the number of its first one on."""
+        own = _element(units, arith.shrui(start, _i32(16)))
+        most = -(-self.tokens // self.rows)  # tiles of an expert
+        for number, first in enumerate(range(0, most, self.together)):
+            _ptx(
+                "{ .reg .pred there; .reg .b32 tile; "
+                f"setp.gt.u32 there, $2, {first}; add.u32 tile, $1, {first}; "
+                f"@there st.global.u32 [$0+{4 * number}], tile; }}",
+                own,
+                tile,
+                tiles,
+            )
 
     def _place(
         self, number: int, own: tuple, pointers: dict[str, ir.Value], bits: ir.Value, starts: Any

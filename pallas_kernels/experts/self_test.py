@@ -9,30 +9,41 @@ import numpy as np
 from pallas_kernels.experts.table import table
 from pallas_kernels.fp4_matmul import self_test
 
-_EXPERTS, _TOKENS, _INPUTS, _WIDTH = 3, 11, 1152, 64
+_EXPERTS, _TOKENS, _INPUTS, _WIDTH, _RANK = 3, 11, 640, 128, 8
 
 
 def relative_error(kernel: ModuleType) -> float:
-    """The largest relative error of gate and up, and of down, in each kind of schedule."""
+    """The largest relative error of gate and up, of down, and of both with adapters."""
     rng = np.random.default_rng(0)
     gate_up = self_test.random_tiles(rng, _EXPERTS * 2 * _WIDTH, _INPUTS)
-    down = self_test.random_tiles(rng, _EXPERTS * 2 * _WIDTH, 2 * _WIDTH)
+    down, after = (
+        self_test.random_tiles(rng, _EXPERTS * 2 * _WIDTH, columns)
+        for columns in (2 * _WIDTH, _WIDTH)
+    )
     x, rows = (
         rng.standard_normal(shape).astype(jnp.bfloat16)
         for shape in ((_TOKENS, _INPUTS), (16 * 5, 2 * _WIDTH))
     )
     routes = np.stack([rng.permutation(_EXPERTS)[:2] for _ in range(_TOKENS)]).astype(np.int32)
     weights = rng.uniform(0.1, 1, routes.size).astype(np.float32)
+    adapters = [
+        [(rng.standard_normal((_EXPERTS, *shape)) / 16).astype(jnp.bfloat16) for shape in shapes]
+        for shapes in (
+            ((_RANK, _INPUTS), (2 * _WIDTH, _RANK)),
+            ((_RANK, _WIDTH), (2 * _WIDTH, _RANK)),
+        )
+    ]
 
     def run():
         own = table(jnp.asarray(routes), experts=_EXPERTS)
-        found = [
-            kernel.gated_matmul(x, gate_up, own, weights, width=_WIDTH, config=config)
-            for config in (kernel.GroupedConfig(16, 512, 2), kernel.GroupedConfig(64, 128, 3))
-        ]
+        config = kernel.GroupedConfig(16, 512, 2)
+        found = [kernel.gated_matmul(x, gate_up, own, weights, width=_WIDTH, config=config)]
         given = rows[: len(own.source)]
         config = kernel.GroupedConfig(128, 128, 2, tiles=2)
         found.append(kernel.matmul(given, down, own, outputs=2 * _WIDTH, config=config))
+        options = {"config": kernel.GroupedConfig(64, 128, 2, tiles=2), "width": _WIDTH}
+        mixture = kernel.Mixture(gate_up, after, own, weights, tuple(map(tuple, adapters)))
+        found += kernel.mlp(x, [mixture], **options)
         place = own.place
         return [np.asarray(y[place], np.float64) for y in found], np.asarray(
             given[np.asarray(place)]
@@ -42,18 +53,31 @@ def relative_error(kernel: ModuleType) -> float:
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         dense = [
             thread.submit(self_test.dequantized, weight).result().reshape(_EXPERTS, 2 * _WIDTH, -1)
-            for weight in (gate_up, down)
+            for weight in (gate_up, down, after)
         ]
-        (*gated, product), given = thread.submit(run).result()
+        (gated, product, both), given = thread.submit(run).result()
     owner = routes.reshape(-1)
-    gate, up = np.split(
-        np.einsum("pk,pnk->pn", np.repeat(x, 2, axis=0).astype(np.float64), dense[0][owner]),
-        2,
-        axis=1,
+    a, b = (
+        [np.asarray(matrix, np.float64)[owner] for matrix in matrices]
+        for matrices in zip(*adapters, strict=True)
     )
-    hidden = gate / (1 + np.exp(-gate)) * up * weights[:, None]
-    pairs = [
-        *((y, hidden) for y in gated),
-        (product, np.einsum("pk,pnk->pn", given.astype(np.float64), dense[1][owner])),
-    ]
-    return max(float(np.linalg.norm(y - want) / np.linalg.norm(want)) for y, want in pairs)
+
+    def multiply(x, number, adapter=None):
+        y = np.einsum("pk,pnk->pn", x, dense[number][owner])
+        if adapter is None:
+            return y
+        return y + np.einsum("pk,prk,pnr->pn", x, a[adapter], b[adapter])
+
+    def hidden(y):
+        gate, up = np.split(y, 2, axis=1)
+        return gate / (1 + np.exp(-gate)) * up * weights[:, None]
+
+    pairs = np.repeat(x, 2, axis=0).astype(np.float64)
+    wanted = (
+        *(hidden(multiply(pairs, 0)), multiply(given.astype(np.float64), 1)),
+        multiply(hidden(multiply(pairs, 0, 0)), 2, 1),
+    )
+    return max(
+        float(np.linalg.norm(y - want) / np.linalg.norm(want))
+        for y, want in zip((gated, product, both), wanted, strict=True)
+    )

@@ -9,6 +9,7 @@ Nothing is sorted, and no gradient is added up by atomics: a pair finds its row 
 earlier pairs of its expert, and gathers are the gradients of gathers.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -29,12 +30,14 @@ class Table(NamedTuple):
         source: int32 [R], the pair of each row; P for a row without one.
         owner: int32 [tiles], the expert of each tile; of unused tiles any one.
         used: int32 [], number of tiles that have pairs, the first ones.
+        units: int32 [units], the first tile of each unit, as `with_units` makes it; or None.
     """
 
     place: jax.Array
     source: jax.Array
     owner: jax.Array
     used: jax.Array
+    units: jax.Array | None = None
 
 
 def has_hopper_kernel() -> bool:
@@ -67,6 +70,43 @@ def tile_bound(pairs: int, experts: int) -> int:
     """Returns the largest number of tiles that any routes use."""
     touched = min(experts, pairs)
     return touched + (pairs - touched) // tile_rows(pairs, experts)
+
+
+def tiles_at_a_time(pairs: int, experts: int) -> int:
+    """Returns how many tiles of an expert the kernel of a decode step multiplies at a time.
+
+    They are as many as most experts have, when routes are uniform. With few pairs of an expert more
+    than one saves less than the experts lose that have many pairs, when they are not.
+    """
+    mean = pairs / experts
+    return 1 if mean <= MIN_TILE else min(4, math.ceil(mean / MIN_TILE + 0.5))
+
+
+def unit_bound(pairs: int, experts: int, count: int) -> int:
+    """Returns the largest number of units, some tiles of an expert each, that any routes have."""
+    touched = min(experts, pairs)
+    return touched + (pairs - touched) // (MIN_TILE * count)
+
+
+def with_units(own: Table, count: int, *, experts: int) -> Table:
+    """Returns the table with units: the tiles of each expert, some at a time.
+
+    Args:
+        own: the table, with tiles of eight rows.
+        count: tiles of a unit.
+        experts: number of experts.
+
+    Returns:
+        The table with the first tile of each unit, in the order of tiles; -1 after the last one.
+    """
+    tile = jnp.arange(len(own.owner))
+    is_before = tile < tile[:, None]
+    place = ((own.owner[:, None] == own.owner) & is_before).sum(axis=1)
+    begins = (place % count == 0) & (tile < own.used)
+    number = jnp.where(begins, (begins & is_before).sum(axis=1), -1)
+    units = jnp.arange(unit_bound(len(own.place), experts, count))
+    found = jnp.where(number == units[:, None], tile, -1).max(axis=1).astype(jnp.int32)
+    return own._replace(units=found)
 
 
 @jax.named_scope("routes")

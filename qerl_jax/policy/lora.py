@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from pallas_kernels import fp4_matmul
+from pallas_kernels import experts, fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.collectives import own_rows
 from qerl_jax.policy.config import ModelConfig
@@ -182,7 +182,7 @@ def fuse(
         (A, B); projections without an adapter are absent. Where the FP4 kernel runs, B is padded
         with columns of zeros to the multiple of 64 that the kernel reads. Where the weights of a
         device are padded (see `tensor_parallel`), so are A and B. Those of a stack of experts are
-        A [E, R, K] and B [E, N, R].
+        A [E, R, K] and B [E, N, R], with the ranks that their kernel reads.
     """
     if lora is None:
         return [{} for _ in range(config.num_layers)]
@@ -208,7 +208,7 @@ def fuse(
             if any(name in adapters for name in members)
         }
         | {
-            name: ((lora.scale * own["a"]).astype(dtype), own["b"].astype(dtype))
+            name: experts.pad_ranks(((lora.scale * own["a"]).astype(dtype), own["b"].astype(dtype)))
             for name, own in adapters.items()
             if name in STACKS
         }

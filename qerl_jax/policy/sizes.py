@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from pallas_kernels import fp4_matmul
+from pallas_kernels import experts, fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers.kinds import (
@@ -127,9 +127,9 @@ def trained_numbers(
 def fused_adapter_bytes(
     config: ModelConfig, *, rank: int, targets: tuple[str, ...], itemsize: int, expert_rank: int = 0
 ) -> int:
-    """Returns the bytes of the adapter as `lora.fuse` stacks it for the Hopper kernel."""
+    """Returns the bytes of the adapter as `lora.fuse` stacks it for the Hopper kernels."""
     shapes = projection_shapes(config)
-    numbers = _expert_adapter_numbers(config, expert_rank)
+    numbers = _expert_adapter_numbers(config, experts.kernel_rank(expert_rank))
     for fused, count in fused_counts(config).items():
         members = ALL_FUSED[fused]
         ranks = rank * sum(name in targets for name in members)
@@ -153,8 +153,8 @@ def _projections(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int], in
         rows = sum(shapes[name][0] for name in ALL_FUSED[fused])
         yield fused, (rows, shapes[ALL_FUSED[fused][0]][1]), count
     for layer in range(config.num_layers):
-        for name, (experts, rows, columns) in stack_shapes(config, layer).items():
-            yield name, (experts * rows, columns), 1
+        for name, (count, rows, columns) in stack_shapes(config, layer).items():
+            yield name, (count * rows, columns), 1
 
 
 def _projection_bytes(rows: int, columns: int, format: str, itemsize: int) -> int:

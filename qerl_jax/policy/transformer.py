@@ -242,7 +242,7 @@ def decode_step(
     """
     angles = rotary_angles(cache.lengths[:, None], config)
     x = embed(params["embed_tokens"], tokens, config)
-    if _is_fused(config, x.dtype, cache, lora_layers):
+    if _is_fused(config, x.dtype, cache):
         x, layers, routes = _fused_layers(params, lora_layers, x, cache, angles, config=config)
         # A head for a few rows is slow in some libraries, and never faster than for 16.
         x = jnp.pad(x, ((0, max(0, 16 - len(tokens))), (0, 0)))
@@ -453,15 +453,11 @@ def _add(kind, own, x, mixed, routes=None):
     return x + added, routes
 
 
-def _is_fused(config, dtype, cache, lora_layers):
+def _is_fused(config, dtype, cache):
     """Whether the kernels of `pallas_kernels.decode` compute all layers of a decode step."""
     return all(
         kind.mixer.fuses(config, dtype, kept)
-        # The kernels add no adapters to the products of routed experts.
-        and not adapters.keys() & kinds.STACKS.keys()
-        for kind, kept, adapters in zip(
-            kinds.layers_of(config), cache.layers, lora_layers, strict=True
-        )
+        for kind, kept in zip(kinds.layers_of(config), cache.layers, strict=True)
     )
 
 
