@@ -200,6 +200,12 @@ def cases(target):
 
     for n, k in ((8, 1024), (7, 1104)):
         yield f"matvec {n} {k}", matvec.matvec, normal(1, k), normal(n, k)
+
+    def with_lora(x, weight, *lora, **options):
+        return matvec.matvec(x, weight, lora=lora, **options)
+
+    shapes = (1, 512), (258, 512), (1, 64), (258, 64)
+    yield "matvec with an adapter", with_lora, *(normal(*shape) for shape in shapes)
     for m, k, rank in ((1, 256, 32), (19, 328, 40), (130, 128, 16)):
         yield f"shrink {m} {k} {rank}", lora_shrink.shrink, normal(m, k), normal(rank, k)
     for m, k, rank in ((5, 200, 96), (33, 256, 32)):

@@ -184,8 +184,8 @@ def update_memory(
 
     They equal those of XLA's memory analysis of the compiled program to 1 %, and with recurrent
     layers to 3 %, without their kernel about to 10 %. The forward pass keeps the results of the
-    products of every layer.
-    `tokens` are the positions of the buffer; the others are as in `plan_update`.
+    products of every layer. `tokens` are the positions of the buffer; the others are as in
+    `plan_update`.
     """
     costs = {
         part: part.memory(model, itemsize, tokens, recompute) for part in kinds.parts_of(model)
