@@ -75,11 +75,9 @@ def tile_bound(pairs: int, experts: int) -> int:
 def tiles_at_a_time(pairs: int, experts: int) -> int:
     """Returns how many tiles of an expert the kernel of a decode step multiplies at a time.
 
-    They are as many as most experts have, when routes are uniform. With few pairs of an expert more
-    than one saves less than the experts lose that have many pairs, when they are not.
+    They are as many as most experts have, when routes are uniform.
     """
-    mean = pairs / experts
-    return 1 if mean <= MIN_TILE else min(4, math.ceil(mean / MIN_TILE + 0.5))
+    return min(4, math.ceil(pairs / experts / MIN_TILE + 0.5))
 
 
 def unit_bound(pairs: int, experts: int, count: int) -> int:
