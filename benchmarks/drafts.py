@@ -4,11 +4,11 @@ r"""Measures rollouts of a real model with drafts and without, back to back.
         --new-tokens=512,2048 --rollouts=1x8,2x16,8x16
 
 Each rollout samples a number of prompts with a number of completions each: 2x16 are two prompts
-with 16 completions. The first rollout of each kind is not timed; then rollouts of the first
-problems of a file alternate between both ways until --groups groups have been sampled in each. All
-programs are compiled before. The policy has an adapter of rank --lora-rank, as it is before
-training. Several commands may run at the same time if the memory holds them
-(XLA_PYTHON_CLIENT_PREALLOCATE=false): they take turns in measuring.
+with 16 completions. The first rollouts of each kind are not timed, as a program is loaded when it
+first runs; then rollouts of the first problems of a file alternate between both ways until --groups
+groups have been sampled in each. All programs are compiled before. The policy has an adapter of
+rank --lora-rank, as it is before training. Several commands may run at the same time if the memory
+holds them (XLA_PYTHON_CLIENT_PREALLOCATE=false): they take turns in measuring.
 
 Fields of a row, of which those of tokens and seconds are sums over its rollouts:
 
@@ -34,6 +34,8 @@ from benchmarks import common
 from qerl_jax.commands import cli
 
 KEYS = "model", "format", "lora_rank", "data", "max_new_tokens", "prompts", "group"
+
+_UNTIMED = 3  # rollouts
 
 
 def _sizes(text: str) -> tuple[tuple[int, int], ...]:
@@ -90,14 +92,15 @@ def measure(subject: Any, prompts: list, groups: int, size: Any, samplers: list[
 
     (count, _), key = size, jax.random.key(0)
     seconds, tokens, work, equal = np.zeros((2, 0)), np.zeros((2, 0)), [], 0
-    for number, first in enumerate(itertools.chain([0], range(0, groups, count))):
+    warm = [0] * _UNTIMED
+    for number, first in enumerate(itertools.chain(warm, range(0, groups, count))):
         chosen = [prompts[i % len(prompts)] for i in range(first, first + count)]
         ends = []
         for sampler in samplers:
             began = time.perf_counter()
             run = sampler.steps(jax.random.fold_in(key, number), subject.policy, chosen)
             ends.append((collections.deque(run, maxlen=1)[0], time.perf_counter() - began))
-        if not number:
+        if number < _UNTIMED:
             continue
         (off, _), (on, _) = ends
         seconds = np.c_[seconds, [time for _, time in ends]]

@@ -23,8 +23,8 @@ POSITIONS = (2, 4, 8)  # tokens of a row that a step may check: the newest one a
 # Positions of all rows together, from which on each costs about as much as a row.
 _MOST_POSITIONS = 64
 # Milliseconds of a decode step by the number of its positions, of which only the ratios matter: a
-# 7B policy in NVFP4 with LoRA on an H200.
-_STEP_MILLISECONDS = {1: 2.08, 8: 2.09, 32: 2.45, 64: 3.16, 128: 4.95}
+# 1.5B policy in NVFP4 with LoRA on an H200.
+_STEP_MILLISECONDS = {1: 1.14, 8: 1.15, 32: 1.35, 64: 1.6, 128: 2.6}
 _DRAFTING_MILLISECONDS = 0.03
 # The share of first guesses that is expected to be right before any is known, how many guesses that
 # outweighs, and what is left of the weight of others after each chunk.
