@@ -381,6 +381,27 @@ def problems_table(result: dict) -> str:
     return table(columns, rows_of(result, "gsm8k", SAME | {"lora_rank": 32}))
 
 
+def drafts_table(result: dict) -> str:
+    """Rollouts with drafts and without."""
+
+    def rate(way: str) -> Cell:
+        return lambda row: f"{row[f'tokens_{way}'] / row[f'seconds_{way}']:,.0f}"
+
+    columns = [
+        ("problems, limit", "{data}, {max_new_tokens:,}"),
+        ("prompts x completions", "{prompts} x {group}"),
+        ("rollouts", "{num_rollouts}"),
+        ("tokens/s without", rate("off")),
+        ("with drafts", rate("on")),
+        ("faster", "**{faster:.2f}x** ({lowest:.2f} to {highest:.2f})"),
+        ("tokens of a row in a step", "{tokens_per_row_step:.2f}"),
+        ("guesses that were right", "{acceptance:.0%}"),
+        ("equal tokens", "{equal:.0%}"),
+        _COMMIT,
+    ]
+    return table(columns, result["rows"])
+
+
 def startup_table(result: dict) -> str:
     """Seconds from the command to the first tokens."""
     columns = [

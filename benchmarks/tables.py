@@ -155,6 +155,7 @@ PARTS: dict[str, tuple] = {
     "time on several GPUs": (result_tables.tensor_ratios, "rollout_h100"),
     "parts of a step": (result_tables.parts_table, "rollout"),
     "rollouts": (result_tables.problems_table, "rollout"),
+    "drafts": (result_tables.drafts_table, "drafts"),
     "agreement": (result_tables.agreement_table, "rollout"),
     "startup": (result_tables.startup_table, "rollout"),
     "kernel": (result_tables.kernel_part, "kernel"),

@@ -211,6 +211,7 @@ def rollouts(shape, model_type="qwen3"):
         sampling, engine, _ = tiny_rollout.configs(
             {"max_new_tokens": 9, "chunk_steps": 4, "prompt_width": 9, "max_rows": 2}
             | {"temperature": temperature, "dequantize": "step" if temperature else "once"}
+            | {"drafts": "on" if temperature and model_type == "qwen3" else "off"}
         )
         sampler = Sampler(model, tiny_rollout.TinyTokenizer((3,)), sampling, engine, 2)
         sampler = sampler.compiled(key, Policy(params, lora), num_prompts=len(prompts))

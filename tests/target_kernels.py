@@ -34,7 +34,7 @@ from kernel_code import standard_output
 from simulated_kernel import random_weight
 
 from pallas_kernels import experts, fp4_matmul, matvec, warpgroup
-from pallas_kernels.decode import attention, delta, gated_attention, norms
+from pallas_kernels.decode import attention, attention_queries, delta, gated_attention, norms
 from pallas_kernels.experts import mma as experts_mma
 from pallas_kernels.experts import route
 from pallas_kernels.experts.combine import ExpertSums
@@ -278,6 +278,45 @@ def cases(target):
         yield name, functools.partial(attend, eps=1e-6, num_sms=132), inputs
 
 
+def several_cases(target):
+    """As `cases`, of the kernels of several tokens of each row."""
+    numbers = itertools.count()
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        key = jax.random.fold_in(jax.random.key(2), next(numbers))
+        return jax.random.normal(key, shape, FLOAT32).astype(dtype)
+
+    for count, kv_heads, group, positions, head_dim, lengths, norm, dtype in (
+        (8, 2, 7, 200, 128, (0, 150), False, jnp.bfloat16),
+        (3, 1, 2, 133, 64, (132, 62), True, jnp.bfloat16),
+        (2, 1, 9, 130, 256, (127,), True, jnp.bfloat16),
+        (4, 1, 5, 200, 128, (198,), False, jnp.float8_e4m3fn),
+    ):
+        if dtype == jnp.float8_e4m3fn and target < 89:
+            continue
+        rows, outputs = len(lengths), kv_heads * (group + 2) * head_dim
+        m = rows * count
+        caches = [normal(rows, kv_heads, positions, head_dim).astype(dtype) for _ in range(2)]
+        scales = [normal(head_dim, dtype=FLOAT32) if norm else None for _ in range(2)]
+        inputs = attention.AttentionInputs(
+            normal(m, outputs),
+            jnp.abs(normal(35, m, dtype=FLOAT32)) / 35,
+            *(normal(m, head_dim // 2, dtype=FLOAT32) for _ in range(2)),
+            jnp.asarray(lengths, jnp.int32),
+            None if norm else normal(outputs),
+            *scales,
+            *caches,
+        )
+        name = f"{count} {group} {positions} {head_dim} {jnp.dtype(dtype)}"
+        yield f"write {name}", functools.partial(attention_queries.write, eps=1e-6), inputs
+        queries = normal(rows, kv_heads, count * -(-group // 8) * 8, head_dim)
+        newest = inputs.lengths[:, None] + jnp.arange(count)
+        order = jnp.arange(rows, dtype=jnp.int32)[::-1]
+        queries = attention_queries.Queries.of(queries, newest, order, *caches)
+        run = functools.partial(attention_queries.attend, count=count, num_sms=132)
+        yield f"attend_queries {name}", run, queries
+
+
 def hybrid_cases():
     """As `cases`, of the kernels of recurrent layers and of attention with gates."""
     numbers = itertools.count()
@@ -426,7 +465,7 @@ def experts_mlp(x, mixtures, **options):
 
 def main():
     target = int(sys.argv[1])
-    dense = itertools.chain(cases(target), hybrid_cases())
+    dense = itertools.chain(cases(target), several_cases(target), hybrid_cases())
     for name, *arguments in packed_cases() if "packed" in sys.argv else dense:
         print(json.dumps({"case": name} | check(target, *arguments)), flush=True)
 

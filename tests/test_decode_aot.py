@@ -21,8 +21,9 @@ from pallas_kernels import matvec
 from pallas_kernels.decode import attention, attention_sm90, norms
 from pallas_kernels.decode import layer as decode_layer
 from pallas_kernels.fp4_matmul import cases, dispatch
-from qerl_jax.policy import lora
+from qerl_jax.policy import lora, transformer
 from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.kinds import PROJECTIONS
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import decode
@@ -165,19 +166,30 @@ def kernels_of_a_step(hlo):
         for name in re.findall(r" body=%([\w.-]+)", hlo)
     ]
     (body,) = [body for body in bodies if "/norms/" in body]
+    return kernels_of(body)
+
+
+def kernels_of(body):
+    """Counts the kernels of a computation."""
     operations = re.findall(r"^ .*? = (?:\(.*?\)|\S+) ([\w-]+)\(", body, re.M)
     free = {"bitcast", "parameter", "get-tuple-element", "tuple", "constant", "fusion-done"}
     return sum(operation not in free for operation in operations)
 
 
-def step_of(compile_for_h200, config, params, rows, targets=PROJECTIONS):
-    """The text of a compiled chunk of decode steps with an adapter."""
+def fused_adapter(config, targets=PROJECTIONS):
+    """The abstract adapter of a policy, as a decode step reads it."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     own = lora.LoraConfig(RANK, 32.0, targets)
     adapters = jax.eval_shape(functools.partial(lora.init, config=config, lora_config=own), key)
-    fused = decode.fuse_adapter.eval_shape(
+    return decode.fuse_adapter.eval_shape(
         adapters, model_config=config, dtype=jnp.dtype(jnp.bfloat16)
     )
+
+
+def step_of(compile_for_h200, config, params, rows, targets=PROJECTIONS):
+    """The text of a compiled chunk of decode steps with an adapter."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    fused = fused_adapter(config, targets)
     state = jax.eval_shape(
         functools.partial(decode.empty_state, rows, 448, model_config=config, dtype=jnp.bfloat16)
     )
@@ -200,7 +212,7 @@ def step_of(compile_for_h200, config, params, rows, targets=PROJECTIONS):
 def choose_kernels(monkeypatch, kernel):
     """Makes a step take the kernels of `decode`, and one of those for packed weights."""
     monkeypatch.setattr(decode_kernels, "supports_device", lambda _: True)
-    for name in ("_sm90_attention_agrees", "delta_agrees"):
+    for name in ("_sm90_attention_agrees", "_sm90_queries_agree", "delta_agrees"):
         monkeypatch.setattr(decode_layer, name, lambda: True)
     monkeypatch.setattr(dispatch, "supports_mma_device", lambda: kernel == "mma")
     monkeypatch.setattr(dispatch, "supports_device", lambda: kernel == "mosaic")
@@ -220,6 +232,36 @@ def test_a_layer_of_a_step_is_few_kernels(kernel, rows, most, compile_for_h200, 
         counts.append(kernels_of_a_step(hlo))
         assert ("fp4_matmul_mma" in hlo) == (kernel == "mma")
         assert ("attention_sm90" in hlo) == (kernel == "mosaic" and rows >= 32)
+    assert 0 < counts[1] - counts[0] <= most
+
+
+@pytest.mark.parametrize(
+    ("kernel", "rows", "count", "most"),
+    [("mosaic", 1, 2, 11), ("mosaic", 8, 8, 9), ("mosaic", 32, 2, 9), ("mma", 8, 4, 15)],
+)
+def test_a_layer_of_several_positions_is_few_kernels(
+    kernel, rows, count, most, compile_for_h200, monkeypatch
+):
+    """No cache is copied."""
+    choose_kernels(monkeypatch, kernel)
+    counts = []
+    for layers in (1, 2):
+        config, params = policy(layers)
+        kept = jax.tree.map(
+            lambda x: array(rows, *x.shape), kinds.row_shapes(config, 448, jnp.bfloat16)
+        )
+        cache = transformer.Cache(kept, array(rows, dtype=jnp.int32))
+        run = functools.partial(transformer.decode_positions, config=config)
+        hlo = compile_for_h200(
+            jax.jit(run, donate_argnums=3),
+            params,
+            fused_adapter(config),
+            array(rows, count, dtype=jnp.int32),
+            cache,
+        ).as_text()
+        counts.append(kernels_of(hlo[hlo.index("\nENTRY ") :]))
+        assert f"copy(bf16[{rows},4,448,128]" not in hlo
+        assert ("attend_queries_sm90" in hlo) == (kernel == "mosaic")
     assert 0 < counts[1] - counts[0] <= most
 
 

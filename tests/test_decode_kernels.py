@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from warpgroup_kernel import BACKENDS, assert_close, on_gpu, wide
+from warpgroup_kernel import BACKENDS, assert_close, on_gpu, use_decode_kernels, wide
 
 from pallas_kernels import decode, device
 from pallas_kernels.decode import (
     attention,
+    attention_queries,
     attention_sm90,
     delta,
     gated_attention,
@@ -23,7 +24,7 @@ from pallas_kernels.decode import (
     to_cache,
 )
 from pallas_kernels.decode.attention import AttentionInputs, AttentionParts
-from qerl_jax.policy.layers.attention import attend_to_cache, rotate
+from qerl_jax.policy.layers.attention import attend_from, attend_to_cache, rotate
 from qerl_jax.policy.layers.linear import rms_norm
 
 EMPTY = float(np.finfo(np.float32).min)  # the largest score of a part without a key
@@ -214,6 +215,178 @@ def test_attention(dtype, qk_norm, kv_heads, group, positions, head_dim, num_sms
     assert_xa_partials(xa_partials, attended, a)
     assert_same_cache(caches[0], keys)
     assert_same_cache(caches[1], values)
+
+
+def run_several(inputs, a, attend, count, interpret):
+    """Attention of several tokens of each row, x A^T, and the updated keys and values."""
+
+    @jax.jit
+    def run(inputs):
+        written = attention_queries.write(inputs, eps=1e-6, interpret=interpret)
+        parts = attend(written, count=count)
+        options = {"heads": inputs.num_heads, "interpret": interpret}
+        merged = attention.merge_parts(parts, a, dtype=inputs.qkv.dtype, **options)
+        return *merged, written.keys, written.values
+
+    return run(inputs)
+
+
+def draw_several(count, group, cache_shape, lengths, **options):
+    """As `draw_inputs`, of several tokens of each row."""
+    rows = len(lengths)
+    inputs, factor = draw_inputs(rows * count, group, cache_shape, lengths, **options)
+    return inputs._replace(keys=inputs.keys[:rows], values=inputs.values[:rows]), factor
+
+
+def assert_several(inputs, factor, attended, keys, values):
+    """Compares with the definition, one token after the other; some of them are not written."""
+    rows, positions = len(inputs.lengths), inputs.keys.shape[2]
+    count, expected = len(factor) // rows, inputs
+    for token in range(count):
+        own = slice(token, None, count)
+        written = (inputs.lengths > 0) | (token == 0)
+        expected = expected._replace(
+            qkv=inputs.qkv[own],
+            square_partials=inputs.square_partials[:, own],
+            cosines=inputs.cosines[own],
+            sines=inputs.sines[own],
+            lengths=jnp.where(written, inputs.lengths + token, positions),
+        )
+        right, *caches = reference_attention(expected, factor[own])
+        seen = np.asarray(expected.lengths) < positions
+        assert seen.any()
+        # The last bit of a new key is an eighth of it in a cache of float8.
+        tolerance = 4e-3 if keys.dtype == jnp.bfloat16 else 8e-3
+        assert_close(attended[own][seen], right[seen], tolerance)
+        expected = expected._replace(keys=caches[0], values=caches[1])
+    assert_same_cache(keys, expected.keys)
+    assert_same_cache(values, expected.values)
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(
+    ("count", "kv_heads", "group", "positions", "head_dim", "num_sms", "dtype", "qk_norm"),
+    [
+        (3, 1, 6, 133, 32, 132, jnp.float8_e4m3fn, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (8, 2, 7, 200, 64, 132, jnp.bfloat16, False),
+                (2, 2, 1, 70, 32, 1, jnp.bfloat16, True),
+                (4, 1, 5, 330, 128, 1000, jnp.bfloat16, True),
+                (2, 1, 9, 129, 256, 132, jnp.bfloat16, False),
+                (7, 1, 3, 40, 128, 132, jnp.bfloat16, False),
+            )
+        ),
+    ],
+)
+def test_attention_of_several_tokens(
+    count, kv_heads, group, positions, head_dim, num_sms, dtype, qk_norm, interpret
+):
+    """Of a row that waits, of short ones, and of some that reach the end of the cache."""
+    lengths = [0, 1, min(62, positions - 9), positions - count, positions - 1]
+    inputs, factor = draw_several(
+        *(count, group, (kv_heads, positions, head_dim), lengths),
+        norm=qk_norm,
+        biased=True,
+        dtype=dtype,
+    )
+    a = draw(9, 32, kv_heads * group * head_dim)
+    attend = functools.partial(attention_queries.attend, num_sms=num_sms, interpret=interpret)
+    attended, xa_partials, *caches = run_several(inputs, a, attend, count, interpret)
+    assert_xa_partials(xa_partials, attended, a)
+    assert_several(inputs, factor, attended, *caches)
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "dtype", "in_order"),
+    [
+        (1, 2, 32, jnp.bfloat16, False),
+        pytest.param(2, 7, 128, jnp.bfloat16, True, marks=pytest.mark.slow),
+        pytest.param(2, 2, 64, jnp.float8_e4m3fn, False, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_of_an_extension(
+    kv_heads, group, head_dim, dtype, in_order, interpret, monkeypatch
+):
+    """Rows begin with their first token again, and end with padding; one is not there."""
+    use_decode_kernels(monkeypatch, interpret)
+    tokens, positions, counts, begins = 12, 136, (12, 9, 2), (125, 100, 1)
+    places = np.full((3, tokens), positions, np.int32)
+    for row, (count, begin) in enumerate(zip(counts, begins, strict=True)):
+        places[row, :count] = [0, *range(begin, begin + count - 1)]
+    rows = None if in_order else jnp.asarray([3, 1, 4], jnp.int32)
+    live = [0, 1, 2] if in_order else [3, 1]
+    queries = draw(1, 3, tokens, kv_heads * group, head_dim)
+    cache_shape = 3 if in_order else 4, kv_heads, positions, head_dim
+    keys, values = (draw(seed, *cache_shape).astype(dtype) for seed in (2, 3))
+    attended = jax.jit(layer.attend_from)(queries, keys, values, places, rows)
+    assert attended.dtype == queries.dtype
+    for row, source in enumerate(live):
+        own = queries[row : row + 1].astype(jnp.float32)
+        caches = (x[source : source + 1].astype(jnp.float32) for x in (keys, values))
+        expected = attend_from(own, *caches, places[row : row + 1])
+        assert_close(attended[row, : counts[row]], wide(expected)[0, : counts[row]])
+
+
+@pytest.mark.slow  # `test_sm90_attention_of_several_tokens_tests_itself` has one by default.
+@pytest.mark.parametrize(
+    ("count", "kv_heads", "group", "positions", "lengths", "num_sms"),
+    [
+        (8, 2, 7, 136, [0, 50], 1),
+        (3, 1, 5, 200, [0, 64, 199], 132),
+        (2, 1, 6, 136, [62, 135], 132),
+        (8, 1, 12, 72, [70, 1], 132),  # more queries than a CTA has
+    ],
+)
+def test_sm90_attention_of_several_tokens(
+    count, kv_heads, group, positions, lengths, num_sms, simulated
+):
+    inputs, factor = draw_several(
+        *(count, group, (kv_heads, positions, attention_sm90.HEAD_DIM), lengths),
+        norm=True,
+        biased=False,
+    )
+    attend = functools.partial(attention_sm90.attend_queries, num_sms=num_sms, interpret=simulated)
+    attended, _, *caches = run_several(inputs, None, attend, count, True)
+    assert_several(inputs, factor, attended, *caches)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(
+    ("count", "kv_heads", "group", "positions", "rows"),
+    [(8, 4, 7, 1000, 8), (2, 2, 6, 448, 33), (4, 8, 4, 456, 5), (8, 4, 16, 1304, 2)],
+)
+def test_sm90_attention_of_several_tokens_on_a_hopper_gpu(count, kv_heads, group, positions, rows):
+    if device.cuda_capability() != 9.0:
+        pytest.skip("needs a Hopper GPU")
+    lengths = [0, positions - 2, *np.random.default_rng(rows).integers(1, positions, rows - 2)]
+    inputs, factor = draw_several(
+        *(count, group, (kv_heads, positions, attention_sm90.HEAD_DIM), lengths),
+        norm=True,
+        biased=True,
+    )
+    attend = functools.partial(attention_sm90.attend_queries, num_sms=132)
+    attended, _, *caches = run_several(inputs, None, attend, count, False)
+    assert_several(inputs, factor, attended, *caches)
+    for _ in range(20):  # a race would show
+        again, _, *caches_again = run_several(inputs, None, attend, count, False)
+        pairs = zip(caches_again, caches, strict=True)
+        written = np.asarray(inputs.lengths)[:, None] + np.arange(count) < positions
+        written &= (np.asarray(inputs.lengths)[:, None] > 0) | (np.arange(count) == 0)
+        valid = written.reshape(-1)
+        np.testing.assert_array_equal(wide(again)[valid], wide(attended)[valid])
+        for new, old in pairs:
+            np.testing.assert_array_equal(wide(new), wide(old))
+
+
+def test_sm90_attention_of_several_tokens_tests_itself(simulated, monkeypatch):
+    attend = functools.partial(attention_sm90.attend_queries, interpret=simulated)
+    assert self_test.queries_error(attend) < 4e-3
+    monkeypatch.setattr(attention_sm90, "_LOG2_E", attention_sm90._LOG2_E * 1.5)
+    assert self_test.queries_error(attend) > 1e-2
 
 
 def check_sm90_attention(inputs, factor, interpret, *, num_sms):

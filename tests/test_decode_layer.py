@@ -24,19 +24,25 @@ from qerl_jax.policy.quant import quantize, tile_order
 
 @pytest.mark.parametrize("interpret", BACKENDS)
 @pytest.mark.parametrize(
-    ("kind", "targets"),
+    ("kind", "targets", "count"),
     [
-        ("qwen3", PROJECTIONS),
-        *(pytest.param(k, PROJECTIONS, marks=pytest.mark.slow) for k in ("qwen2", "llama")),
-        pytest.param("qwen2", ("k_proj", "down_proj"), marks=pytest.mark.slow),
-        ("qwen3", ()),
-        pytest.param("qwen3_moe", ("q_proj", "o_proj"), marks=pytest.mark.slow),
-        pytest.param("qwen3_moe with a shared expert", (), marks=pytest.mark.slow),
-        pytest.param("qwen3_5", (*PROJECTIONS, "in_proj_qkv", "out_proj"), marks=pytest.mark.slow),
-        ("qwen3_5_moe with a shared expert", ()),
+        ("qwen3", PROJECTIONS, 1),
+        *(pytest.param(k, PROJECTIONS, 1, marks=pytest.mark.slow) for k in ("qwen2", "llama")),
+        pytest.param("qwen2", ("k_proj", "down_proj"), 1, marks=pytest.mark.slow),
+        ("qwen3", (), 1),
+        pytest.param("qwen3_moe", ("q_proj", "o_proj"), 1, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe with a shared expert", (), 1, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_5", (*PROJECTIONS, "in_proj_qkv", "out_proj"), 1, marks=pytest.mark.slow
+        ),
+        ("qwen3_5_moe with a shared expert", (), 1),
+        ("qwen2", PROJECTIONS, 3),
+        pytest.param("qwen3", ("k_proj", "down_proj"), 8, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", (), 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
+def test_a_step_is_the_policys(kind, targets, count, interpret, monkeypatch):
+    """Of one token of each row, and of several."""
     changes: dict = {"embed_dim": 64, "head_dim": 32}
     if "shared" in kind:
         # Adapters of the expert that all tokens have.
@@ -63,13 +69,15 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
         params, lora, prompts, lengths, config=config, cache_positions=16
     )
 
-    arguments = params, lora_layers, prompts[:, 0], cache
+    tokens = prompts[:, 0] if count == 1 else prompts[:, :count]
+    arguments = params, lora_layers, tokens, cache
     monkeypatch.setattr(decode, "supports_device", lambda _: False)
     expected, expected_cache, expected_routes = traced_step(config, *arguments)
     use_decode_kernels(monkeypatch, interpret)
     for mixer, kept in zip(kinds.layers_of(config), cache.layers, strict=True):
         assert mixer.mixer.fuses(config, jnp.dtype("bfloat16"), kept)
     actual, actual_cache, routes = traced_step(config, *arguments)
+    np.testing.assert_array_equal(actual_cache.lengths, expected_cache.lengths)
     assert_close(actual, wide(expected), 2e-2)
     if config.experts is not None:
         np.testing.assert_array_equal(routes, expected_routes)
@@ -114,8 +122,8 @@ def packed_policy(down, form):
 def traced_step(config, *arguments):
     """A decode step that is traced anew, as the test has chosen its kernels since the last one."""
     jax.clear_caches()
-    step = jax.jit(functools.partial(transformer.decode_step, config=config))
-    return step(*arguments)
+    run = transformer.decode_step if arguments[2].ndim == 1 else transformer.decode_positions
+    return jax.jit(functools.partial(run, config=config))(*arguments)
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)

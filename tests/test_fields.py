@@ -80,7 +80,13 @@ IMPLEMENTED = {
 }
 # Names that no module has in a table.
 COMPARED_IN_PLACE = {
-    *("data.curriculum", "rollout.dequantize", "aqn.correction", "rl.routing_replay"),
+    *(
+        "data.curriculum",
+        "rollout.dequantize",
+        "rollout.drafts",
+        "aqn.correction",
+        "rl.routing_replay",
+    ),
     "model.calibration",
 }
 
@@ -88,7 +94,7 @@ RESUMED = {
     "memory": {
         "environment.host_cache_bytes",
         *("rollout.max_rows", "rollout.kv_cache_bytes", "rollout.chunk_steps"),
-        *("rollout.dequantize", "train.buffer_tokens", "train.recompute"),
+        *("rollout.dequantize", "rollout.drafts", "train.buffer_tokens", "train.recompute"),
         *("train.micro_batch_rows", "mesh.data", "mesh.tensor"),
         *("rewards.NAME.time_limit", "rewards.NAME.retries", "rewards.NAME.token_env"),
         *("environment.time_limit", "environment.processes"),

@@ -37,7 +37,7 @@ def kernels(monkeypatch):
     """Those of an H200, but for cuDNN, which is not there: attention of prompts is XLA's."""
     monkeypatch.setattr(dispatch, "supports_device", lambda: True)
     monkeypatch.setattr(decode_kernels, "supports_device", lambda _: True)
-    for name in ("_sm90_attention_agrees", "_experts_agree", "delta_agrees"):
+    for name in ("_sm90_attention_agrees", "_sm90_queries_agree", "_experts_agree", "delta_agrees"):
         monkeypatch.setattr(decode_layer, name, lambda: True)
 
 
@@ -103,7 +103,7 @@ def compiled(model, layers, changes):
                 "rollout.group_size": 8,
                 "data.max_prompt_tokens": 1024,
             },
-            2 * GB,
+            1.2 * GB,
         ),
         # A prefill of recurrent layers once held inputs of all of them.
         (

@@ -73,16 +73,20 @@ def test_committed_and_uncommitted_arrays_have_the_same_programs():
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "compact", "counts"),
+    ("max_rows", "compact", "counts", "with_drafts"),
     [
-        (0, "often", {"decode": 19, "compact": 18, "prefill": 3, "insert": 1, "fuse_adapter": 1}),
-        (256, "often", {"decode": 11, "compact": 10, "prefill": 3, "insert": 3, "fuse_adapter": 1}),
-        (256, "once", {"decode": 2, "compact": 1, "prefill": 3, "insert": 3, "fuse_adapter": 1}),
-        (32, "once", {"decode": 1, "prefill": 3, "insert": 2, "fuse_adapter": 1}),
+        (0, "often", {"decode": 19, "compact": 18, "prefill": 3, "insert": 1}, (3, 7, 1)),
+        (256, "often", {"decode": 11, "compact": 10, "prefill": 3, "insert": 3}, (3, 7, 3)),
+        (256, "once", {"decode": 2, "compact": 1, "prefill": 3, "insert": 3}, (1, 2, 3)),
+        (32, "once", {"decode": 1, "prefill": 3, "insert": 2}, (1, 3, 2)),
     ],
 )
-def test_a_7b_policy_has_few_programs(max_rows, compact, counts, monkeypatch):
-    """64 prompts of 256 tokens with 16 completions each, as in the benchmark of rollouts."""
+@pytest.mark.parametrize("drafts", ["off", "auto"])
+def test_a_7b_policy_has_few_programs(max_rows, compact, counts, with_drafts, drafts, monkeypatch):
+    """64 prompts of 256 tokens with 16 completions each, as in the benchmark of rollouts.
+
+    Drafts add smaller batches, their own chunks, and what brings the tokens of rows to the device.
+    """
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = ARCHITECTURES["qwen2.5-7b"]
     embedding = jax.ShapeDtypeStruct(
@@ -90,7 +94,7 @@ def test_a_7b_policy_has_few_programs(max_rows, compact, counts, monkeypatch):
     )
     params = {"embed_tokens": embedding, "layers": []}
     sampling = SamplingConfig(max_new_tokens=1024)
-    engine = EngineConfig(max_rows=max_rows, prompt_width=256, compact=compact)
+    engine = EngineConfig(max_rows=max_rows, prompt_width=256, compact=compact, drafts=drafts)
     planned = shapes.plan_shapes(
         params,
         num_prompts=64,
@@ -103,6 +107,10 @@ def test_a_7b_policy_has_few_programs(max_rows, compact, counts, monkeypatch):
     config = decode.decode_config(config, sampling, engine, TinyTokenizer())
     table = programs.operations(KEY, Policy(params, None), planned, config)
     names = [name if isinstance(name, str) else name[0] for name in table]
+    counts = collections.Counter(counts | {"fuse_adapter": 1})
+    if drafts == "auto":
+        smaller, chunks, begins = with_drafts
+        counts += {"compact": smaller, "draft": chunks, "begin": begins}
     assert collections.Counter(names) == counts
 
 

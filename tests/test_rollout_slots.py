@@ -52,7 +52,7 @@ def chunks(monkeypatch):
     seen, decode_chunk = [], decode.decode_chunk
 
     def recording(key, params, lora_layers, state, cache_rows, *others, **options):
-        slots, active = cache_rows
+        slots, active, _ = cache_rows
         assert len(state.layers[0].keys) == len(slots) == len(active)
         seen.append(len(active))
         return decode_chunk(key, params, lora_layers, state, cache_rows, *others, **options)

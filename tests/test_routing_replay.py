@@ -91,16 +91,17 @@ def updates(model):
     return {name: functools.partial(x.function, **x.static) for name, x in table.items()}
 
 
-def distance(model, policy, buffer, **changes):
+def distance(model, policy, buffer, temperature=1.0, **changes):
     """The largest difference of log-probabilities to those of the rollout."""
-    found = updates(model)["buffer_logprobs"](*policy, buffer.replace(**changes), ONE)
+    divisor = np.float32(temperature)
+    found = updates(model)["buffer_logprobs"](*policy, buffer.replace(**changes), divisor)
     return np.abs(found - buffer.rollout_logprobs)[buffer.mask > 0].max()
 
 
 @pytest.mark.parametrize(
     ("model", "prompts", "options"),
     [
-        ("qwen3_moe", PROMPTS, {"max_rows": 5}),
+        ("qwen3_moe", PROMPTS, {"max_rows": 5, "drafts": "on", "temperature": 0.5}),
         ("qwen3_moe", SHARED, {"shared_tokens": 3, "max_rows": 12}),
         ("qwen3_moe", PROMPTS, {"max_rows": 2, "chunk_steps": 2, "stop": ("aB", "cA")}),
         pytest.param(
@@ -129,14 +130,14 @@ def test_replay_gives_the_logprobs_of_the_rollout(model, prompts, options, monke
         np.testing.assert_array_equal(
             np.moveaxis(np.concatenate(recorded), 0, 1), routes[:, : len(prompt) + length - 1]
         )
-    buffers = buffers_of(rollout, prompts)
+    buffers, temperature = buffers_of(rollout, prompts), options.get("temperature", 1.0)
     assert len(buffers) > 1
     for buffer in buffers:
-        assert distance(model, policy, buffer) < 2e-5
-        assert distance(model, other, buffer) < 2e-5
-        assert distance(model, other, buffer, routes=None) > 0.1
+        assert distance(model, policy, buffer, temperature) < 2e-5
+        assert distance(model, other, buffer, temperature) < 2e-5
+        assert distance(model, other, buffer, temperature, routes=None) > 0.1
         moved = np.roll(buffer.routes, 1, axis=0)
-        assert distance(model, policy, buffer, routes=moved) > 0.1
+        assert distance(model, policy, buffer, temperature, routes=moved) > 0.1
 
 
 def test_metrics():

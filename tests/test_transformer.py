@@ -69,6 +69,32 @@ def test_decoding_gives_the_logits_of_forward_at_every_position(
     assert seen == (LENGTHS - prompts + 1).sum()
 
 
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 8])
+def test_several_positions_give_the_logits_of_forward(count):
+    """The last row waits, and one reaches the end of the cache."""
+    config, params, lora, expected = logits_of("qwen3", True)
+    filled, end = np.array([3, 5, 0], np.int32), 10
+    _, cache, _ = transformer.prefill(
+        params, lora, TOKENS[:, :end], np.array([3, 5, 2]), config=config, cache_positions=end
+    )
+    cache = cache.replace(lengths=jnp.asarray(filled))
+    places = filled[:, None] + np.arange(count)
+    tokens = TOKENS[np.arange(3)[:, None], np.minimum(places, TOKENS.shape[1] - 1)]
+    tokens[2, 1:] = (tokens[2, 1:] + 1) % VOCAB  # others than those that the cache has
+    run = jax.jit(functools.partial(transformer.decode_positions, config=config))
+    logits, new, _ = run(params, lora_lib.fuse(lora, config, jnp.float32), tokens, cache)
+    np.testing.assert_array_equal(new.lengths, filled)
+    for row, column in zip(*np.nonzero(places < np.minimum(LENGTHS, end)[:, None]), strict=True):
+        if filled[row] or column == 0:
+            want = expected[row, places[row, column]]
+            np.testing.assert_allclose(logits[row, column], want, atol=1e-4)
+    # The row that waits keeps what it has, but for its first position.
+    for before, after in zip(*map(jax.tree.leaves, (cache.layers, new.layers)), strict=True):
+        np.testing.assert_array_equal(after[2, :, 1:], before[2, :, 1:])
+        np.testing.assert_array_equal(after[0, :, 3 + count :], before[0, :, 3 + count :])
+        assert np.isfinite(after).all()
+
+
 @pytest.mark.parametrize("model_type", KINDS)
 def test_padding_does_not_matter(model_type):
     config, params, lora, expected = logits_of(model_type)

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decode
-from pallas_kernels.decode import attention, delta, gated_attention, layer, norms
+from pallas_kernels.decode import (
+    attention,
+    attention_queries,
+    delta,
+    gated_attention,
+    layer,
+    norms,
+)
 from pallas_kernels.experts import route
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
@@ -43,6 +50,7 @@ def use_decode_kernels(monkeypatch, interpret):
         (route, ("route",)),
         (norms, ("add_rmsnorm", "swiglu")),
         (attention, ("attend", "attend_whole", "merge_parts")),
+        (attention_queries, ("write", "attend")),
         (delta, ("step",)),
         (gated_attention, ("split",)),
     ):

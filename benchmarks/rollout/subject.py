@@ -237,6 +237,7 @@ def engine_of(options: argparse.Namespace, max_rows: int, prompt_width: int = 0)
         dequantize=options.dequantize,
         prompt_width=prompt_width,
         records_routes=True,
+        drafts="off",
     )
 
 

@@ -7,6 +7,7 @@ from pallas_kernels.device import supports_warpgroup
 
 _HEAD_DIMS = 32, 64, 128, 256
 ANGLES = 32  # angles that rotate a head with a gate come in multiples
+MAX_TOKENS = 8  # new tokens of a row whose attention `layer.decode_layer` computes
 HEAD_OF_STATE = 128  # widths of a key and of a value whose state `delta` computes
 
 

@@ -72,6 +72,22 @@ class AttentionInputs(NamedTuple):
         _, kv_heads, _, head_dim = self.keys.shape
         return self.qkv.shape[1] // head_dim - 2 * kv_heads
 
+    def by_heads(self) -> "AttentionInputs":
+        """The same without a cache, with heads as a dimension of the product and of the bias.
+
+        A CTA reads heads in eights, also after its group: those of other groups, computed along and
+        not stored. Few models have too few heads for that.
+        """
+        m, kv_heads, head_dim = len(self.qkv), self.keys.shape[1], self.keys.shape[3]
+        heads = self.num_heads
+        group, total = heads // kv_heads, heads + 2 * kv_heads
+        missing = max(0, (kv_heads - 1) * group + padded_group(group) - total)
+        qkv, bias = self.qkv.reshape(m, total, head_dim), self.bias
+        if bias is not None:
+            bias = jnp.pad(bias.reshape(total, head_dim), ((0, missing), (0, 0)))
+        qkv = jnp.pad(qkv, ((0, 0), (0, missing), (0, 0)))
+        return self._replace(qkv=qkv, bias=bias, keys=None, values=None)
+
 
 class AttentionParts(NamedTuple):
     """Attention over equal parts of the filled cache positions of each row."""
@@ -79,6 +95,7 @@ class AttentionParts(NamedTuple):
     sums: Array  # float32 [P, M, N, H], sums of values times weights, the largest of which is 1
     weights: Array  # float32 [P, M, N], sums of these weights; 0 where a part holds no key
     largest: Array  # float32 [P, M, N], the largest score in base 2
+    # Or, in place of [M, N], key heads, tokens, and at least the query heads of each [K, M, G].
 
 
 def num_parts(keys: jax.Array | jax.ShapeDtypeStruct, num_sms: int) -> int:
@@ -126,20 +143,8 @@ def _run(inputs, attended, parts, *, eps, num_sms, interpret):
     `attended` has the shapes of what it writes: those of `AttentionParts`, or of their merged sum.
     """
     m, kv_heads, positions, head_dim = inputs.keys.shape
-    heads = inputs.num_heads
-    group = heads // kv_heads
-    total = heads + 2 * kv_heads
-    # A CTA reads heads in eights, also after its group: those of other groups, computed along and
-    # not stored. Few models have too few heads for that.
-    padded = padded_group(group)
-    missing = max(0, (kv_heads - 1) * group + padded - total)
-    qkv = inputs.qkv.reshape(m, total, head_dim)
-    bias = inputs.bias
-    if bias is not None:
-        bias = jnp.pad(bias.reshape(total, head_dim), ((0, missing), (0, 0)))
-    operands = inputs._replace(
-        qkv=jnp.pad(qkv, ((0, 0), (0, missing), (0, 0))), bias=bias, keys=None, values=None
-    )
+    group = inputs.num_heads // kv_heads
+    operands = inputs.by_heads()
     # No cache of a rollout is so small.
     short = (0, 0), (0, 0), (0, max(0, BLOCK - positions)), (0, 0)
     caches = tuple(jnp.pad(cache, short) for cache in (inputs.keys, inputs.values))
@@ -152,14 +157,14 @@ def _run(inputs, attended, parts, *, eps, num_sms, interpret):
         operands,
         attended,
         updated=caches,
-        scratch=_Shared.types(padded, head_dim),
+        scratch=Shared.types(padded_group(group), head_dim),
         interpret=interpret,
     )
     return results, *(cache[:, :, :positions] for cache in caches)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cache:
+class RowCache:
     """The cached keys and values of one head of a row, in blocks."""
 
     threads: Warpgroup  # the threads of the CTA
@@ -197,11 +202,11 @@ class _Sums(NamedTuple):
 def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead, **shared):
     """What one CTA does: a part of a row for one key head and the query heads that share it."""
     row, head, part = threads.cta
-    shared = _Shared(threads, **shared)
+    shared = Shared(threads, **shared)
     kv_heads, head_dim = caches[0].shape[1], caches[0].shape[3]
     one = heads_layout(head_dim).reduce(0)
     read = load_row(threads, inputs, group, kv_heads, row, head, one)
-    cache = _Cache(threads, *(ref.at[row, head] for ref in caches))
+    cache = RowCache(threads, *(ref.at[row, head] for ref in caches))
     # A row's filled blocks are divided into equal parts, however long the row is.
     length = read.length
     filled_blocks = _ceil_div(length, BLOCK)
@@ -216,25 +221,10 @@ def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead
     threads.meet()
     queries = shared.load_queries()
 
-    def add_block(block, carry):
-        sums, blocks = carry
-        keys = blocks[0] if ahead else cache.load_keys(block)
-        product = products.scores(threads, queries, tuple(map(_bfloat16, keys)))
-        # The next block is requested as soon as its registers are free. After the last one the
-        # same is read once more, from the nearest cache.
-        following = jnp.minimum(block + 1, last - 1)
-        keys = cache.load_keys(following) if ahead else None
-        values = blocks[1] if ahead else cache.load_values(block)
-        positions = block * BLOCK, cache.start(block), length
-        added, keep, weights = _add_scores(threads, sums, product, positions, head_dim)
-        total = products.add_values(threads, sums.total, keep, weights, _bfloat16(values))
-        blocks = (keys, cache.load_values(following)) if ahead else None
-        return added._replace(total=total), blocks
-
-    sums, _ = lax.fori_loop(first, last, add_block, (_no_sums(threads, group, head_dim), blocks))
+    sums = sum_blocks(threads, cache, queries, (first, last), length, group, blocks)
     heads = head * group
     for start, numbers in shared.merge(sums, group):
-        _store(threads, attended, numbers, (part, row, pl.ds(heads + start, len(numbers[1]))))
+        store_sums(threads, attended, numbers, (part, row, pl.ds(heads + start, len(numbers[1]))))
 
     @pl.when(owns_new_token)
     def store_new_token():
@@ -243,7 +233,43 @@ def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead
                 threads.store(cache.at[row, head, length, dims], half)
 
 
-def _share_row(shared: "_Shared", read: Row, caches: tuple, eps: float, owns: jax.Array) -> tuple:
+def sum_blocks(
+    threads: Warpgroup,
+    cache: RowCache,
+    queries: tuple[jax.Array, ...],
+    filled: tuple[Any, Any],
+    limit: Any,
+    group: int,
+    blocks: Any,
+) -> _Sums:
+    """The softmax of queries over the cached positions of some blocks.
+
+    `filled` are the first block and the one after the last. A query sees the positions before the
+    limit, one for all or int32 [heads, warps, 16]. `blocks` are the keys and values of the first
+    block, if blocks are requested ahead, or None.
+    """
+    ahead, head_dim = blocks is not None, cache.keys.shape[1]
+
+    def add_block(block, carry):
+        sums, blocks = carry
+        keys = blocks[0] if ahead else cache.load_keys(block)
+        product = products.scores(threads, queries, tuple(map(_bfloat16, keys)))
+        # The next block is requested as soon as its registers are free. After the last one the
+        # same is read once more, from the nearest cache.
+        following = jnp.minimum(block + 1, filled[1] - 1)
+        keys = cache.load_keys(following) if ahead else None
+        values = blocks[1] if ahead else cache.load_values(block)
+        positions = block * BLOCK, cache.start(block), limit
+        added, keep, weights = _add_scores(threads, sums, product, positions, head_dim)
+        total = products.add_values(threads, sums.total, keep, weights, _bfloat16(values))
+        blocks = (keys, cache.load_values(following)) if ahead else None
+        return added._replace(total=total), blocks
+
+    start = _no_sums(threads, group, head_dim), blocks
+    return lax.fori_loop(*filled, add_block, start)[0]
+
+
+def _share_row(shared: "Shared", read: Row, caches: tuple, eps: float, owns: jax.Array) -> tuple:
     """Writes queries, the new value, and its scores to shared memory.
 
     Returns the halves of the new key and of the new value, in the dtype of the cache.
@@ -307,14 +333,14 @@ def _add_scores(
     """Adds the weights of a block to a softmax, whose sums of values still lack the block.
 
     `product` is float32 [heads, warps, 16], of queries and keys; the positions are the first one of
-    the block, the first one that was read, and the row's length. Returns the softmax, the factors
-    of the sums of values [heads, warps], and the weights.
+    the block, the first one that was read, and the limit of `sum_blocks`. Returns the softmax, the
+    factors of the sums of values [heads, warps], and the weights.
     """
-    first, start, length = positions
+    first, start, limit = positions
     layout = products.SCORES
     warp, index = (threads.iota(product.shape, axis, layout) for axis in (1, 2))
     position = start + product.shape[2] * warp + index
-    inside = (position >= first) & (position < length)
+    inside = (position >= first) & (position < limit)
     scores = jnp.where(inside, _score_scale(head_dim) * product, jnp.full_like(product, -jnp.inf))
     top = jnp.maximum(sums.largest, jnp.max(scores, axis=2))
     weights = jnp.exp2(scores - _over(top, scores.shape[2]))
@@ -327,27 +353,29 @@ def _add_scores(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shared:
+class Shared:
     """What a CTA has in shared memory."""
 
     threads: Warpgroup  # the threads of the CTA
-    queries: Any  # reference to two halves of the query heads, bfloat16 [2, heads, H/2]
-    # Reference to float32 [heads], the scores of the new token in base 2; -inf in a part that does
-    # not have it.
-    scores: Any
-    value: Any  # reference to the new value, bfloat16 [H]
     totals: Any  # reference to the sums of the warps, float32 [8, warps, H]
     weights: Any  # reference to float32 [heads, warps]
     largest: Any  # reference to float32 [heads, warps]
+    queries: Any = None  # reference to two halves of the query heads, bfloat16 [2, heads, H/2]
+    # Reference to float32 [heads], the scores of the new token in base 2; -inf in a part that does
+    # not have it. None, as the queries and the value, where all keys are in the cache.
+    scores: Any = None
+    value: Any = None  # reference to the new value, bfloat16 [H]
 
     @staticmethod
-    def types(heads: int, head_dim: int) -> dict:
+    def types(heads: int, head_dim: int, *, cached: bool = False) -> dict:
         """Shapes and dtypes to allocate, for a number of query heads."""
         numbers = (heads, WARPS), jnp.float32
-        return {
+        new = {
             "queries": ((2, heads, head_dim // 2), jnp.bfloat16),
             "scores": ((heads,), jnp.float32),
             "value": ((head_dim,), jnp.bfloat16),
+        }
+        return ({} if cached else new) | {
             "totals": ((HEADS, WARPS, head_dim), jnp.float32),
             "weights": numbers,
             "largest": numbers,
@@ -404,6 +432,11 @@ class _Shared:
             threads.load(ref.at[heads], layout.reduce(2)) for ref in (self.largest, self.weights)
         )
         totals = threads.load(self.totals.at[pl.ds(inside, count)], layout)
+        if self.scores is None:
+            top = jnp.max(largest, axis=1)
+            factors = jnp.exp2(largest - lax.broadcast_in_dim(top, largest.shape, (0,)))
+            total = jnp.sum(_over(factors, head_dim) * totals, axis=1)
+            return total, jnp.sum(factors * weights, axis=1), top
         score = threads.load(self.scores.at[heads], layout.reduce((1, 2)))
         value = threads.load(self.value, layout.reduce((0, 1))).astype(jnp.float32)
         top = jnp.maximum(jnp.max(largest, axis=1), score)
@@ -430,7 +463,7 @@ def _heads_layout(count: int, head_dim: int) -> Layout:
     )
 
 
-def _store(threads: Warpgroup, attended: Any, sums: tuple, place: tuple) -> None:
+def store_sums(threads: Warpgroup, attended: Any, sums: tuple, place: tuple) -> None:
     """Writes the sums of some query heads, or attention where a row has one part."""
     if isinstance(attended, AttentionParts):
         for ref, numbers in zip(attended, sums, strict=True):
@@ -447,25 +480,34 @@ def merge_parts(
     *,
     dtype: jnp.dtype,
     gates: jax.Array | None = None,
+    heads: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Adds up the parts of `attend`, and computes the LoRA shrink of the next product.
 
     Returns [M, N H] in a dtype, times the sigmoid of the gates [M, N H] if there are any, and
-    partials of its x A^T with A [R, N H], as in `norms.DeferredNorm`, or None without A.
+    partials of its x A^T with A [R, N H], as in `norms.DeferredNorm`, or None without A. The number
+    N of heads is that of the parts, unless these are [K, M, G].
     """
-    count, m, heads, head_dim = parts.sums.shape
+    count, m, head_dim = len(parts.sums), parts.sums.shape[-3], parts.sums.shape[-1]
+    heads = parts.sums.shape[2] if heads is None else heads
 
     def compute_tile(refs, tile):
+        def of_head(name, part):
+            if parts.sums.ndim == 4:
+                return refs[name].at[part, :, tile.index]
+            group = heads // parts.sums.shape[1]
+            return refs[name].at[part, lax.div(tile.index, group), :, lax.rem(tile.index, group)]
+
         numbers = [
-            [tile.load_rows(refs[name].at[part, :, tile.index]) for part in range(count)]
+            [tile.load_rows(of_head(name, part)) for part in range(count)]
             for name in ("largest", "weights")
         ]
         top = functools.reduce(jnp.maximum, numbers[0])
         factors = [jnp.exp2(largest - top) for largest in numbers[0]]
         weight = sum(factor * number for factor, number in zip(factors, numbers[1], strict=True))
         sums = [
-            tile.over_columns(factor / weight) * tile.load_head(refs["sums"].at[part])
+            tile.over_columns(factor / weight) * tile.load_head(of_head("sums", part))
             for part, factor in enumerate(factors)
         ]
         attended = functools.reduce(jnp.add, sums).astype(dtype)

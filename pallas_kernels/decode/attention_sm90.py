@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
-from pallas_kernels.decode.attention import AttentionInputs
+from pallas_kernels.decode.attention import AttentionInputs, AttentionParts
+from pallas_kernels.decode.attention_queries import Chunk, Queries, by_tokens
 from pallas_kernels.decode.row import QUERIES, halves_of, load_row, padded_group, projected
 from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
 from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy
@@ -30,6 +31,7 @@ HEAD_DIM = 128
 _HALVES = halves_of(HEAD_DIM)
 _TILE = 64  # cache positions in a tile
 _COPIED = 16  # cache positions in a copy: with fewer, less is read after a row's end
+_MOST_QUERIES = 64  # of a CTA with several tokens of a row
 _LOG2_E = 1.4426950408889634
 _EMPTY = float(jnp.finfo(jnp.float32).min)  # the score of a position that is not filled
 # Half of one head, which all warps have.
@@ -141,12 +143,14 @@ class _Tiles:
     stages: Any  # [stages, 64, H] in shared memory
     full: Any  # a barrier per stage that tells when its tile has arrived
     all_threads: Any  # a barrier for all threads of the CTA
-    length: Any  # cache position of the new token
+    length: Any  # cache position of the newest token
+    begin: Any = 0  # index of the first tile
+    end: Any = None  # index after the last tile; None for all up to that of the newest token
 
     @property
     def last(self) -> Any:
-        """Index of the tile with the new token."""
-        return lax.div(self.length, _TILE)
+        """Index of the last tile."""
+        return lax.div(self.length, _TILE) if self.end is None else self.end - 1
 
     def request(self, tile: Any) -> None:
         """Copies a tile to its stage, by TMA.
@@ -161,7 +165,7 @@ class _Tiles:
         @pl.loop(0, _TILE // _COPIED)
         def copy_positions(i):
             first = tile * _TILE + i * _COPIED
-            needed = (first <= self.length) | (tile < count)
+            needed = (first <= self.length) | (tile < self.begin + count)
 
             @pl.when(needed)
             def copy():
@@ -175,7 +179,8 @@ class _Tiles:
 
     def request_first(self, needed: Callable[[int], Any]) -> None:
         """Requests the tiles that are needed among those that the empty stages can hold."""
-        for tile in range(self.stages.shape[0]):
+        for i in range(self.stages.shape[0]):
+            tile = self.begin + i
             pl.when(needed(tile))(functools.partial(self.request, jnp.int32(tile)))
 
     def use(self, tile: Any, multiply: Callable[[Any], jax.Array]) -> jax.Array:
@@ -242,6 +247,129 @@ def _attend(
     for i in range(group):
         plgpu.copy_smem_to_gmem(shared.attended.at[i], attended.at[row, head * group + i])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def attend_queries(
+    inputs: Queries,
+    *,
+    count: int,
+    num_sms: int,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> AttentionParts:
+    """Does what `attention_queries.attend` does, where `supports_attention` of the cache."""
+    rows, kv_heads, total, _ = inputs.queries.shape
+    # All CTAs have as many queries.
+    most = max(x for x in range(QUERIES, _MOST_QUERIES + 1, QUERIES) if total % x == 0)
+    results, computed, chunks = inputs.parts(num_sms, most)
+    parts = len(results.sums)
+    # As in `attend`: a CTA that is alone on its SM has all of its memory.
+    stages = 4 if rows * chunks * kv_heads * parts <= num_sms else 1
+
+    def body(inputs, *results, **scratch):
+        place = tuple(map(lax.axis_index, ("row", "head", "part")))
+        threads = Warpgroup(place, interpret is not None)
+        _attend_chunk(threads, inputs, AttentionParts(*results), scratch, computed)
+
+    shared = _SharedMemory.types(_MOST_QUERIES, stages)._asdict()
+    shared.pop("attended")
+    stored = AttentionParts(
+        *(plgpu.SMEM((_MOST_QUERIES, *x.shape[3:]), jnp.float32) for x in results)
+    )
+    outs = plgpu.kernel(
+        body,
+        out_type=tuple(results),
+        scratch_types=shared | {"stored": stored, "queries_full": plgpu.Barrier()},
+        grid=(parts, kv_heads, rows * chunks),
+        grid_names=("part", "head", "row"),
+        kernel_name="attend_queries_sm90",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            approx_math=True,
+        ),
+        interpret=interpret,
+    )(inputs)
+    return by_tokens(AttentionParts(*outs), rows * count)
+
+
+def _attend_chunk(
+    threads: Warpgroup, inputs: Queries, attended: AttentionParts, scratch: dict, computed: int
+) -> None:
+    """What a CTA does for some queries of a row."""
+    _, head, part = threads.cta
+    queries_full, stored = (scratch.pop(name) for name in ("queries_full", "stored"))
+    shared = _SharedMemory(**scratch, attended=None)
+    own = Chunk.of(inputs, threads.cta, attended.sums.shape[0], computed)
+    bounds = own.newest, own.begin, own.end
+    keys, values = (
+        _Tiles(cache.at[own.row, head], stages, full, shared.all_threads, *bounds)
+        for cache, stages, full in (
+            (inputs.keys, shared.keys, shared.keys_full),
+            (inputs.values, shared.values, shared.values_full),
+        )
+    )
+    # What the other rows of the operand hold stays in their rows, which are not stored.
+    own_queries = shared.queries.at[pl.ds(0, computed)]
+    plgpu.copy_gmem_to_smem(inputs.queries.at[own.queries], own_queries, queries_full)
+    for tiles in (keys, values):
+        tiles.request_first(lambda tile: tile < own.end)
+    newest = inputs.newest.at[pl.ds(own.first, _MOST_QUERIES)]
+    newest = threads.load(newest, plgpu.Layout.WGMMA.reduce(1))
+    plgpu.barrier_wait(queries_full)
+    sums, weights, largest = _sum_tiles(keys, values, shared, newest)
+    results = AttentionParts(sums, jnp.sum(weights, axis=1), largest)
+    for ref, numbers in zip(stored, results, strict=True):
+        ref[...] = numbers
+    plgpu.commit_smem()
+    target = part, head, pl.ds(own.first, computed)
+    for ref, result in zip(stored, attended, strict=True):
+        plgpu.copy_smem_to_gmem(ref.at[pl.ds(0, computed)], result.at[target])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _sum_tiles(
+    keys: _Tiles, values: _Tiles, shared: _SharedMemory, newest: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """An online softmax of 64 queries over the tiles.
+
+    `newest`, int32 [64], are the last positions that queries see. Returns float32 sums of values
+    [64, H], weights [64, 64], which are still to be added up along the rows, and the largest scores
+    [64].
+    """
+    rows = len(newest)
+
+    def product(a, b):
+        def accumulate(acc):
+            plgpu.wgmma(acc, a, b)
+            plgpu.wgmma_wait(0)
+            return acc[...]
+
+        return pl.run_scoped(accumulate, plgpu.ACC((rows, b.shape[1]), jnp.float32))
+
+    def over_columns(numbers, columns):
+        return lax.broadcast_in_dim(numbers, (rows, columns), (0,))
+
+    def full(shape, value, layout):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    def add_tile(tile, carry):
+        total, weight, largest = carry
+        scores = keys.use(tile, lambda stage: product(shared.queries, stage.T))
+        position = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+        scores *= HEAD_DIM**-0.5 * _LOG2_E
+        # No number, where a part has no key of a query.
+        scores = jnp.where(tile * _TILE + position <= over_columns(newest, _TILE), scores, -jnp.inf)
+        top = jnp.maximum(largest, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - over_columns(top, _TILE))
+        keep = jnp.exp2(largest - top)
+        shared.weights[...] = weights.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        added = values.use(tile, lambda stage: product(shared.weights, stage))
+        total = over_columns(keep, HEAD_DIM) * total + added
+        return total, over_columns(keep, _TILE) * weight + weights, top
+
+    zeros = [full((rows, columns), 0.0, plgpu.Layout.WGMMA) for columns in (HEAD_DIM, _TILE)]
+    start = *zeros, full((rows,), _EMPTY, plgpu.Layout.WGMMA.reduce(1))
+    return lax.fori_loop(keys.begin, keys.end, add_tile, start)
 
 
 def _attend_to_tiles(keys: _Tiles, values: _Tiles, shared: _SharedMemory) -> jax.Array:

@@ -37,6 +37,15 @@ An adapted product needs x A^T. Every kernel in front of a product computes part
 for unsplit attention and the FP4 kernel. After these, the product computes x A^T itself, or the
 kernel `lora_shrink` runs before it where the tiling has no space for that.
 
+Where rows have several new tokens, attention is
+
+    attention  write_tokens,              none
+               attend_queries_sm90,       Hopper GPU, bfloat16 cache, heads of 128
+               or attend_queries,         none
+               merge_parts                none
+
+of which the last three also extend rows by longer texts (`attend_from`).
+
 Where several devices have a layer together, an all-reduce follows o_proj and down_proj.
 
 For Qwen2.5-7B on an H200 this gives:
@@ -62,6 +71,7 @@ needed, after `decode.supports_layer`.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -71,10 +81,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import fp4_matmul, matvec
-from pallas_kernels.decode import attention, delta, gated_attention, norms, self_test
+from pallas_kernels.decode import (
+    attention,
+    attention_queries,
+    delta,
+    gated_attention,
+    norms,
+    self_test,
+)
 from pallas_kernels.decode.attention import AttentionInputs
+from pallas_kernels.decode.attention_queries import Queries
 from pallas_kernels.decode.delta import DeltaInputs
 from pallas_kernels.decode.norms import DeferredNorm
+from pallas_kernels.decode.row import QUERIES
 from pallas_kernels.device import num_sms
 from pallas_kernels.experts import Gated, combine, mlp, route, takes_shared
 from pallas_kernels.experts.combine import ExpertSums
@@ -165,7 +184,10 @@ def decode_layer(
     kind: Kind = _PLAIN,
     axis: str | None = None,
 ) -> tuple[Residual, tuple[jax.Array, ...], jax.Array | None]:
-    """One transformer layer over one new token per row, where `decode.supports_layer`.
+    """One transformer layer over new tokens of rows, where `decode.supports_layer`.
+
+    A layer with plain attention may have up to `decode.MAX_TOKENS` tokens of each row,
+    M = R T, those of a row one after the other; else M = R.
 
     Args:
         layer: weights by name: 'qkv_proj' [(N + 2 K) H, D], 'o_proj' [D, N H], 'gate_up_proj'
@@ -177,9 +199,9 @@ def decode_layer(
             is there, 'shared_gate_up' [2 S, D], 'shared_down' [D, S] and 'shared_gate' [1, D].
         adapters: (A, B) of the projections that have an adapter, by the name of the projection.
         residual: bfloat16 [M, D] twice, the residual and what is still to be added to it.
-        kept: what rows keep of their tokens: cached keys and values [M, K, S, H], bfloat16 or
+        kept: what rows keep of their tokens: cached keys and values [R, K, S, H], bfloat16 or
             float8_e4m3fn; donated.
-        lengths: int32 [M], number of filled cache positions of each row, less than S.
+        lengths: int32 [R], number of filled cache positions of each row, less than S.
         angles: float32 [M, H/2] twice, cosines and sines of the rotation at the new positions.
         eps: epsilon of the norms.
         kind: what the layer is, besides its arrays.
@@ -384,6 +406,8 @@ def _attention(
     inputs: AttentionInputs, o: Projection, eps: float
 ) -> tuple[Activations, jax.Array, jax.Array]:
     """Attention, and the updated keys and values; the output projection reads the former."""
+    if len(inputs.qkv) > len(inputs.lengths):
+        return _attention_of_several(inputs, o, eps)
     options = {"eps": eps, "num_sms": num_sms()}
     # The Hopper kernel makes x A^T too: after attention in one part nothing is left to do.
     unsplit = (
@@ -404,6 +428,67 @@ def _attention(
         else:
             attended, keys, values = attention.attend_whole(inputs, **options)
         return Activations(attended), keys, values
+
+
+def _attention_of_several(
+    inputs: AttentionInputs, o: Projection, eps: float
+) -> tuple[Activations, jax.Array, jax.Array]:
+    """As `_attention`, for several new tokens of each row."""
+    with jax.named_scope("attention"):
+        written = attention_queries.write(inputs, eps=eps)
+        count = len(inputs.qkv) // len(inputs.lengths)
+        merged = _attend_queries(written, count, inputs.num_heads, o.a)
+        return Activations(*merged), written.keys, written.values
+
+
+def _attend_queries(
+    inputs: Queries, count: int, num_heads: int, a: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attention of some tokens of each row [M, N H], and partials of x A^T or None."""
+    attend = attention_queries.attend
+    if supports_sm90_attention(inputs.keys, num_heads) and _sm90_queries_agree():
+        from pallas_kernels.decode import attention_sm90
+
+        attend = attention_sm90.attend_queries
+    parts = attend(inputs, count=count, num_sms=num_sms())
+    return attention.merge_parts(parts, a, dtype=inputs.queries.dtype, heads=num_heads)
+
+
+def attend_from(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    rows: jax.Array | None,
+) -> jax.Array:
+    """Attention of tokens to a live cache that has their keys, where `decode.supports_layer`.
+
+    Args:
+        queries: bfloat16 [R, T, N, H], rotated.
+        keys: [B, K, S, H] cached keys.
+        values: [B, K, S, H] cached values.
+        positions: int32 [R, T] cache positions of the tokens, ascending, and S for padding after
+            them. A token sees the positions up to its own; results of padding are undefined.
+        rows: int32 [R], the row of the cache, B for one that is not there; None for all in order.
+
+    Returns:
+        bfloat16 [R, T, N, H].
+    """
+    (count, tokens, heads, head_dim), kv_heads = queries.shape, keys.shape[1]
+    group = heads // kv_heads
+    multiple = QUERIES // math.gcd(tokens, QUERIES)
+    padding = -group % multiple
+    grouped = queries.reshape(count, tokens, kv_heads, group, head_dim).swapaxes(1, 2)
+    grouped = jnp.pad(grouped, (*[(0, 0)] * 3, (0, padding), (0, 0)))
+    newest = jax.lax.cummax(jnp.where(positions < keys.shape[2], positions, 0), axis=1)
+    inputs = Queries.of(
+        grouped.reshape(count, kv_heads, -1, head_dim),
+        newest,
+        None if rows is None else jnp.minimum(rows, len(keys) - 1),
+        keys,
+        values,
+    )
+    return _attend_queries(inputs, tokens, heads, None)[0].reshape(queries.shape)
 
 
 def _gated_attention(
@@ -474,6 +559,18 @@ def _sm90_attention_agrees() -> bool:
         return self_test.relative_error(attention_sm90.attend)
 
     return _agrees("attention without the kernel for Hopper GPUs", relative_error)
+
+
+@functools.cache
+def _sm90_queries_agree() -> bool:
+    """Whether `attention_sm90.attend_queries` loads and agrees with the definition."""
+
+    def relative_error():
+        from pallas_kernels.decode import attention_sm90
+
+        return self_test.queries_error(attention_sm90.attend_queries)
+
+    return _agrees("attention of several tokens without the kernel for Hopper GPUs", relative_error)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_kernels.decode import HEAD_OF_STATE, delta, norms
 from pallas_kernels.decode.attention import AttentionInputs
+from pallas_kernels.decode.attention_queries import Queries
 from pallas_kernels.decode.delta import DeltaInputs
 from pallas_kernels.experts import combine, route
 from pallas_kernels.experts.combine import ExpertSums
@@ -55,6 +56,34 @@ def relative_error(attend: Callable, *, head_dim: int = 128) -> float:
         weights = np.exp(queries @ filled_keys.transpose(0, 2, 1) / head_dim**0.5)
         expected[row] = weights / weights.sum(axis=-1, keepdims=True) @ filled_values
     return _largest((attended, new_keys, new_values), (expected.reshape(m, -1), *caches))
+
+
+def queries_error(attend: Callable) -> float:
+    """The largest relative error of attention of several tokens, in parts that are not full.
+
+    `attend` is `attention_sm90.attend_queries`, which uses an API of jax that may change.
+    """
+    rows, kv_heads, group, count, positions, head_dim = 2, 1, 3, 8, 200, 128
+    rng = np.random.default_rng(0)
+    shapes = (count * group, head_dim), *[(positions, head_dim)] * 2
+    queries, keys, values = (
+        rng.standard_normal((rows, kv_heads, *shape)).astype(jnp.bfloat16) for shape in shapes
+    )
+    newest = np.array([[positions - 3], [126]], np.int32) + np.arange(count, dtype=np.int32)
+
+    def run(queries, newest, keys, values):
+        inputs = Queries.of(queries, newest, jnp.arange(rows)[::-1], keys[::-1], values[::-1])
+        return attend(inputs, count=count, num_sms=4)
+
+    parts = _run(run, queries, newest, keys, values)
+    sums, weights, largest = (np.asarray(x, np.float64) for x in parts)
+    factors = np.exp2(largest - largest.max(axis=0))
+    found = (factors[..., None] * sums).sum(axis=0) / (factors * weights).sum(axis=0)[..., None]
+    found = found.reshape(kv_heads, rows, -1, head_dim).swapaxes(0, 1)
+    q, k, v = (x.astype(np.float64) for x in (queries, keys, values))
+    seen = np.arange(positions) <= np.repeat(newest, group, axis=1)[:, None, :, None]
+    weights = np.exp(q @ k.swapaxes(2, 3) / head_dim**0.5) * seen
+    return _largest((found,), (weights / weights.sum(axis=-1, keepdims=True) @ v,))
 
 
 def routing_error(*, interpret: bool = False) -> float:

@@ -84,8 +84,8 @@ class Tile:
         return lax.broadcast_in_dim(numbers, (self.rows.size, self.width), (1,))
 
     def load_head(self, ref: Any) -> jax.Array:
-        """Loads the tile of an array [M, K / width, width]."""
-        return self.threads.load(ref.at[self.rows, self.index], self.layout)
+        """Loads the rows of an array [M, width]."""
+        return self.threads.load(ref.at[self.rows], self.layout)
 
     def load_rows(self, ref: Any) -> jax.Array:
         """Loads the rows of a vector."""

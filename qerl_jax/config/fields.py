@@ -448,6 +448,15 @@ FIELDS: tuple[Section | Field, ...] = (
         resume="memory",
     ),
     Field(
+        "rollout.drafts",
+        "auto",
+        "Speculative decoding whose tokens are those without it: guesses of a row's next tokens, "
+        "from what its group has written, are checked in one decode step. 'auto': on a GPU in "
+        "bfloat16, for models whose layers all have attention and a dense MLP.",
+        choices=("auto", "on", "off"),
+        resume="memory",
+    ),
+    Field(
         "rollout.dequantize",
         "auto",
         "Used where no kernel reads the packed weights. 'once' dequantizes the weights once per "

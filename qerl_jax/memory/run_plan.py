@@ -31,14 +31,17 @@ from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.shapes import (
     block_bytes,
     cache_dtype,
+    draft_bytes,
     extend_bytes,
     fit_rows,
+    history_bytes,
     kept_bytes,
     logits_bytes,
     moved_bytes,
     prefill_bytes,
     row_positions,
     state_bytes,
+    uses_drafts,
 )
 
 # Part of the pool that a plan fills: the pool needs its free memory in one piece.
@@ -296,17 +299,22 @@ def _plan_rollout(
     """`plan_rollout` of a run."""
     most = longest.num_prompts * longest.group_size
     dequantize, dense_copy = _dequantize(config, model, device, min(max_rows or most, most))
+    compute = jnp.dtype(config.model.dtype)
     engine = EngineConfig(
+        drafts=config.rollout.get("drafts", "auto"),  # Runs of earlier versions lack it.
         max_rows=max_rows,
         kv_cache_bytes=config.rollout.kv_cache_bytes,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         dequantize=dequantize,
     )
+    # Of a card that is not there.
+    drafts = uses_drafts(engine, model, compute, on_gpu=device.pool is not None)
+    engine = dataclasses.replace(engine, drafts="on" if drafts else "off")
     return plan_rollout(
         model,
         engine,
         longest,
-        compute=jnp.dtype(config.model.dtype),
+        compute=compute,
         turns=turn_config(config),
         copies=(policy_copy, dense_copy),
         free=free,
@@ -362,6 +370,8 @@ def plan_rollout(
         shared=engine.shared_tokens > 0,
     )
     row, all_rows = kept_bytes(model, positions, dtype), num_prompts * longest.group_size
+    if uses_drafts(engine, model, compute):
+        row += history_bytes(positions)
     sizes_of_rows = {
         "rows": max(1, rows),
         "reply_tokens": turns.longest_reply if turns else 0,
@@ -369,7 +379,9 @@ def plan_rollout(
         "compute": compute,
     }
     moving = moved_bytes(model, dtype=dtype, **sizes_of_rows)
-    decoding = max(moving, max(1, rows) * logits_bytes(model), block_bytes(model, compute))
+    sampling = max(1, rows) * logits_bytes(model)
+    sampling += draft_bytes(model, engine, rows=max(1, rows), compute=compute)
+    decoding = max(moving, sampling, block_bytes(model, compute))
     waiting = all_rows - rows
     if waiting:
         decoding += prefill * (

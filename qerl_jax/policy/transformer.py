@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from pallas_kernels import device, fp4_matmul
+from pallas_kernels import decode, device, fp4_matmul
 from pallas_kernels.attention import Segments
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.collectives import TENSOR, embed, enter_shards, whole_vocabulary
@@ -285,18 +285,56 @@ def extend(
         float32 logits [N, V] after the last token of each row, the cache with the tokens, and the
         experts that the tokens were routed to, int32 [L, N, T, k] or None.
     """
-    angles = rotary_angles(new.positions, config)
-    x, layers, routes = embed(params["embed_tokens"], tokens, config), [], []
-    parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
-    for (kind, layer), adapters, kept in parts:
-        arrays = layer, adapters, kept, x, new, angles
-        x, kept, chosen = _extend_layer(*arrays, kind=kind, config=config)
-        layers.append(kept)
-        routes.append(chosen)
+    x, cache, routes = _extended(params, lora_layers, tokens, new, cache, config=config)
     x = jnp.take_along_axis(x, new.last[:, None, None], axis=1)[:, 0]
     x = logits(params, rms_norm(x, params["norm"], config.norm_eps))
-    cache = Cache(layers=layers, lengths=cache.lengths)
     return whole_vocabulary(x, config), cache, _stacked(routes)
+
+
+def decode_positions(
+    params: dict,
+    lora_layers: list[dict],
+    tokens: jax.Array,
+    cache: Cache,
+    *,
+    config: ModelConfig,
+) -> tuple[jax.Array, Cache, jax.Array | None]:
+    """Computes what follows each of several new tokens of every row.
+
+    A row's tokens see each other in order, and which of them stay is decided afterwards: the
+    lengths of the cache stay as they are. All mixers must rewind.
+
+    Args:
+        params: the frozen policy.
+        lora_layers: the policy's adapter as `lora.fuse` returns it.
+        tokens: int32 [B, T] tokens at the first T positions that are not filled. Those after the
+            last position of the cache are not kept, and their logits are undefined.
+        cache: what the rows keep. A row of length 0 has ended, or waits: it keeps the first token.
+        config: the architecture.
+
+    Returns:
+        float32 logits [B, T, V] after each token, the cache with the tokens, and the experts that
+        the tokens were routed to, int32 [L, B, T, k] or None.
+    """
+    count, lengths = tokens.shape[1], cache.lengths[:, None]
+    offsets = jnp.arange(count)
+    written = (lengths > 0) | (offsets == 0)
+    positions = jnp.where(written, lengths + offsets, jnp.iinfo(jnp.int32).max)
+    if not _is_fused(config, params["embed_tokens"].dtype, cache, count):
+        new = NewTokens(positions, jnp.full(len(tokens), count - 1))
+        x, cache, routes = _extended(params, lora_layers, tokens, new, cache, config=config)
+        x = logits(params, rms_norm(x, params["norm"], config.norm_eps))
+        return whole_vocabulary(x, config), cache, _stacked(routes)
+    angles = rotary_angles(positions.reshape(-1, 1), config)
+    x = embed(params["embed_tokens"], tokens.reshape(-1), config)
+    x, layers, routes = _fused_layers(params, lora_layers, x, cache, angles, config=config)
+    x = jnp.pad(x, ((0, max(0, 16 - len(x))), (0, 0)))  # as in `decode_step`
+    x = logits(params, rms_norm(x, params["norm"], config.norm_eps))
+    x = whole_vocabulary(x[: tokens.size], config).reshape(*tokens.shape, -1)
+    routes = _stacked(routes)
+    if routes is not None:
+        routes = routes.reshape(len(routes), *tokens.shape, -1)
+    return x, Cache(layers=layers, lengths=cache.lengths), routes
 
 
 def layer_with_inputs(
@@ -413,6 +451,19 @@ def _run_layers(params, lora, tokens, lengths, *, config):
     return x, layers, _stacked(routes)
 
 
+def _extended(params, lora_layers, tokens, new, cache, *, config):
+    """Returns new tokens [N, T, D] after the layers, the cache, and the routes of each layer."""
+    angles = rotary_angles(new.positions, config)
+    x, layers, routes = embed(params["embed_tokens"], tokens, config), [], []
+    parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
+    for (kind, layer), adapters, kept in parts:
+        arrays = layer, adapters, kept, x, new, angles
+        x, kept, chosen = _extend_layer(*arrays, kind=kind, config=config)
+        layers.append(kept)
+        routes.append(chosen)
+    return x, Cache(layers=layers, lengths=cache.lengths), routes
+
+
 def _stacked(routes):
     """The routes of the layers [L, ...], or None for a model without experts."""
     return None if any(chosen is None for chosen in routes) else jnp.stack(routes)
@@ -453,10 +504,14 @@ def _add(kind, own, x, mixed, routes=None):
     return x + added, routes
 
 
-def _is_fused(config, dtype, cache):
-    """Whether the kernels of `pallas_kernels.decode` compute all layers of a decode step."""
+def _is_fused(config, dtype, cache, count=1):
+    """Whether the kernels of `pallas_kernels.decode` compute all layers of a decode step.
+
+    Of several tokens of a row they compute plain attention alone, and no more than eight.
+    """
+    several = {"attention"} if 1 < count <= decode.MAX_TOKENS else set()
     return all(
-        kind.mixer.fuses(config, dtype, kept)
+        (mixer := kind.mixer.fuses(config, dtype, kept)) and (count == 1 or mixer in several)
         for kind, kept in zip(kinds.layers_of(config), cache.layers, strict=True)
     )
 

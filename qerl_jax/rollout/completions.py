@@ -75,6 +75,8 @@ class Completions:
         ended: bool [B], whether a completion has ended.
         tokens: number of sampled tokens.
         turns: number of turns with a sampled token.
+        drafted: number of tokens that were drafted.
+        accepted: number of sampled tokens that came from a draft.
         pad_id: the token id that fills up rows.
         temperature: the number that the logits are divided by.
     """
@@ -114,7 +116,7 @@ class Completions:
             self.rollout.routes[:] = [routed.empty_routes(width) for _ in range(rows)]
         self._prompt_routes: dict[int, np.ndarray] = {}  # by group
         self.ended = np.zeros(rows, bool)
-        self.tokens = self.turns = 0
+        self.tokens = self.turns = self.drafted = self.accepted = 0
 
     def append(self, rows: Sequence[Row], indices: np.ndarray, samples: Samples) -> dict[Row, bool]:
         """Appends samples [R, steps] to rows [N], up to the ends of their turns.
@@ -126,10 +128,13 @@ class Completions:
         numbers = array_of(rows, "number")
         starts = rollout.lengths[numbers]
         most = array_of(rows, "limit") - starts
-        ends = np.isin(tokens, self._eos_ids) & (np.arange(tokens.shape[1]) < most[:, None])
+        available = np.full(len(rows), tokens.shape[1])
+        if samples.taken is not None:
+            available = np.asarray(samples.taken)[indices].sum(axis=1)
+        counts = np.minimum(available, most)
+        ends = np.isin(tokens, self._eos_ids) & (np.arange(tokens.shape[1]) < counts[:, None])
         complete = ends.any(axis=1)
-        counts = np.where(complete, ends.argmax(axis=1) + 1, tokens.shape[1])
-        counts = np.minimum(counts, most)
+        counts = np.where(complete, ends.argmax(axis=1) + 1, counts)
         for i, row in enumerate(rows) if self._stops else ():
             context = rollout.tokens[row.number, row.start : starts[i]]
             for stop, decode in self._stops:
@@ -149,8 +154,17 @@ class Completions:
         rollout.lengths[numbers] = starts + counts
         self.tokens += int(counts.sum())
         self.turns += int((starts == array_of(rows, "start")).sum())
+        if samples.taken is not None:
+            self._count_drafts(np.asarray(samples.taken)[indices], counts, tokens.shape[1])
         ended = np.flatnonzero(complete | (counts == most))
         return {rows[i]: bool(complete[i]) for i in ended.tolist()}
+
+    def _count_drafts(self, taken: np.ndarray, counts: np.ndarray, positions: int) -> None:
+        """Counts the guesses for the kept samples [N], given those taken [N, steps] of a chunk."""
+        before = np.cumsum(taken, axis=1) - taken
+        row_steps = int(((taken > 0) & (before < counts[:, None])).sum())
+        self.drafted += row_steps * (positions // taken.shape[1] - 1)
+        self.accepted += int(counts.sum()) - row_steps
 
     def _append_routes(
         self, rows: Sequence[Row], routes: np.ndarray, steps: int, counts: np.ndarray

@@ -157,6 +157,9 @@ class EngineConfig:
             the same programs; 0 is the number of prompts of each rollout.
         prefill_prompts: largest number of prompts in one prefill; 0 is as many as the memory holds.
         records_routes: whether a rollout of a mixture of experts has the experts of its tokens.
+        drafts: 'on' samples several tokens of a row in a step, as far as they were guessed, see
+            `drafts`; 'off' does not, and 'auto' does so where it pays: on a GPU, for a policy whose
+            layers all have attention and a dense MLP.
         compact: 'often' moves the rows to a smaller batch whenever a fifth to a third of them have
             ended; 'once' does so only when a quarter is left, so that few programs are compiled.
 
@@ -174,6 +177,7 @@ class EngineConfig:
     num_prompts: int = 0
     prefill_prompts: int = 0
     records_routes: bool = False
+    drafts: str = "auto"
     compact: str = "often"
 
     def __post_init__(self) -> None:
@@ -187,6 +191,7 @@ class EngineConfig:
             shared_tokens=(self.shared_tokens >= 0, "at least 0"),
             num_prompts=(self.num_prompts >= 0, "at least 0"),
             prefill_prompts=(self.prefill_prompts >= 0, "at least 0"),
+            drafts=(self.drafts in ("auto", "on", "off"), "'auto', 'on' or 'off'"),
             compact=(self.compact in ("often", "once"), "'often' or 'once'"),
         )
 

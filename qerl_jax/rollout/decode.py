@@ -22,6 +22,7 @@ from qerl_jax.policy.layers.part import Kept, NewTokens
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.sharding import head_sharding
 from qerl_jax.policy.transformer import Cache
+from qerl_jax.rollout import drafts
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer, TurnConfig
 from qerl_jax.rollout.sampling import row_keys, sample
 
@@ -91,6 +92,9 @@ class DecodeState:
     # int32 [B], number of sampled tokens at which the row's turn is cut off: a state cannot go back
     # to it. None where all rows have one turn.
     limits: jax.Array | None = None
+    # int32 [N, G, 8 + S], the tokens of rows so far, from which drafts are made, see `drafts`. None
+    # without drafts.
+    history: jax.Array | None = None
 
 
 @struct.dataclass
@@ -109,6 +113,9 @@ class CacheRows(NamedTuple):
     # bool [R]; the turn of a row that is not active has ended, which only the host sees of a stop
     # string.
     active: jax.Array | np.ndarray
+    # int32 [R], where the history has the tokens of each row, see `drafts.begin`; None without
+    # drafts.
+    places: jax.Array | np.ndarray | None = None
 
 
 class NextTurns(NamedTuple):
@@ -128,12 +135,16 @@ class Samples:
     Values past the end of a row are undefined. The routes [R, W, L, k] are the experts of the token
     before each sample, in the columns at the end. In the W - steps columns before them, those of a
     turn that an environment began have the routes before what it wrote.
+
+    With drafts the samples that a row took follow each other, and `taken`, int32 [R, steps], has
+    how many it took in each step: at least one before the row's turn has ended, 0 after that.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
     entropies: jax.Array
     routes: jax.Array | None = None
+    taken: jax.Array | None = None
 
 
 def empty_state(
@@ -144,6 +155,7 @@ def empty_state(
     dtype: jnp.dtype,
     sharding: jax.sharding.Sharding | None = None,
     has_turns: bool = False,
+    histories: tuple[int, int] | None = None,
 ) -> DecodeState:
     """Returns a state in which all slots are empty.
 
@@ -156,6 +168,8 @@ def empty_state(
             are cut. They are committed to it, as the results of the programs are: committed and
             uncommitted arrays would compile to two programs.
         has_turns: whether rows talk to environments.
+        histories: numbers of groups and of their rows whose tokens are kept for drafts; None
+            without drafts.
     """
     device, shards = head_sharding(sharding), model_config.shards
 
@@ -171,6 +185,7 @@ def empty_state(
         last=jnp.zeros(slots, jnp.int32, device=sharding),
         ended=jnp.ones(slots, bool, device=sharding),
         limits=jnp.zeros(slots, jnp.int32, device=sharding) if has_turns else None,
+        history=histories and drafts.empty_history(*histories, cache_positions, sharding),
     )
 
 
@@ -269,6 +284,7 @@ def insert_rows(
         last=put(state.last, samples.tokens),
         ended=put(state.ended, config.turn_limit == 1 or _ends(samples.tokens, config)),
         limits=None if state.limits is None else put(state.limits, config.turn_limit),
+        history=state.history,
     )
     if prefilled.routes is not None:
         last = prefilled.routes[sources, cache.lengths[sources] - 1]
@@ -320,7 +336,7 @@ def decode_chunk(
     Returns:
         The state, and the samples [R, steps].
     """
-    slots, active = cache_rows
+    slots, active, _ = cache_rows
     rows = state.rows[slots]
     limits = config.sampling.max_new_tokens if state.limits is None else state.limits[slots]
 
@@ -340,6 +356,9 @@ def decode_chunk(
     cache = Cache(layers=state.layers, lengths=state.lengths[slots])
     carry = _without_keys(cache, ended), state.counts[slots], state.last[slots], ended
     (cache, counts, last, ended), samples = jax.lax.scan(step, carry, length=steps)
+    if state.history is not None:
+        history = _with_chunk(state, cache_rows, samples.tokens.T, limits, config)
+        state = dataclasses.replace(state, history=history)
     state = dataclasses.replace(
         state,
         layers=cache.layers,
@@ -349,6 +368,94 @@ def decode_chunk(
         ended=state.ended.at[slots].set(ended),
     )
     return state, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), samples)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "steps", "positions"),
+    donate_argnames="state",
+    compiler_options=UNTUNED,
+)
+def draft_chunk(
+    key: jax.Array,
+    params: dict,
+    lora_layers: list[dict],
+    state: DecodeState,
+    cache_rows: CacheRows,
+    temperature: jax.Array,
+    *,
+    config: DecodeConfig,
+    steps: int,
+    positions: int,
+) -> tuple[DecodeState, Samples]:
+    """Samples up to T tokens for every cache row in each step, as far as a draft was right.
+
+    The tokens are those of `decode_chunk`. All layers must rewind.
+
+    Args:
+        key: as the arguments below, as in `decode_chunk`.
+        params: the policy.
+        lora_layers: result of `fuse_adapter`.
+        state: the batch with a history; donated.
+        cache_rows: slot, activity and place in the history of each cache row.
+        temperature: float32 scalar that the logits are divided by.
+        config: static arguments.
+        steps: number of decode steps.
+        positions: T, number of tokens that a step checks: the newest one and the draft.
+
+    Returns:
+        The state, and the samples [R, steps T], those that a row took at the beginning.
+    """
+    slots, active, places = cache_rows
+    assert places is not None
+    assert state.history is not None
+    rows, spread = state.rows[slots], jnp.arange(positions)
+    limits = config.sampling.max_new_tokens if state.limits is None else state.limits[slots]
+
+    def step(carry, _):
+        lengths, layers, counts, last, ended, history = carry
+        draft = drafts.guess(history, places, lengths, positions - 1)
+        tokens = jnp.concatenate([last[:, None], jnp.maximum(draft, 0)], axis=1)
+        cache = Cache(layers=layers, lengths=lengths)
+        logits, cache, routes = transformer.decode_positions(
+            params, lora_layers, tokens, cache, config=config.model
+        )
+        flat = logits.reshape(-1, logits.shape[-1]), jnp.repeat(rows, positions)
+        numbers = (counts[:, None] + spread).reshape(-1)
+        samples = _sample(key, *flat, numbers, temperature, config)
+        samples = jax.tree.map(lambda x: x.reshape(tokens.shape), samples)
+        if config.records_routes:
+            samples = dataclasses.replace(samples, routes=_recorded(routes, config.model))
+        taken, last, ended = _accept(samples.tokens, draft, counts, limits, last, ended, config)
+        history = drafts.record(history, places, lengths + 1, samples.tokens, taken)
+        lengths, counts = lengths + taken, counts + taken
+        carry = jnp.where(ended, 0, lengths), cache.layers, counts, last, ended, history
+        return carry, (samples, taken)
+
+    ended = state.ended[slots] | ~active
+    lengths, counts, last = state.lengths[slots], state.counts[slots], state.last[slots]
+    # The first token of a turn comes from a prefill.
+    history = drafts.record(state.history, places, lengths, last[:, None], ~ended)
+    carry = jnp.where(ended, 0, lengths), state.layers, counts, last, ended, history
+    carry, (samples, taken) = jax.lax.scan(step, carry, length=steps)
+    lengths, layers, counts, last, ended, history = carry
+    state = dataclasses.replace(
+        state,
+        layers=layers,
+        lengths=state.lengths.at[slots].set(lengths),
+        counts=state.counts.at[slots].set(counts),
+        last=state.last.at[slots].set(last),
+        ended=state.ended.at[slots].set(ended),
+        history=history,
+    )
+    starts = (jnp.cumsum(taken, axis=0) - taken)[..., None]
+    columns = jnp.where(spread < taken[..., None], starts + spread, steps * positions)
+
+    def in_order(x):
+        whole = jnp.zeros((len(rows), steps * positions, *x.shape[3:]), x.dtype)
+        return whole.at[jnp.arange(len(rows))[:, None], columns].set(x, mode="drop")
+
+    return state, dataclasses.replace(jax.tree.map(in_order, samples), taken=taken.T)
 
 
 @functools.partial(
@@ -454,6 +561,9 @@ def row_shape(x: jax.Array) -> RowShape:
     return x.shape[1:], x.dtype
 
 
+begin_rows = jax.jit(drafts.begin, donate_argnames="history")
+
+
 @jax.jit
 def gather_rows(x: jax.Array, indices: jax.Array | np.ndarray) -> jax.Array:
     """Returns N rows of an array [R, ...] by their int32 [N] indices."""
@@ -481,6 +591,35 @@ def _sample(key, logits, rows, positions, temperature, config) -> Samples:
 
 def _ends(tokens, config):
     return jnp.isin(tokens, jnp.array(config.eos_ids, jnp.int32))
+
+
+def _accept(tokens, draft, counts, limits, last, ended, config):
+    """How many of the samples [R, T] each row takes, its newest token, and whether it has ended.
+
+    It takes one after the other as long as the draft [R, T - 1] was right and nothing ends it.
+    """
+    ends, takes, taken = _ends(tokens, config), ~ended, jnp.zeros_like(counts)
+    for number in range(tokens.shape[1]):
+        if number:
+            takes &= ~ended & (tokens[:, number - 1] == draft[:, number - 1])
+        taken += takes
+        last = jnp.where(takes, tokens[:, number], last)
+        ended |= takes & (ends[:, number] | (counts + taken >= limits))
+    return taken, last, ended
+
+
+def _with_chunk(state, cache_rows, tokens, limits, config):
+    """The history after a chunk without drafts, with the newest tokens of before and its own."""
+    slots, active, places = cache_rows
+    going, numbers = ~state.ended[slots] & active, jnp.arange(1, tokens.shape[1] + 1)
+    ends = _ends(tokens, config) | (
+        state.counts[slots][:, None] + numbers >= jnp.asarray(limits)[..., None]
+    )
+    count = tokens.shape[1] - jnp.sum(jnp.cumsum(ends, axis=1) - ends > 0, axis=1)
+    tokens = jnp.concatenate([state.last[slots][:, None], tokens], axis=1)
+    return drafts.record(
+        state.history, places, state.lengths[slots], tokens, jnp.where(going, 1 + count, 0)
+    )
 
 
 def _without_keys(cache, ended):

@@ -65,6 +65,7 @@ def operations(
     rows = shapes.batch_sizes[0]
     dense_weights = None if config.dequantize == "step" else dequantization(params, rows=rows)
     cache = rows, shapes.cache_positions, dtype
+    histories = shapes.histories or ()
     # A run samples with a head in 4 bits and evaluates without: the same keys, other programs.
     structure = digest((params, lora))
     table: dict[Any, Operation] = {}
@@ -111,7 +112,7 @@ def operations(
             *(key, state(shapes.batch_sizes[0]), on_devices(result(("prefill", widest)))),
             *(_int32(count), _int32(count), _int32(count), np.float32(1)),
         ),
-        others=(*cache, num_prompts, widest, str(key.dtype)),
+        others=(*cache, num_prompts, widest, str(key.dtype), *histories),
         of_any_policy=True,
     )
     if not steps:
@@ -123,21 +124,56 @@ def operations(
         {"model_config": model, "dtype": compute},
         lambda: (lora,),
     )
+
+    def chunk(rows: int) -> tuple:
+        arguments = key, dense(), on_devices(result("fuse_adapter")), state(rows)
+        return *arguments, _cache_rows(rows, shapes), np.float32(1)
+
     add(
         "decode",
         [(rows,) for rows in shapes.batch_sizes],
         functions.decode_chunk,
         {"config": config, "steps": steps},
-        lambda rows: (
-            *(key, dense(), on_devices(result("fuse_adapter")), state(rows)),
-            decode.CacheRows(_int32(rows), np.zeros(rows, bool)),
-            np.float32(1),
-        ),
-        others=cache,
+        chunk,
+        others=cache + histories,
     )
+    if shapes.histories:
+        _add_drafts(add, functions, shapes, config, chunk, state)
     _add_compactions(add, functions.gather_rows, shapes, model, state)
     _add_extensions(add, shapes, config, key, dense, state, result, on_devices)
     return table
+
+
+def _add_drafts(
+    add: Callable[..., None],
+    functions: Any,
+    shapes: RolloutShapes,
+    config: DecodeConfig,
+    chunk: Callable[[int], tuple],
+    state: Callable[[int], decode.DecodeState],
+) -> None:
+    """Adds the chunks with drafts, and what brings the tokens of rows to the device."""
+    own = shapes.cache_positions, *(shapes.histories or ())
+    for size in shapes.drafts:
+        add(
+            "draft",
+            [size],
+            functions.draft_chunk,
+            {"config": config, "steps": shapes.draft_steps, "positions": size[1]},
+            lambda rows, _: chunk(rows),
+            others=(shapes.batch_sizes[0], shapes.dtype, *own),
+        )
+    widths = [(count, shapes.prompt_widths[-1]) for count in shapes.insert_sizes]
+    widths += [(count, shapes.cache_positions) for count in dict(shapes.extensions)]
+    add(
+        "begin",
+        list(dict.fromkeys(widths)),
+        functions.begin_rows,
+        {},
+        lambda count, width: (state(1).history, _int32(count), _int32(count, width)),
+        others=own,
+        of_any_policy=True,
+    )
 
 
 def compactions(shapes: Sequence[decode.RowShape]) -> list[str]:
@@ -167,7 +203,7 @@ def _add_compactions(
     for name in dict.fromkeys(names):
         add(
             name,
-            itertools.pairwise(shapes.batch_sizes),
+            itertools.pairwise(shapes.all_batches),
             gather_rows,
             {},
             functools.partial(arguments, names.index(name)),
@@ -237,7 +273,7 @@ def _add_extensions(
             decode.NextTurns(*(_int32(count) for _ in range(5))),
             np.float32(1),
         ),
-        others=(rows, str(key.dtype)),
+        others=(rows, str(key.dtype), *(shapes.histories or ())),
         of_any_policy=True,
     )
 
@@ -258,11 +294,17 @@ def _state_shapes(rows: int, shapes: RolloutShapes, config: DecodeConfig) -> dec
                 model_config=config.model,
                 dtype=shapes.dtype,
                 has_turns=config.turn_limit is not None,
+                histories=shapes.histories,
             )
         )
         for size in (shapes.batch_sizes[0], rows)
     )
     return dataclasses.replace(full, layers=part.layers)
+
+
+def _cache_rows(rows: int, shapes: RolloutShapes) -> decode.CacheRows:
+    places = _int32(rows) if shapes.histories else None
+    return decode.CacheRows(_int32(rows), np.zeros(rows, bool), places)
 
 
 def _int32(*shape: int) -> np.ndarray:

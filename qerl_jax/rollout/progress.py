@@ -18,6 +18,8 @@ class Statistics:
     live: int  # row-steps that sampled a token of a completion
     idle: int = 0  # row-steps of slots whose rows waited for an environment
     waiting_seconds: float = 0.0  # time in which the device waited for environments
+    drafted: int = 0  # tokens that were drafted in live row-steps
+    accepted: int = 0  # tokens of completions that came from a draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,3 +61,20 @@ def live_fraction(work: Sequence[Statistics]) -> float:
     """Returns the fraction of all decoded row-steps that are live; 1 where none was decoded."""
     decoded = sum(statistics.decoded for statistics in work)
     return sum(statistics.live for statistics in work) / decoded if decoded else 1.0
+
+
+def draft_metrics(work: Sequence[Statistics]) -> dict[str, float]:
+    """Returns what drafts brought; nothing where no token was drafted.
+
+    These are the tokens that a live row gained in a decode step, its own one included, and the
+    share of the drafted tokens that were accepted.
+    """
+    drafted = sum(statistics.drafted for statistics in work)
+    if not drafted:
+        return {}
+    accepted = sum(statistics.accepted for statistics in work)
+    live = sum(statistics.live for statistics in work)
+    return {
+        "rollout_tokens_per_row_step": (live + accepted) / live,
+        "rollout_draft_acceptance": accepted / drafted,
+    }

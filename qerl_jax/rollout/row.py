@@ -40,7 +40,7 @@ class Row:
     kept: list[jax.Array] | None = None  # these in memory of the host, if it has lost its slot
     start: int = 0  # length of the completion at which its turn began
     limit: int = 0  # length of the completion at which its turn is cut off
-    scheduled: int = 0  # length once the device has finished what is in flight
+    scheduled: int = 0  # smallest length once the device has finished what is in flight
     turn: int = 0  # number of turns that have ended; samples of an earlier one are ignored
     sampled: int = 0  # number of sampled tokens of these turns
     since: float = 0.0  # time at which the last of them ended, in seconds

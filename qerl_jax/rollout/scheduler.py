@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -23,6 +24,7 @@ from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.completions import Completions
 from qerl_jax.rollout.decode import Samples
+from qerl_jax.rollout.drafts import NOTHING, DraftLength
 from qerl_jax.rollout.programs import RolloutPrograms, compactions
 from qerl_jax.rollout.progress import RolloutProgress, Statistics
 from qerl_jax.rollout.row import NO_SLOT, Row, State, array_of, next_rows
@@ -76,7 +78,10 @@ class Scheduler:
             dtype=self._shapes.dtype,
             sharding=self._key.sharding,
             has_turns=config.turn_limit is not None,
+            histories=self._shapes.histories,
         )
+        self._num_histories = math.prod(self._shapes.histories or ())
+        self._draft_length = DraftLength()
         # The slot of each cache row. Before a compaction slots are cache rows.
         self._slots = np.arange(self._shapes.batch_sizes[0], dtype=np.int32)
         self._waiting = collections.deque(rows)
@@ -106,9 +111,11 @@ class Scheduler:
                 self._prefilled_prompts,
                 decoded=self._decoded,
                 # The first token of a turn comes from a prefill.
-                live=completions.tokens - completions.turns,
+                live=completions.tokens - completions.turns - completions.accepted,
                 idle=self._idle,
                 waiting_seconds=self._waiting_seconds,
+                drafted=completions.drafted,
+                accepted=completions.accepted,
             ),
             rollout=completions.rollout,
         )
@@ -154,7 +161,7 @@ class Scheduler:
         if self._waiting:
             return
         # One size after the other, so that only neighboring sizes have a program.
-        for size in self._shapes.batch_sizes:
+        for size in self._shapes.all_batches:
             if len(rows) <= size < len(self._slots):
                 order = np.argsort(~self._mask(rows), stable=True)[:size].astype(np.int32)
                 self._compact_cache(order, (len(self._slots), size))
@@ -164,17 +171,21 @@ class Scheduler:
 
     def decode_chunk(self, rows: Sequence[Row]) -> None:
         """Starts the decoding of a chunk, in which some rows are active."""
-        self._state, samples = self._programs["decode", len(self._slots)](
+        size, shapes = len(self._slots), self._shapes
+        positions = self._draft_length.choose(size, shapes.positions(size))
+        name = ("decode", size) if positions == 1 else ("draft", size, positions)
+        steps = shapes.chunk_steps if positions == 1 else shapes.draft_steps
+        self._state, samples = self._programs[name](
             self._key,
             self._params,
             self._lora_layers,
             self._state,
-            decode.CacheRows(self._slots, self._mask(rows)),
+            decode.CacheRows(self._slots, self._mask(rows), self._places(rows)),
             self._completions.temperature,
         )
-        self._decoded += len(self._slots) * self._shapes.chunk_steps
+        self._decoded += size * steps
         if len(rows) < len(self._live):
-            self._idle += (self._held() - len(rows)) * self._shapes.chunk_steps
+            self._idle += (self._held() - len(rows)) * steps
         self._enqueue(rows, array_of(rows, "cache_row"), samples)
 
     def drain(self, count: int) -> None:
@@ -186,7 +197,10 @@ class Scheduler:
                 self._completions.append_prompts(rows, *jax.device_get(prompts))
             is_current = [row.turn == turn for row, turn in zip(rows, turns, strict=True)]
             rows = list(itertools.compress(rows, is_current))
-            ended = self._completions.append(rows, indices[is_current], jax.device_get(samples))
+            samples, indices = jax.device_get(samples), indices[is_current]
+            ended = self._completions.append(rows, indices, samples)
+            if samples.taken is not None:
+                self._take_drafts(rows, samples.taken[indices], samples.tokens.shape[1])
             for row in ended:
                 row.turn += 1
             turns_ended |= ended
@@ -199,6 +213,20 @@ class Scheduler:
             row.since = now
             self._turns.end_turn(row, ids, complete=turns_ended[row])
         self._remove_ended(turns_ended)
+
+    def _take_drafts(self, rows: Sequence[Row], taken: np.ndarray, columns: int) -> None:
+        """Notes how many samples rows took in each step of a chunk, int [N, steps]."""
+        steps = taken.shape[1]
+        for row, more in zip(rows, (taken.sum(axis=1) - steps).tolist(), strict=True):
+            row.scheduled += more
+            self._leave_if_full(row)
+        if not self._turns.keeps_cache:  # Which rows are in a chunk does not depend on the time.
+            self._draft_length.observe(taken, columns // steps)
+
+    def _leave_if_full(self, row: Row) -> None:
+        """Takes the slot of a row that has all tokens of its only turn once the device is done."""
+        if row.scheduled >= row.limit and not self._turns.keeps_cache:
+            row.cache_row = NO_SLOT
 
     def close(self) -> None:
         """On a CPU, waits for the samples in flight: XLA aborts a process that exits before."""
@@ -241,6 +269,28 @@ class Scheduler:
         mask = np.zeros(len(self._slots), bool)
         mask[array_of(rows, "cache_row")] = True
         return mask
+
+    def _places(self, rows: Sequence[Row]) -> np.ndarray | None:
+        """Returns where the history has the tokens of each cache row: int32 [R]."""
+        if self._shapes.histories is None:
+            return None
+        places = np.full(len(self._slots), self._num_histories, np.int32)
+        places[array_of(rows, "cache_row")] = array_of(rows, "number") % self._num_histories
+        return places
+
+    def _begin_history(self, rows: Sequence[Row], size: tuple[int, int]) -> None:
+        """Brings the tokens of at most R rows to the device, of which a row has at most W."""
+        if self._shapes.histories is None:
+            return
+        places, tokens = np.full(size[0], self._num_histories, np.int32), np.full(size, NOTHING)
+        rollout = self._completions.rollout
+        for i, row in enumerate(rows):
+            written = rollout.tokens[row.number, : rollout.lengths[row.number]]
+            places[i] = row.number % self._num_histories
+            tokens[i, : len(row.prompt) + len(written)] = [*row.prompt, *written]
+        begin = self._programs["begin", *size]
+        history = begin(self._state.history, places, tokens.astype(np.int32))
+        self._state = dataclasses.replace(self._state, history=history)
 
     def _prefill(self) -> None:
         """Starts the prefill of the next prompts, unless rows of the last ones still wait."""
@@ -290,6 +340,7 @@ class Scheduler:
             identities,
             self._completions.temperature,
         )
+        self._begin_history(rows, (size, self._shapes.prompt_widths[-1]))
         routes = self._prefilled.routes  # pyrefly: ignore[missing-attribute]
         prompts = None if routes is None else (sources[:count], routes)
         self._enqueue(rows, np.arange(len(rows)), samples, prompts)
@@ -372,6 +423,7 @@ class Scheduler:
             self._completions.temperature,
         )
         self._state = dataclasses.replace(state, layers=layers)
+        self._begin_history(rows, (count, shapes.cache_positions))
         self._enqueue(rows, np.arange(len(rows)), dataclasses.replace(samples, routes=routes))
 
     def _compact_cache(self, order: np.ndarray, sizes: tuple[int, int]) -> None:
@@ -399,11 +451,11 @@ class Scheduler:
         """Puts samples of rows in flight."""
         for array in jax.tree.leaves((samples, prompts and prompts[1])):
             array.copy_to_host_async()
-        steps, keeps_cache = samples.tokens.shape[1], self._turns.keeps_cache
+        # With drafts a row takes one token in each step at least.
+        steps = (samples.tokens if samples.taken is None else samples.taken).shape[1]
         for row in rows:
             row.scheduled += steps
-            if row.scheduled >= row.limit and not keeps_cache:
-                row.cache_row = NO_SLOT
+            self._leave_if_full(row)
         turns = [row.turn for row in rows]
         self.in_flight.append(_InFlight(rows, indices, turns, samples, prompts))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.sharding import mesh_of
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
+from qerl_jax.rollout.drafts import lengths_of
 
 _NARROWEST = 64  # tokens; a narrower row takes as much time
 # Cache positions of a row are a multiple of 8, as attention on a Hopper GPU requires.
@@ -34,6 +36,10 @@ _EXTEND_DIVISOR = 4
 _KEPT_DIVISORS = (1, 2, 4, 8)
 _FINE_FROM = 64  # rows; from here on an inactive slot costs as much time as an active one
 _FREE_FRACTION = 0.9  # part of a device's memory; the rest is for temporaries of the programs
+_DRAFT_DIVISOR = 2  # steps of a chunk by those of a chunk with drafts
+# Rows of the batches that only drafts make of use; of these one alone where there are few programs.
+_DRAFT_BATCHES = 16, 8, 4
+_HISTORIES = 4  # rows whose tokens are kept for drafts, for each one that decodes
 _LOGITS = 4  # copies of the logits that sampling with top-k and top-p holds
 _CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}
 
@@ -61,6 +67,24 @@ class RolloutShapes:
     # Numbers of positions of which rows that wait keep what they have on the host, ascending; ()
     # without environments.
     kept_positions: tuple[int, ...] = ()
+    # R, numbers of rows of batches that are smaller than `batch_sizes`, where drafts make them of
+    # use: all of their steps check drafts.
+    draft_batches: tuple[int, ...] = ()
+    # (R, T) of the steps that check drafts: rows and positions of each; () without drafts.
+    drafts: tuple[tuple[int, int], ...] = ()
+    draft_steps: int = 0  # decode steps of a chunk with drafts, each of which may have more tokens
+    # Numbers of groups and of their rows whose tokens are kept for drafts; None without drafts.
+    histories: tuple[int, int] | None = None
+
+    @property
+    def all_batches(self) -> tuple[int, ...]:
+        """The numbers of rows of all batches, descending."""
+        return self.batch_sizes + self.draft_batches
+
+    def positions(self, rows: int) -> list[int]:
+        """Returns the numbers of positions that a row may have in a step of some rows."""
+        checked = [positions for size, positions in self.drafts if size == rows]
+        return [1, *checked] if rows in self.batch_sizes else checked
 
     def extension(self, tokens: int) -> tuple[int, int]:
         """Returns the (N, T) of an extension of a row by a number of tokens.
@@ -149,10 +173,15 @@ def plan_shapes(
     prefill = -(-num_prompts // -(-num_prompts // prefill))
     # The host sees which rows ended in the first chunk while the second one runs.
     smaller = _smaller_batches(max_rows, engine.compact) if chunks > 2 and not turns else ()
+    batch_sizes, draft_batches, drafts = (max_rows, *smaller), (), ()
+    if steps and uses_drafts(engine, model_config, compute):
+        if chunks > 2 and not turns:
+            draft_batches = _batches_to_draft(batch_sizes[-1], engine.compact)
+        drafts = draft_sizes(batch_sizes + draft_batches)
     inserts = _insert_sizes(min(max_rows, prefill * group_size), refills=max_rows < rows)
     return RolloutShapes(
         cache_positions=positions,
-        batch_sizes=(max_rows, *smaller),
+        batch_sizes=batch_sizes,
         chunk_steps=steps,
         prefill_batch=prefill,
         prompt_widths=widths,
@@ -162,7 +191,61 @@ def plan_shapes(
         dtype=cache_dtype(engine.kv_cache_dtype, compute),
         extensions=extensions(max_rows, turns.longest_reply) if turns else (),
         kept_positions=kept_positions(positions) if turns else (),
+        draft_batches=draft_batches,
+        drafts=drafts,
+        draft_steps=-(-steps // _DRAFT_DIVISOR),
+        histories=_histories(num_prompts, group_size, max_rows, turns) if drafts else None,
     )
+
+
+def uses_drafts(
+    engine: EngineConfig,
+    model_config: ModelConfig,
+    compute: jnp.dtype,
+    *,
+    on_gpu: bool | None = None,
+) -> bool:
+    """Returns whether rollouts draft, see `EngineConfig.drafts`.
+
+    Args:
+        engine: settings of the engine.
+        model_config: the architecture.
+        compute: dtype of the computation.
+        on_gpu: whether the device is a GPU; None for the default device.
+
+    Raises:
+        UserError: drafts are on, and the model has layers that cannot go back.
+    """
+    rewinds = all(mixer.REWINDS for mixer in kinds.mixers_of(model_config))
+    if engine.drafts == "on" and not rewinds:
+        raise UserError(
+            f"rollout.drafts='on': the recurrent layers of a {model_config.model_type} cannot go "
+            "back where a draft is wrong: pass 'auto' or 'off'"
+        )
+    if engine.drafts != "auto":
+        return engine.drafts == "on"
+    on_gpu = jax.default_backend() == "gpu" if on_gpu is None else on_gpu
+    pays = rewinds and model_config.experts is None
+    return on_gpu and pays and compute == jnp.bfloat16
+
+
+def draft_sizes(batch_sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Returns the `RolloutShapes.drafts` of some numbers of rows."""
+    return tuple((rows, positions) for rows in batch_sizes for positions in lengths_of(rows))
+
+
+def _histories(
+    num_prompts: int, group_size: int, max_rows: int, turns: TurnConfig | None
+) -> tuple[int, int]:
+    """Returns the `RolloutShapes.histories`; later groups take the place of earlier ones.
+
+    What other rows have written depends on the time of environments, and so would the last bits of
+    the numbers of a row. So a row that talks to one is alone.
+    """
+    rows = _HISTORIES * max_rows
+    if turns is not None:
+        return min(num_prompts * group_size, rows), 1
+    return min(num_prompts, -(-rows // group_size)), group_size
 
 
 def extensions(rows: int, reply_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -249,6 +332,8 @@ def fit_rows(
     if free is None:
         return max_rows, prefill
     row = row_bytes(model_config, positions=positions, dtype=dtype)
+    if uses_drafts(engine, model_config, compute):
+        row += history_bytes(positions)
     for size in (prefill, 1):
         prompt_bytes = prefill_bytes(
             model_config,
@@ -269,7 +354,8 @@ def fit_rows(
                 dtype=dtype,
                 compute=compute,
             )
-            if fitting * row + max(prompt_bytes, moving) <= free:
+            drafting = draft_bytes(model_config, engine, rows=fitting, compute=compute)
+            if fitting * row + max(prompt_bytes, moving, drafting) <= free:
                 return fitting, size
             fitting -= 1
     return 0, 1
@@ -317,6 +403,21 @@ def row_bytes(model_config: ModelConfig, *, positions: int, dtype: jnp.dtype) ->
     """Returns the bytes of a row that decodes: what it keeps of its tokens, and of its logits."""
     kept = positions * position_bytes(model_config, dtype) + state_bytes(model_config)
     return kept + logits_bytes(model_config)
+
+
+def history_bytes(positions: int) -> int:
+    """Returns the bytes of the tokens that are kept for drafts for each row that decodes."""
+    return 4 * _HISTORIES * positions
+
+
+def draft_bytes(
+    model_config: ModelConfig, engine: EngineConfig, *, rows: int, compute: jnp.dtype
+) -> int:
+    """Returns the bytes of the logits of a draft, besides those of the rows; 0 without drafts."""
+    if not uses_drafts(engine, model_config, compute):
+        return 0
+    checked = max(size * count for size, count in draft_sizes(range(1, rows + 1)))
+    return max(0, checked - rows) * logits_bytes(model_config)
 
 
 def prefill_bytes(
@@ -467,6 +568,12 @@ def round_down(rows: int) -> int:
     power = 1 << (rows.bit_length() - 1)
     step = max(1, power // (4 if power >= _FINE_FROM else 2))
     return rows // step * step
+
+
+def _batches_to_draft(rows: int, compact: str) -> tuple[int, ...]:
+    """Returns the sizes that a batch of this many rows is compacted to in addition, with drafts."""
+    few = _DRAFT_BATCHES if compact == "often" else _DRAFT_BATCHES[1:2]
+    return tuple(size for size in few if size < rows)
 
 
 def _smaller_batches(rows: int, compact: str) -> list[int]:

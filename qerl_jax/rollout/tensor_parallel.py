@@ -5,6 +5,7 @@ on its shards, with the architecture of one device (`tensor_parallel.shard_of`).
 equal logits, keys and rows, so they sample equal tokens. The arguments are those of `decode`.
 """
 
+import dataclasses
 import functools
 import types
 from typing import Any
@@ -17,7 +18,7 @@ from qerl_jax.policy.layers.kinds import ALL_FUSED
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.sharding import HEADS, WHOLE, on_mesh, specs
 from qerl_jax.policy.transformer import Cache
-from qerl_jax.rollout import decode
+from qerl_jax.rollout import decode, drafts
 from qerl_jax.rollout.decode import UNTUNED, DecodeState, Prefilled
 
 _STATE = DecodeState(
@@ -50,7 +51,7 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
         insert_rows=on_mesh(
             _unwrap_jit(decode.insert_rows),
             mesh,
-            out_specs=lambda *_, **__: (_STATE, WHOLE),
+            out_specs=lambda _, state, *__, **___: (_specs_of_state(state), WHOLE),
             static=("config",),
             donated=1,
         ),
@@ -63,10 +64,25 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
         decode_chunk=on_mesh(
             _unwrap_jit(decode.decode_chunk),
             mesh,
-            out_specs=lambda *_, **__: (_STATE, WHOLE),
+            out_specs=lambda *arguments, **_: (_specs_of_state(arguments[3]), WHOLE),
             static=("config", "steps"),
             donated=3,
             compiler_options=UNTUNED,
+        ),
+        draft_chunk=on_mesh(
+            _unwrap_jit(decode.draft_chunk),
+            mesh,
+            out_specs=lambda *arguments, **_: (_specs_of_state(arguments[3]), WHOLE),
+            static=("config", "steps", "positions"),
+            donated=3,
+            compiler_options=UNTUNED,
+        ),
+        begin_rows=on_mesh(
+            drafts.begin,
+            mesh,
+            in_specs=lambda *_: (WHOLE, WHOLE, WHOLE),
+            out_specs=lambda *_: WHOLE,
+            donated=0,
         ),
         gather_rows=on_mesh(
             decode.gather_rows,
@@ -79,6 +95,12 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
 
 def _unwrap_jit(function: Any) -> Any:
     return function.__wrapped__
+
+
+def _specs_of_state(state: DecodeState) -> DecodeState:
+    """The specs of a state like this one."""
+    # pyrefly: ignore[bad-argument-type]
+    return _STATE if state.history is None else dataclasses.replace(_STATE, history=WHOLE)
 
 
 def _specs_of_fused(

@@ -45,6 +45,8 @@ _SECTIONS = {
         "temperature",
         "rollout_tokens",
         "rollout_live_share",
+        "rollout_tokens_per_row_step",
+        "rollout_draft_acceptance",
     ),
     "noise": (
         "sigma",

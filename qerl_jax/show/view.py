@@ -38,6 +38,7 @@ _CURVES = (
     "logprob_diff_mean",
     "step_seconds",
     "rollout_tokens_per_second",
+    "rollout_tokens_per_row_step",
 )
 _COMPARISONS = {
     "<=": operator.le,

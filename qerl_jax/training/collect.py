@@ -27,7 +27,7 @@ from qerl_jax.policy.policy import Policy
 from qerl_jax.rewards.scored import Scores
 from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 from qerl_jax.rollout.completions import Rollout
-from qerl_jax.rollout.progress import live_fraction
+from qerl_jax.rollout.progress import draft_metrics, live_fraction
 from qerl_jax.rollout.replicas import deal
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.training.experience import Experience, Peers, choose, concatenate, gather
@@ -344,6 +344,7 @@ def _metrics(
     }
     if experience.episodes:
         metrics |= conversation_metrics(experience.episodes, experience.statistics)
+    metrics |= draft_metrics(experience.statistics)
     metrics |= {f"reward/{name}": _mean(values) for name, values in scores.parts.items()}
     values = {"reward": groups} | (
         {"accuracy": scores.parts["correctness"].reshape(groups.shape)}

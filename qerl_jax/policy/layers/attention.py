@@ -172,10 +172,16 @@ def mix_extend(
         keys = keys.at[index].set(to_cache(k.swapaxes(1, 2), keys.dtype), mode="drop")
         values = values.at[index].set(to_cache(v.swapaxes(1, 2), values.dtype), mode="drop")
         kept = KeysValues(keys, values)
-        mine = rows_of(kept, new)
-        attended = attend_from(
-            q, mine.keys.astype(q.dtype), mine.values.astype(q.dtype), new.positions
-        )
+        if decode.supports_layer(x.dtype, keys):
+            # The module uses an API of jax that may change, and is loaded when needed.
+            from pallas_kernels.decode import layer
+
+            attended = layer.attend_from(q, keys, values, new.positions, new.rows)
+        else:
+            mine = rows_of(kept, new)
+            attended = attend_from(
+                q, mine.keys.astype(q.dtype), mine.values.astype(q.dtype), new.positions
+            )
     return _project_out(own, attended, gate), kept
 
 
@@ -188,6 +194,12 @@ def seen_bytes(
         return 0
     scores = min(_SCORES, 4 * rows * tokens * config.num_heads * positions)
     own = rows * tokens * (sum(_qkv_rows(config)) + config.num_heads * config.head_dim)
+    # Whatever the dtype of the cache is: float8 needs the newest device.
+    shape = rows, config.num_kv_heads, positions, config.head_dim
+    cache = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
+    if extends and itemsize == 2 and decode.supports_layer(jnp.dtype(jnp.bfloat16), cache):
+        # The queries in another order, and their results in float32.
+        return rows * tokens * config.num_heads * 6 * config.head_dim + itemsize * own
     # The keys and values of the rows; and again as they are stored, with half of the bits at most
     # where that differs.
     seen = 3 * rows * positions * config.num_kv_heads * config.head_dim if extends else 0
