@@ -243,7 +243,7 @@ def test_the_base_has_a_form_that_llama_cpp_runs(family, targets, changed, model
 # --- llama.cpp ------------------------------------------------------------------------------------
 
 PYTHON = os.environ.get("QERL_LLAMA_CPP_PYTHON")
-RUNNER = pathlib.Path(__file__).with_name("llama_cpp_runner.py")
+RUNNER = pathlib.Path(__file__).parents[1] / "benchmarks" / "peers" / "llama_cpp_runner.py"
 needs_llama_cpp = pytest.mark.skipif(
     not PYTHON, reason="QERL_LLAMA_CPP_PYTHON is not set to a Python with llama-cpp-python"
 )
