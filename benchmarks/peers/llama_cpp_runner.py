@@ -2,11 +2,12 @@
 
     python llama_cpp_runner.py JOB.json OUT.npz
 
-JOB has `model`, `lora` or null, and `texts`: lists of token ids. The first `scored` texts (default:
-all) get their float32 logits [T, V] as text0, text1 ... With `new` above 0 every text is continued
-greedily by at most so many tokens, new0, new1 ..., of which the last one may end the turn. The
-tokenizer's ids of `strings` are ids0, ids1 ... `threads` are 1 unless they are given, because
-threads that wait for each other spin, which is slow on busy cores. The texts are decoded together.
+JOB has `model`, `lora` or null, and `texts`: lists of token ids, or strings, of which llama.cpp's
+tokenizer makes ids0, ids1 ... The first `scored` texts (default: all) get their float32 logits
+[T, V] as text0, text1 ... With `new` above 0 every text is continued greedily by at most so many
+tokens, new0, new1 ..., of which the last one may end the turn. `threads` are 1 unless they are
+given, because threads that wait for each other spin, which is slow on busy cores. The texts are
+decoded together.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ import json
 import sys
 import time
 
-import llama_cpp
+import llama_cpp  # pyrefly: ignore[missing-import]
 import numpy as np
 
 _ROWS = 200  # llama.cpp allows 256 sequences.
@@ -23,21 +24,25 @@ _SCORED = 256  # tokens whose logits are computed at once
 
 
 class Decoder:
-    """A model with an adapter, whose rows are the sequences 0, 1 ... of one context."""
+    """A model with an adapter and the texts of a job; its rows are sequences 0, 1 ... to it."""
 
-    def __init__(self, job: dict, rows: int, length: int):
+    def __init__(self, job: dict):
         llama_cpp.llama_log_set(_quiet, None)
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(job["model"].encode(), options)
         if not self.model:
             raise SystemExit(f"{job['model']}: llama.cpp does not load it")
-        threads = job.get("threads", 1)
+        self.vocab = llama_cpp.llama_model_get_vocab(self.model)
+        self.width = llama_cpp.llama_vocab_n_tokens(self.vocab)
+        self.texts = [self._encode(t) if isinstance(t, str) else t for t in job["texts"]]
+        self.rows = min(_ROWS, len(self.texts)) if job["new"] else 1
         options = llama_cpp.llama_context_default_params()
-        options.n_seq_max = rows
-        options.n_ctx = rows * (-(-length // 256) * 256)
-        options.n_batch = options.n_ubatch = max(512, rows)
-        options.n_threads = options.n_threads_batch = threads
+        options.n_seq_max = self.rows
+        length = max(map(len, self.texts)) + job["new"]
+        options.n_ctx = self.rows * (-(-length // 256) * 256)
+        options.n_batch = options.n_ubatch = max(512, self.rows)
+        options.n_threads = options.n_threads_batch = job.get("threads", 1)
         self.context = llama_cpp.llama_init_from_model(self.model, options)
         if job["lora"]:
             adapter = llama_cpp.llama_adapter_lora_init(self.model, job["lora"].encode())
@@ -45,10 +50,17 @@ class Decoder:
                 raise SystemExit(f"{job['lora']}: llama.cpp does not load it")
             adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
             llama_cpp.llama_set_adapters_lora(self.context, adapters, 1, (ctypes.c_float * 1)(1.0))
-        self.vocab = llama_cpp.llama_model_get_vocab(self.model)
-        self.width = llama_cpp.llama_vocab_n_tokens(self.vocab)
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.batch = llama_cpp.llama_batch_init(options.n_batch, 0, 1)
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokenizes a text that may hold special tokens; nothing is put before it."""
+        encoded = text.encode()
+        ids = (llama_cpp.llama_token * (len(encoded) + 8))()
+        count = llama_cpp.llama_tokenize(
+            self.vocab, encoded, len(encoded), ids, len(ids), False, True
+        )
+        return ids[:count]
 
     def decode(self, tokens, positions, rows, wanted: slice) -> np.ndarray:
         """Decodes tokens of rows; returns the logits of those that are wanted."""
@@ -143,12 +155,12 @@ def main(job_file: str, out_file: str) -> None:
     """Runs the job of a file."""
     with open(job_file) as file:
         job = json.load(file)
-    texts, new = job["texts"], job["new"]
-    scored = job.get("scored", len(texts))
-    rows = min(_ROWS, len(texts)) if new else 1
-    decoder = Decoder(job, rows, max(map(len, texts)) + new)
-    found: dict[str, np.ndarray] = {}
     start = time.time()
+    decoder, new = Decoder(job), job["new"]
+    texts, rows = decoder.texts, decoder.rows
+    scored = job.get("scored", len(texts))
+    found = {f"ids{number}": np.array(text) for number, text in enumerate(texts)}
+    found["version"] = np.array(llama_cpp.__version__)
     for first in range(0, len(texts) if new else scored, rows):
         part = texts[first : first + rows]
         firsts, logits = begin(decoder, part, max(0, min(len(part), scored - first)))
@@ -161,14 +173,7 @@ def main(job_file: str, out_file: str) -> None:
         found |= {f"new{first + row}": np.array(own) for row, own in enumerate(answers)}
         count = sum(map(len, answers))
         print(f"{time.time() - start:.0f} s: {count} tokens are written", flush=True)
-    for number, string in enumerate(job.get("strings", ())):
-        encoded = string.encode()
-        ids = (llama_cpp.llama_token * (len(encoded) + 8))()
-        count = llama_cpp.llama_tokenize(
-            decoder.vocab, encoded, len(encoded), ids, len(ids), False, True
-        )
-        found[f"ids{number}"] = np.array(ids[:count], np.int32)
-    np.savez(out_file, **found)
+    np.savez(out_file, allow_pickle=False, **found)
 
 
 if __name__ == "__main__":
