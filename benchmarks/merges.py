@@ -249,8 +249,10 @@ def run(arguments: argparse.Namespace) -> None:
         whole = UpdateRetention()
         for part in kept.values():
             whole.add((part.overlap, part.update, part.error))
-        found = {"kept": whole.kept_fraction, "error": whole.relative_error}
-        add(name, divergence(policy, params, *texts) | found)
+        found = divergence(policy, params, *texts)
+        if whole.update:
+            found |= {"kept": whole.kept_fraction, "error": whole.relative_error}
+        add(name, found)
         if name != "bf16":
             policies[name] = Policy(params, nothing)
     passes: dict[str, list[np.ndarray]] = {name: [] for name in policies}
