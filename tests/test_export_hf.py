@@ -431,7 +431,8 @@ def test_gguf_merged(form, byte_run, tmp_path, capsys):
     if has_file:
         text = (out / "Modelfile").read_text()
         assert text.startswith(f"FROM ./{file.name}\n")
-        assert 'PARAMETER stop "<|im_end|>"\nPARAMETER stop "ab"\n' in text
+        assert 'PARAMETER stop "<|im_end|>"\n' in text
+        assert 'PARAMETER stop "ab"\n' in text
         assert 'MESSAGE user """a!"""\nMESSAGE assistant """b"""\n' in text
         assert 'SYSTEM """ab <|im_end|>"""' in text
     again = load(str(file), format="stored", dtype="float32")
@@ -743,7 +744,11 @@ def test_the_card_names_a_base_of_the_hub():
     [
         ("ggml", {}, "peft, merged, nvfp4, gguf"),
         ("gguf", {}, r"\(WordLevel\) has no name in GGUF"),
-        ("gguf", {"merge": "q4_k"}, "merge=q4_k: must be one of nvfp4, mxfp4, q8_0, bf16"),
+        (
+            "gguf",
+            {"merge": "q4_k"},
+            "merge=q4_k: must be one of nvfp4, mxfp4, q8_0, bf16; llama-quantize",
+        ),
         ("gguf", {"dense": "f16"}, "dense=f16: must be one of q8_0, bf16"),
         ("gguf", {"onto": "bf16"}, "merges nothing"),
         ("gguf", {"with_base": True}, "needs no base"),
