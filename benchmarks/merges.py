@@ -117,7 +117,7 @@ class Held:
         """Loads the problems of a file, or those that the run held out, and compiles a sampler.
 
         Raises:
-            UserError: they cannot be loaded, or there are none.
+            UserError: they cannot be loaded.
         """
         assert policy.run is not None
         run, names = policy.run["config"], [problems] if problems else []

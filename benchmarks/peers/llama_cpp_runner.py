@@ -4,7 +4,7 @@
 
 JOB has `model`, `lora` or null, and `texts`: lists of token ids, or strings, of which llama.cpp's
 tokenizer makes ids0, ids1 ... The first `scored` texts (default: all) get their float32 logits
-[T, V] as text0, text1 ... With `new` above 0 every text is continued greedily by at most so many
+[T, V] as text0, text1 ... With `new` above 0 every text is continued greedily by at most `new`
 tokens, new0, new1 ..., of which the last one may end the turn. `threads` are 1 unless they are
 given, because threads that wait for each other spin, which is slow on busy cores. The texts are
 decoded together.
