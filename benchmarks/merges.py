@@ -200,7 +200,7 @@ def divergence(
 
 
 def accuracies(correct: list[np.ndarray], trained: list[np.ndarray]) -> dict[str, Any]:
-    """The figures of passes of a policy, [P] each, beside those of the trained one."""
+    """The figures of passes of a policy, [P] each, compared with those of the trained one."""
     values = np.mean(correct, axis=0)
     both = min(len(correct), len(trained))
     mine, theirs = (np.mean(passes[:both], axis=0) for passes in (correct, trained))
