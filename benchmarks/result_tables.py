@@ -231,6 +231,26 @@ def router_noise_table(rows: Iterable[dict]) -> str:
     return table(columns, (row for row in rows if row["form"] == "additive"))
 
 
+def merges_table(rows: Iterable[dict]) -> str:
+    """What merges into four bits keep of a policy, by seed."""
+
+    def known(cell: str, field: str) -> Cell:
+        return lambda row: filled(cell, row) if field in row else ""
+
+    columns = [
+        ("seed", "{seed}"),
+        ("weights", "{form}"),
+        ("KL, nats a token", known("{kl:.4f} ± {kl_interval:.4f}", "kl")),
+        ("same likeliest token", known("{top1:.1%}", "top1")),
+        ("kept", known("{kept:.0%}", "kept")),
+        ("accuracy", known("{accuracy:.1%} ± {accuracy_interval:.1%}", "accuracy")),
+        ("less the policy's", known("{difference:+.1%} ± {difference_interval:.1%}", "accuracy")),
+        ("samples of a problem", known("{samples}", "samples")),
+        _COMMIT,
+    ]
+    return table(columns, rows)
+
+
 # --- The FP4 kernel -----------------------------------------------------------------------------
 
 

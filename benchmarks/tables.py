@@ -36,7 +36,7 @@ PAGES = (
     "CONTRIBUTING.md",
     *(
         f"docs/{name}.md"
-        for name in ("benchmarks", "config", "environments", "evidence", "examples")
+        for name in ("benchmarks", "config", "environments", "evidence", "examples", "export")
     ),
 )
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100"
@@ -125,6 +125,8 @@ PARTS: dict[str, tuple] = {
     ),
     "arms": (result_tables.arms_table, "gsm8k"),
     "routes flipped": (result_tables.router_noise_table, "router_noise/rows"),
+    # docs/export.md
+    "merges": (result_tables.merges_table, "merges/rows"),
     # docs/benchmarks.md
     "Qwen2.5 up to 64 rows": (lambda r: share_of_bf16(r, "qwen2.5", _FEW), "rollout"),
     "Qwen2.5 beyond": (lambda r: share_of_bf16(r, "qwen2.5", _MANY), "rollout"),

@@ -1,5 +1,8 @@
 """Run folders that look finished without training: a random adapter of a tiny model."""
 
+import pathlib
+import shutil
+
 import numpy as np
 
 from qerl_jax.policy.layers.kinds import projection_shapes
@@ -68,3 +71,10 @@ def write_run(
     trained = random_adapter(base.config, norms=norms, size=size)
     save_peft_adapter(folder / "adapter", trained, LORA, base_model=base.source)
     return folder
+
+
+def write_golden_run(folder, tiny, golden):
+    """A run folder, `folder`/run, on a model of tests/golden in NVFP4, with a chat template."""
+    model = shutil.copytree(pathlib.Path(__file__).parent / "golden" / golden, folder / "model")
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    return write_run(folder / "run", tiny, own=True, model=model)

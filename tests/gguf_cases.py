@@ -23,7 +23,11 @@ _CHANGES = {
         "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8192),
         "head_dim": 64,
     },
-    "mistral": {"rope_theta": 1000000.0, "head_dim": 32},
+    "mistral": {
+        "rope_theta": 1000000.0,
+        "rope_scaling": RopeScaling(2.5, 2.0, 8.0, 512),
+        "head_dim": 32,
+    },
     "qwen2": {"tie_embeddings": True},
     "qwen3_5": _RECURRENT,
     "qwen3_5_moe": _RECURRENT,

@@ -4,11 +4,13 @@
     python tests/read_with_vllm.py checkpoint FOLDER
     python tests/read_with_vllm.py experts FOLDER MAX_LORA_RANK COUNT IS_3D_LORA_WEIGHT
     python tests/read_with_vllm.py names FOLDER COUNT
+    python tests/read_with_vllm.py weights FOLDER
 
 Prints one JSON object: for an adapter its options and the shapes of each module's A and B, for a
 checkpoint the quantization that vLLM detects; for an adapter of a number of routed experts also A
 and the scaled B of gate, down and up [E, ., .] by the name of a layer; for the names of a
-checkpoint the parameters of routed experts that they fill, with the expert and the shard.
+checkpoint the parameters of routed experts that they fill, with the expert and the shard. Weights
+in NVFP4 go dequantized, as vLLM multiplies by them without a kernel, to FOLDER/weights.npz.
 """
 
 import json
@@ -16,6 +18,7 @@ import pathlib
 import sys
 import types
 
+import numpy as np
 import safetensors
 import torch
 from vllm.config.lora import LoRAConfig
@@ -25,6 +28,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
+from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as nvfp4
 
 MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -126,6 +130,23 @@ def read_checkpoint(folder):
     }
 
 
+def read_weights(folder):
+    """Dequantizes as `CompressedTensorsW4A16Fp4` does, with the inverse of the global scale."""
+    found = {}
+    with safetensors.safe_open(folder / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            module, packed, _ = name.partition(".weight_packed")
+            if packed:
+                divisor = file.get_tensor(f"{module}.weight_global_scale")
+                codes, scales = file.get_tensor(name), file.get_tensor(f"{module}.weight_scale")
+                weight = nvfp4.dequantize_to_dtype(
+                    codes, scales, 1 / divisor, torch.float32, block_size=16, swizzle=False
+                )
+                found[module] = weight.numpy()
+    np.savez(folder / "weights.npz", **found)
+    return len(found)
+
+
 if __name__ == "__main__":
     kind, folder, *numbers = sys.argv[1], pathlib.Path(sys.argv[2]), *map(int, sys.argv[3:])
     readers = {
@@ -133,5 +154,6 @@ if __name__ == "__main__":
         "checkpoint": read_checkpoint,
         "experts": read_experts,
         "names": read_names,
+        "weights": read_weights,
     }
     print(json.dumps(readers[kind](folder, *numbers)))

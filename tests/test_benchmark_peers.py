@@ -4,6 +4,8 @@ import importlib.metadata
 import json
 import os
 
+import gguf_cases
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tiny_checkpoints import model_config
@@ -310,3 +312,32 @@ def test_what_serve_compares(tmp_path):
     worse = serve.compare(rows, texts, [False] * 20, engine="transformers")
     assert worse["transformers"]["value"] == 0.0
     assert (worse["difference"]["value"], worse["agrees"], worse["same_text"]) == (-0.5, False, 1.0)
+
+
+def test_llama_cpp_is_compared_by_tokens(monkeypatch, tmp_path):
+    tokenizer = gguf_cases.tokenizer_of("qwen2")
+    end, texts = tokenizer.eos_ids[0], ["ab", "abc", "b"]
+    answers = [[*tokenizer.encode("ab"), end], tokenizer.encode("xbcd"), [end]]
+    found = {f"new{number}": np.array(tokens) for number, tokens in enumerate(answers)}
+    asked = []
+
+    def llama_cpp(arguments, prompts, **job):
+        asked.append((prompts, job))
+        return found
+
+    monkeypatch.setattr(serve, "_llama_cpp", llama_cpp)
+    monkeypatch.setattr(serve, "_tokenizer_of", lambda file: tokenizer)
+    settings = {"system_prompt": "Think.", "question_suffix": "!", "max_new_tokens": 4}
+    settings |= {"stop": [], "chat_template_args": {}}
+    problems = [{"question": "q", "completion": text} for text in texts]
+    options = [str(tmp_path), "--base=b/base.gguf", f"--out={tmp_path / 'o.json'}"]
+    options = serve.make_parser().parse_args([*options, "--engine=llama.cpp"])
+    served = serve.complete_with_llama_cpp(options, settings, problems)
+    assert served == [("ab", 2, True), ("xbcd", 4, False), ("", 1, True)]
+    assert asked == [(["Think.q!"] * 3, {"new": 4, "scored": 0})]
+    result = serve.compare_with_llama_cpp(
+        options, settings, problems, [text for text, *_ in served]
+    )
+    assert result["first_token"] == pytest.approx(1 / 3)
+    with pytest.raises(UserError, match="stop strings"):
+        serve.complete_with_llama_cpp(options, settings | {"stop": ["x"]}, problems)

@@ -23,6 +23,7 @@ import transformers
 import trees
 import yaml
 from refusal import refused
+from tiny_model import assert_transformers_agrees
 
 from qerl_jax.commands import evaluate
 from qerl_jax.commands import export as export_command
@@ -151,6 +152,14 @@ def test_an_adapter_of_routed_experts(family, tmp_path, capsys):
     assert ("--enable-mixed-moe-lora-format" in line) == stacked
     assert ('"is_3d_lora_weight": true' in line) == stacked
     assert "adapter of rank 2, and 2 of routed experts," in (out / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_transformers_reads_a_calibrated_merge(name, tiny, tmp_path):
+    """Requires torch and compressed-tensors: uv run --with torch --with compressed-tensors."""
+    run = finished_run.write_golden_run(tmp_path, tiny, f"nvfp4_{name}")
+    assert_transformers_agrees(run_export(run, "nvfp4", calibration="gptq"))
 
 
 def test_a_calibrated_merge_refuses_an_adapter_of_routed_experts(tiny, tmp_path):
@@ -379,6 +388,7 @@ def byte_run(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("byte")
     model = gguf_cases.write_folder(folder / "model", "qwen2")
     changes = {"data.system_prompt": "ab <|im_end|>", "data.max_prompt_tokens": 64}
+    changes |= {"data.examples": ("a", "b"), "data.question_suffix": "!", "rollout.stop": ("ab",)}
     return finished_run.write_run(folder / "r u n", tiny, own=True, model=model, **changes)
 
 
@@ -421,7 +431,9 @@ def test_gguf_merged(form, byte_run, tmp_path, capsys):
     if has_file:
         text = (out / "Modelfile").read_text()
         assert text.startswith(f"FROM ./{file.name}\n")
-        assert 'PARAMETER stop "<|im_end|>"' in text
+        assert 'PARAMETER stop "<|im_end|>"\n' in text
+        assert 'PARAMETER stop "ab"\n' in text
+        assert 'MESSAGE user """a!"""\nMESSAGE assistant """b"""\n' in text
         assert 'SYSTEM """ab <|im_end|>"""' in text
     again = load(str(file), format="stored", dtype="float32")
     merged = run_export(byte_run, "merged", out=str(tmp_path / "merged"))
@@ -732,7 +744,11 @@ def test_the_card_names_a_base_of_the_hub():
     [
         ("ggml", {}, "peft, merged, nvfp4, gguf"),
         ("gguf", {}, r"\(WordLevel\) has no name in GGUF"),
-        ("gguf", {"merge": "q4_k"}, "merge=q4_k: must be one of nvfp4, mxfp4, q8_0, bf16"),
+        (
+            "gguf",
+            {"merge": "q4_k"},
+            "merge=q4_k: must be one of nvfp4, mxfp4, q8_0, bf16; llama-quantize",
+        ),
         ("gguf", {"dense": "f16"}, "dense=f16: must be one of q8_0, bf16"),
         ("gguf", {"onto": "bf16"}, "merges nothing"),
         ("gguf", {"with_base": True}, "needs no base"),

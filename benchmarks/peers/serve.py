@@ -5,19 +5,30 @@ r"""Compares the greedy accuracy of an exported policy elsewhere with the one me
     python -m benchmarks.peers.serve eval --task=gsm8k --base=served-base --adapter=served \
         --out=served.json
     python -m benchmarks.peers.serve eval --engine=transformers ...
+    python -m benchmarks.peers.serve eval --engine=llama.cpp --base=gguf/base-NVFP4.gguf \
+        --adapter=gguf/adapter.gguf --policy=RUN --out=llama_cpp.json
 
-vLLM needs vllm 0.22.0; transformers needs peft 0.21.2, and for a base in NVFP4 compressed-tensors.
+vLLM needs vllm 0.22.0; transformers needs peft 0.21.2, and for a base in NVFP4 compressed-tensors;
+llama.cpp runs on the CPU in the environment whose Python QERL_LLAMA_CPP_PYTHON names, which has
+llama-cpp-python 0.3.36, with QERL_LLAMA_CPP_THREADS threads (default: 1).
 The first argument is a folder of `experiments.evaluate` with a greedy completion of each problem.
 The engine loads the exported base with the adapter of the export, renders the questions with the
 exported chat template, completes them greedily to the same limit, and the scorer of the evaluation
 decides what is correct. The command prints both accuracies with their 95 % intervals and the
 difference on the same problems. It fails where 0 lies outside the interval of the difference.
-Greedy completions differ at near-ties, so equal texts are only counted.
+Greedy completions differ at near-ties, so equal texts are only counted, and completions that begin
+with the same token. With --policy there is also `kl`, the mean KL(policy here, llama.cpp) in nats a
+token on some of our completions with their prompts, and the fraction of tokens `top1` at which both
+find the same one the likeliest.
 """
 
 import argparse
+import functools
 import json
+import os
 import pathlib
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +42,8 @@ _PROMPT_TOKENS = 1024  # vLLM refuses a longer prompt
 _ROWS = 64
 _TRANSFORMERS_ROWS = 100  # A step of transformers takes as long for one row.
 _SCORE_SECONDS = 5.0  # for a call of the scorer, as in `experiments.evaluate`
+_KL_TEXTS = 6
+_LLAMA_CPP = pathlib.Path(__file__).with_name("llama_cpp_runner.py")
 _TRANSFORMERS = "torch==2.11.0 transformers==5.17.0 peft==0.21.2"
 
 type Served = list[tuple[str, int, bool]]  # text, number of tokens, whether it ended by itself
@@ -47,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--judge", default="", help="reward that scores (default: the evaluation's, if built in)")
     add("--base", type=user_path, required=True, help="folder of the exported base")
     add("--adapter", type=user_path, help="folder of the exported adapter (default: none)")
+    add("--policy", default="", help="run whose last adapter llama.cpp is compared with")
     return parser
 
 
@@ -232,7 +246,103 @@ def complete_with_transformers(
     return completions
 
 
+def complete_with_llama_cpp(
+    arguments: argparse.Namespace, settings: dict[str, Any], problems: Rows
+) -> Served:
+    """The greedy completions of llama.cpp.
+
+    Raises:
+        UserError: the evaluation has stop strings, or llama.cpp fails.
+    """
+    from qerl_jax.errors import UserError
+
+    if settings["stop"]:
+        raise UserError("the evaluation has stop strings, which --engine=vllm alone knows")
+    tokenizer, limit = _tokenizer_of(arguments.base), settings["max_new_tokens"]
+    found = _llama_cpp(arguments, _prompts(tokenizer, settings, problems), new=limit, scored=0)
+    answers = [found[f"new{number}"].tolist() for number in range(len(problems))]
+    return [
+        (
+            tokenizer.decode(tokens),
+            len(tokens),
+            len(tokens) < limit or tokens[-1] in tokenizer.eos_ids,
+        )
+        for tokens in answers
+    ]
+
+
+def compare_with_llama_cpp(
+    arguments: argparse.Namespace, settings: dict[str, Any], problems: Rows, served: Sequence[str]
+) -> dict[str, Any]:
+    """The figures that are about tokens: first ones that are equal, and with --policy the KL."""
+    import jax
+    import numpy as np
+
+    from qerl_jax.evaluation.load_policy import open_policy
+    from qerl_jax.export.card_scores import host_logprobs, probe_kl
+
+    tokenizer = _tokenizer_of(arguments.base)
+    pairs = zip((row["completion"] for row in problems), served, strict=True)
+    first = [tokenizer.encode(ours)[:1] == tokenizer.encode(theirs)[:1] for ours, theirs in pairs]
+    result: dict[str, Any] = {"first_token": float(np.mean(first)), "device": "cpu"}
+    result |= {"base": arguments.base.name, "adapter": bool(arguments.adapter)}
+    if arguments.policy:
+        policy = open_policy(arguments.policy, adapter="adapter")
+        problems = problems[:_KL_TEXTS]
+        prompts = _prompts(tokenizer, settings, problems)
+        texts = [p + row["completion"] for p, row in zip(prompts, problems, strict=True)]
+        found = _llama_cpp(arguments, texts, new=0)
+        ids = [found[f"ids{number}"].tolist() for number in range(len(texts))]
+        begins, rests = [text[:1] for text in ids], [text[1:] for text in ids]
+        ours = host_logprobs(policy.model, policy.lora, begins, rests)
+        theirs = [jax.nn.log_softmax(found[f"text{n}"][:-1]) for n in range(len(texts))]
+        kl, top1 = probe_kl(ours, [np.asarray(rows) for rows in theirs])
+        result |= {"kl": kl, "top1": top1, "kl_tokens": sum(map(len, rests))}
+        result["packages"] = f"llama-cpp-python {found['version']}"
+    return result
+
+
+@functools.cache
+def _tokenizer_of(file: pathlib.Path) -> Any:
+    from qerl_jax.weights.load import describe
+
+    return describe(str(file), format="stored", dtype="bfloat16").tokenizer
+
+
+def _prompts(tokenizer: Any, settings: dict[str, Any], problems: Rows) -> list[str]:
+    return [
+        tokenizer.apply_chat_template(
+            messages_of(settings, row["question"]), **settings["chat_template_args"]
+        )
+        for row in problems
+    ]
+
+
+def _llama_cpp(arguments: argparse.Namespace, texts: list[str], **job: int) -> Any:
+    """What `llama_cpp_runner` finds for texts."""
+    import numpy as np
+
+    from qerl_jax.errors import UserError
+
+    python, threads = os.environ.get("QERL_LLAMA_CPP_PYTHON"), "QERL_LLAMA_CPP_THREADS"
+    if not python:
+        raise UserError("set QERL_LLAMA_CPP_PYTHON to a Python with llama-cpp-python")
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, out = pathlib.Path(folder, "job.json"), pathlib.Path(folder, "out.npz")
+        adapter = arguments.adapter and str(arguments.adapter)
+        files = {"model": str(arguments.base), "lora": adapter, "texts": texts}
+        job_file.write_text(
+            json.dumps(files | {"threads": int(os.environ.get(threads, "1"))} | job)
+        )
+        done = subprocess.run([python, _LLAMA_CPP, job_file, out])
+        if done.returncode:
+            raise UserError(f"{arguments.base}: llama.cpp stopped with code {done.returncode}")
+        with np.load(out) as found:
+            return dict(found)
+
+
 ENGINES = {
+    "llama.cpp": (complete_with_llama_cpp, ""),
     "vllm": (complete_with_vllm, decode.REQUIREMENTS),
     "transformers": (complete_with_transformers, _TRANSFORMERS),
 }
@@ -250,7 +360,12 @@ def run(arguments: argparse.Namespace) -> None:
     served = complete(arguments, settings, problems)
     correct = scored(settings, problems, served)
     result = compare(problems, [text for text, *_ in served], correct, engine=arguments.engine)
-    result |= {"task": arguments.task, "packages": packages, "device": rows.device_name()}
+    result |= {"task": arguments.task}
+    if arguments.engine == "llama.cpp":
+        texts = [text for text, *_ in served]
+        result |= compare_with_llama_cpp(arguments, settings, problems, texts)
+    else:
+        result |= {"packages": packages, "device": rows.device_name()}
     write_json(arguments.out, result | common.origin("benchmarks.peers.serve"))
     print(json.dumps(result), flush=True)
     if not result["agrees"]:

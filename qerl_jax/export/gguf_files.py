@@ -143,10 +143,13 @@ def _describe(kinds: Mapping[str, Kind]) -> str:
 
 def _modelfile(model: str, policy: LoadedPolicy) -> str:
     """Returns what `ollama create` reads; Ollama takes the chat template from the model."""
-    tokenizer = policy.model.tokenizer
+    tokenizer, prompt = policy.model.tokenizer, policy.prompt
     ends = [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids]
+    ends += [] if policy.run is None else policy.run["config"]["rollout"]["stop"]
     lines = [f"FROM ./{model}", "PARAMETER temperature 0", "PARAMETER repeat_penalty 1"]
     lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in ends if end]
-    system = "" if policy.run is None else policy.run["config"]["data"]["system_prompt"]
-    lines += [f'SYSTEM """{system}"""'] if system else []
+    lines += [f'SYSTEM """{prompt.system_prompt}"""'] if prompt.system_prompt else []
+    for number, text in enumerate(prompt.examples):
+        role, suffix = ("assistant", "") if number % 2 else ("user", prompt.question_suffix)
+        lines.append(f'MESSAGE {role} """{text}{suffix}"""')
     return "\n".join(lines) + "\n"

@@ -245,8 +245,9 @@ def _validate(config: ExportConfig) -> None:
         ("calibration", config.calibration, CALIBRATION),
     ):
         if value not in choices:
+            others = "; llama-quantize makes others of bf16" if option == "merge" else ""
             raise UserError(
-                f"--{option}={value}: must be one of {', '.join(filter(None, choices))}"
+                f"--{option}={value}: must be one of {', '.join(filter(None, choices))}{others}"
             )
     if config.merge and not in_gguf:
         raise UserError(f"--merge={config.merge}: it is a form of --format=gguf; leave it out")

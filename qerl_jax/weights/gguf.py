@@ -38,6 +38,7 @@ ROPE_FREQS = "rope_freqs.weight"
 # The divisors of the weights in NVFP4, in the order of general.tensor_extra.name, in files that
 # this project wrote: a scale that multiplies, which llama.cpp has, is not exactly their inverse.
 DIVISORS = "qerl.nvfp4_divisors"
+ROPE_SCALING = "qerl.rope_scaling"  # the fields of `RopeScaling`, whose divisors a file has
 _EXTRA_NAMES = "general.tensor_extra.name"
 _NVFP4 = gguf.GGMLQuantizationType.NVFP4
 # Weights dequantized at once. It bounds the float32 copies of a large embedding, and it is large
@@ -213,7 +214,7 @@ def _open_cached(path: pathlib.Path, modified: int, size: int) -> GgufFile:
         )
     config = _config(path, metadata, tensors)
     if rope_freqs is not None:
-        scaling = _llama3_scaling(path, rope_freqs, config)
+        scaling = _llama3_scaling(path, rope_freqs, config, metadata.get(ROPE_SCALING))
         config = dataclasses.replace(config, rope_scaling=scaling)
     # A head for several tokens (MTP) comes after the last layer, and counts as one.
     blocks = metadata[f"{metadata['general.architecture']}.block_count"]
@@ -395,24 +396,28 @@ def _decimal(value: float) -> float:
 
 
 def _llama3_scaling(
-    path: pathlib.Path, tensor: GgufTensor, config: ModelConfig
+    path: pathlib.Path, tensor: GgufTensor, config: ModelConfig, stored: Any
 ) -> RopeScaling | None:
-    """Recovers Llama 3's scaling from the frequency divisors [H/2] that a file stores."""
+    """Recovers Llama 3's scaling from the frequency divisors [H/2] that a file stores.
+
+    `stored` is what the file says of it, None if nothing.
+    """
     factors = tensor.data
     message = f"{path}: '{ROPE_FREQS}' is not the frequency scaling of Llama 3"
     if factors.dtype != np.float32 or factors.shape != (config.head_dim // 2,):
         raise UserError(message)
     if np.all(factors == 1):
         return None
-    if not np.isfinite(factors).all() or not factors.max(initial=0) > 1:
+    if not np.isfinite(factors).all() or not factors.min() > 0:
         raise UserError(message)
-    # Llama 3.1, 3.2 and 3.3 differ only in the factor, the divisor of the lowest frequencies.
-    scaling = RopeScaling(
-        factor=_decimal(factors.max()),
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position=8192,
-    )
+    if stored is None:
+        # Llama 3.1, 3.2 and 3.3 differ only in the factor, the divisor of the lowest frequencies.
+        stored = [factors.max(), 1.0, 4.0, 8192.0]
+    values = np.asarray(stored)
+    if values.shape != (4,) or values.dtype.kind != "f" or not np.isfinite(values).all():
+        raise UserError(f"{path}: the metadata '{ROPE_SCALING}' are not four numbers")
+    factor, low, high, positions = map(_decimal, values)
+    scaling = RopeScaling(factor, low, high, original_max_position=int(positions))
     scaled = rotary_frequencies(dataclasses.replace(config, rope_scaling=scaling))
     expected = rotary_frequencies(config) / scaled
     if not np.allclose(factors, expected, rtol=1e-4):

@@ -5,6 +5,8 @@ its own, as llama.cpp's converter writes it. Names, row order and metadata are t
 converter, conversion/*.py of llama.cpp.
 """
 
+import concurrent.futures
+import dataclasses
 import math
 import pathlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -30,6 +32,7 @@ from qerl_jax.weights.gguf import (
     LAYER_NAMES,
     QWEN3_5_NAMES,
     ROPE_FREQS,
+    ROPE_SCALING,
 )
 from qerl_jax.weights.tokenizer import Tokenizer, to_gguf
 
@@ -42,7 +45,7 @@ _FILE_TYPES = {
     Kind.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0,
     Kind.BF16: gguf.LlamaFileType.MOSTLY_BF16,
 }
-_CHUNK_WEIGHTS = 1 << 22  # that are encoded at once
+_CHUNK_WEIGHTS = 1 << 20  # that a thread encodes at once
 # Names of all tensors of a layer by those in a checkpoint.
 _OF_LAYER = {hf: ours for ours, hf in {**LAYER_NAMES, **EXPERT_LAYER_NAMES}.items()}
 _OF_QWEN3_5 = {hf: ours for ours, hf in QWEN3_5_NAMES.items()}
@@ -73,8 +76,13 @@ def architecture(config: ModelConfig) -> str:
             f"llama.cpp has recurrent layers with keys and values of one width, and this model has "
             f"{recurrent.key_dim} and {recurrent.value_dim}; export with --format=merged"
         )
-    if config.model_type == "mistral":
+    if config.model_type in ("llama", "mistral"):
         return "llama"
+    if config.rope_scaling is not None:
+        raise UserError(
+            "llama.cpp scales the rotary frequencies of Llama and Mistral alone as Llama 3 does, "
+            f"and this is a {config.model_type}; export with --format=merged"
+        )
     return next(name for name, kind in ARCHITECTURES.items() if kind == config.model_type)
 
 
@@ -144,6 +152,8 @@ def fill_gguf(
     _add_metadata(writer, config, name, {kind for _, kind in shapes.values()})
     for key, value in to_gguf(tokenizer, config.vocab_size).items():
         _add(writer, key, value)
+    if config.rope_scaling is not None:
+        _add(writer, ROPE_SCALING, list(map(float, dataclasses.astuple(config.rope_scaling))))
     count = sum(math.prod(shapes[_scale(place)][0]) for place in packed)
     if packed:
         # The policy quantizes weights alone; a GPU that multiplies numbers of NVFP4 would round
@@ -435,23 +445,26 @@ def _orders(tensor: str, config: ModelConfig) -> tuple[Any, Any]:
 
 
 def _encoded(value: np.ndarray | _Packed, kind: Kind) -> Iterator[np.ndarray]:
-    """Yields the bytes of a tensor, a few rows at a time."""
+    """Yields the bytes of a tensor, a few rows at a time, which several threads encode."""
     if isinstance(value, _Packed):
         scales = value.scales.view(np.uint8)
         yield _blocks(value.codes, scales.reshape(len(scales), -1, 4), 16)
         return
     step = max(1, _CHUNK_WEIGHTS * len(value) // max(1, value.size))
-    for row in range(0, len(value), step):
+
+    def encode(row: int) -> np.ndarray:
         rows = np.asarray(value[row : row + step], np.float32)
         if kind == Kind.F32:
-            yield rows
-        elif kind == Kind.BF16:
-            yield rows.astype(ml_dtypes.bfloat16).view(np.uint16)
-        elif kind == Kind.MXFP4:
+            return rows
+        if kind == Kind.BF16:
+            return rows.astype(ml_dtypes.bfloat16).view(np.uint16)
+        if kind == Kind.MXFP4:
             weight = quantize([rows], format="mxfp4")
-            yield _blocks(weight.packed, weight.scales.view(np.uint8)[..., None], 32)
-        else:
-            yield gguf.quants.Q8_0.quantize_rows(rows)
+            return _blocks(weight.packed, weight.scales.view(np.uint8)[..., None], 32)
+        return gguf.quants.Q8_0.quantize_rows(rows)
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        yield from threads.map(encode, range(0, len(value), step))
 
 
 def _blocks(packed: np.ndarray, scales: np.ndarray, block: int) -> np.ndarray:

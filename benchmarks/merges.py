@@ -1,0 +1,273 @@
+r"""Measures what merges of an adapter into four bits keep of the policy that was trained.
+
+    uv run --extra cuda python -m benchmarks.merges RUN \
+        --problems=gsm8k_test_first1000.jsonl
+
+The rows are the policy of the run, base and last adapter (`trained`), and what could be exported of
+it, as `experiments.export` makes it:
+
+    base                  the base alone, as if nothing were kept
+    bf16                  --format=merged
+    plain onto nvfp4      --format=nvfp4 --onto=trained
+    plain onto bf16       --format=nvfp4, its default where there are weights in 16 bits
+    calibrated            --format=nvfp4 --calibration=gptq
+
+    kl, top1      KL(trained, row) in nats a token, and the fraction of tokens at which both find
+                  the same one the likeliest, on completions of the problems by the policy;
+                  `kl_interval` is half a 95 % interval over texts
+    kept, error   share of the update that is in the weights, and what is wrong with it, relative to
+                  the update
+    accuracy      mean of `samples` completions at temperature 1 of each problem, and the
+                  `difference` from the policy on the same problems, with their 95 % intervals over
+                  problems; of merges in 4 bits and the policy alone
+
+The policies take turns at all problems, until each has its samples or --seconds are over. Merged
+models sample with an adapter of zeros, so that all share their programs. Rows of the same model,
+seed and form are replaced in --out. On a copy without git, QERL_COMMIT names the commit.
+"""
+
+import argparse
+import collections
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import common
+from benchmarks.rollout.subject import model_name
+from qerl_jax.commands import cli
+from qerl_jax.data.prompt_rollout import PromptRollout
+from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.errors import UserError, check_limits
+from qerl_jax.evaluation.greedy import is_correct, score_completions
+from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy
+from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
+from qerl_jax.export.merge import (
+    UpdateRetention,
+    calibrated_merge,
+    calibration_windows,
+    merged_layers,
+)
+from qerl_jax.policy import transformer
+from qerl_jax.policy.policy import Policy
+from qerl_jax.policy.quant import in_machine_order
+from qerl_jax.rewards.calls import resolve
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.sampler import Sampler
+from qerl_jax.run import statistics
+
+KEYS = ("model", "seed", "form")
+TRAINED, CALIBRATED = "trained", "calibrated"
+_TEXTS = 128  # problems on whose completions the KL is measured
+_ROWS = 512  # that decode together
+_KL_ROWS = 8
+
+type Kept = dict[str, UpdateRetention]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    out = "benchmarks/results/merges.json"
+    parser = common.make_parser("benchmarks.merges", __doc__, out)
+    add = parser.add_argument
+    add("run", help="run folder with an adapter on a base in NVFP4")
+    add("--problems", default="", help="FILE.jsonl (default: the problems that the run held out)")
+    add("--samples", type=int, default=16, help="completions per problem (default: 16)")
+    add(
+        "--plain-samples",
+        type=int,
+        default=4,
+        help="completions per problem of plain merges (default: 4)",
+    )
+    add("--seconds", type=float, default=0, help="time limit of the command (default: none)")
+    return parser
+
+
+def merges(policy: LoadedPolicy) -> Iterator[tuple[str, dict, Kept]]:
+    """Yields the name, the parameters and the measures of the update of each merge of a policy."""
+    assert policy.lora is not None
+    assert policy.adapter is not None
+
+    def on_device(layers: Iterator[dict]) -> dict:
+        ready = [in_machine_order(jax.tree.map(jnp.asarray, layer)) for layer in layers]
+        return policy.model.params | {"layers": ready}
+
+    kept: Kept = {}
+    tokens = calibration_windows(policy, trusted=True)
+    layers = calibrated_merge(policy.model, policy.lora, tokens, retention=kept)
+    yield CALIBRATED, on_device(layers), kept
+    sources = {"plain onto nvfp4": ("nvfp4", policy.model), "bf16": ("bf16", policy.model)}
+    if not policy.base.packed:
+        run, adapter = policy.adapter.parent, policy.adapter.name
+        wide = open_policy(str(run), adapter=adapter, format="bf16")
+        sources["plain onto bf16"] = "nvfp4", wide.model
+    for name, (form, model) in sources.items():
+        kept = {}
+        yield name, on_device(merged_layers(model, policy.lora, format=form, retention=kept)), kept
+
+
+class Held:
+    """Problems that the run of a policy has not seen."""
+
+    def __init__(self, policy: LoadedPolicy, problems: str):
+        """Loads the problems of a file, or those that the run held out, and compiles a sampler.
+
+        Raises:
+            UserError: they cannot be loaded.
+        """
+        assert policy.run is not None
+        run, names = policy.run["config"], [problems] if problems else []
+        (task,) = make_tasks(names, run=run, overrides=TaskOverrides(), trusted=True)
+        self.prompts = encode_prompts(
+            task.problems,
+            policy.model.tokenizer,
+            task.prompt,
+            max_prompt_tokens=run["data"]["max_prompt_tokens"],
+        )
+        self.correctness = resolve(task.scorer, **task.options.get("scorer", {}))
+        width, new = max(len(prompt.ids) for prompt in self.prompts), task.max_new_tokens
+        engine = EngineConfig(
+            max_rows=_ROWS,
+            chunk_steps=run["rollout"]["chunk_steps"],
+            compact="once",
+            prompt_width=width,
+            num_prompts=len(self.prompts),
+        )
+        sampling = SamplingConfig(max_new_tokens=new, temperature=1.0)
+        sampler = Sampler(policy.model.config, policy.model.tokenizer, sampling, engine)
+        if jax.default_backend() == "gpu":  # Several programs compile at a time.
+            sampler = sampler.compiled(_key(0), policy.policy, num_prompts=len(self.prompts))
+        self.sampler, self.width = sampler, width + new
+
+    def correct(self, policy: Policy, number: int) -> np.ndarray:
+        """Whether a completion of each problem is correct, float [P], in a pass of a number."""
+        with PromptRollout(self.sampler, _key(number), policy, self.prompts) as rollout:
+            (progress,) = collections.deque(rollout, maxlen=1)
+        ended = rollout.take(progress).values()
+        scorers = {"correct": self.correctness}
+        scores = score_completions(scorers, [one.to_score() for one in ended], time_limit=10.0)
+        return np.nan_to_num(is_correct(scores.parts["correct"]))
+
+    def texts(self, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
+        """Prompts with completions by a policy, [B, T], and which tokens a sampled one follows."""
+        prompts = [prompt.ids for prompt in self.prompts[:_TEXTS]]
+        rollout = self.sampler.rollout(_key(0), policy, prompts)
+        tokens = np.zeros((len(prompts), self.width), np.int32)
+        before = np.zeros(tokens.shape, bool)
+        for row, (prompt, length) in enumerate(zip(prompts, rollout.lengths, strict=True)):
+            end = len(prompt) + length
+            tokens[row, :end] = [*prompt, *rollout.tokens[row, :length]]
+            before[row, len(prompt) - 1 : end - 1] = True
+        return tokens, before
+
+
+def _key(number: int) -> jax.Array:
+    return jax.random.key(number, impl="threefry2x32")
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _compare(params, lora, other, tokens, *, config):
+    """KL of a policy to a model at each token, and whether both find the same one the likeliest."""
+    lengths = jnp.full(len(tokens), tokens.shape[1])
+    p, q = (
+        jax.nn.log_softmax(jnp.float32(transformer.forward(*own, tokens, lengths, config=config)))
+        for own in ((params, lora), (other, None))
+    )
+    return jnp.sum(jnp.exp(p) * (p - q), axis=-1), p.argmax(axis=-1) == q.argmax(axis=-1)
+
+
+def divergence(
+    policy: LoadedPolicy, params: dict, tokens: np.ndarray, before: np.ndarray
+) -> dict[str, float]:
+    """The figures of a model about its texts, as `Held.texts` returns them."""
+    kl, same = np.zeros(before.shape), np.zeros(before.shape, bool)
+    for start in range(0, len(tokens), _KL_ROWS):
+        rows = slice(start, start + _KL_ROWS)
+        own = policy.model
+        found = _compare(own.params, policy.lora, params, tokens[rows], config=own.config)
+        kl[rows], same[rows] = jax.device_get(found)
+    by_text = np.array([row[own].mean() for row, own in zip(kl, before, strict=True)])
+    return {
+        "kl": float(kl[before].mean()),
+        "kl_interval": statistics.Z95 * statistics.standard_error(by_text),
+        "top1": float(same[before].mean()),
+        "tokens": int(before.sum()),
+    }
+
+
+def accuracies(correct: list[np.ndarray], trained: list[np.ndarray]) -> dict[str, Any]:
+    """The figures of passes of a policy, [P] each, compared with those of the trained one."""
+    values = np.mean(correct, axis=0)
+    both = min(len(correct), len(trained))
+    mine, theirs = (np.mean(passes[:both], axis=0) for passes in (correct, trained))
+    difference, low, high = statistics.paired_difference(mine, theirs)
+    return {
+        "accuracy": float(values.mean()),
+        "accuracy_interval": statistics.Z95 * statistics.standard_error(values),
+        "difference": difference,
+        "difference_interval": (high - low) / 2,
+        "samples": len(correct),
+        "problems": len(values),
+    }
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the benchmark with the parsed arguments."""
+    start = time.perf_counter()
+    check_limits(
+        {
+            "--samples": (arguments.samples, 0),
+            "--plain-samples": (arguments.plain_samples, 0),
+            "--seconds": (arguments.seconds, 0),
+        }
+    )
+    common.check_out(arguments.out, KEYS)
+    policy = open_policy(arguments.run, adapter="adapter")
+    if policy.run is None or policy.lora is None or policy.base.format != "nvfp4":
+        raise UserError(f"{arguments.run}: it is no run with an adapter on a base in NVFP4")
+    config = policy.run["config"]
+    origin = {"model": model_name(config["model"]["source"]), "seed": config["seed"]}
+    figures: dict[str, dict[str, Any]] = {}
+
+    def add(form: str, found: dict[str, Any]) -> None:
+        own = figures.setdefault(form, {})
+        own |= found
+        row = origin | {"form": form} | own | {"steps": config["steps"]}
+        row |= {"device": jax.devices()[0].device_kind, **common.origin("benchmarks.merges")}
+        common.merge(arguments.out, row, KEYS)
+
+    held = Held(policy, arguments.problems)
+    texts = held.texts(policy.policy)
+    add("base", divergence(policy, policy.base.params, *texts))
+    nothing = jax.tree.map(jnp.zeros_like, policy.lora)
+    policies = {TRAINED: policy.policy}
+    for name, params, kept in merges(policy):
+        whole = UpdateRetention()
+        for part in kept.values():
+            whole.add((part.overlap, part.update, part.error))
+        found = divergence(policy, params, *texts)
+        if whole.update:
+            found |= {"kept": whole.kept_fraction, "error": whole.relative_error}
+        add(name, found)
+        if name != "bf16":
+            policies[name] = Policy(params, nothing)
+    passes: dict[str, list[np.ndarray]] = {name: [] for name in policies}
+    for number in range(arguments.samples):
+        for name, own in policies.items():
+            if name not in (TRAINED, CALIBRATED) and number >= arguments.plain_samples:
+                continue
+            began = time.perf_counter()
+            passes[name].append(held.correct(own, number + 1))
+            add(name, accuracies(passes[name], passes[TRAINED]))
+            now = time.perf_counter()
+            if arguments.seconds and now - start + (now - began) > arguments.seconds:
+                print(f"stopped after {now - start:.0f} s", flush=True)
+                return
+
+
+if __name__ == "__main__":
+    cli.run_command(make_parser(), run)
