@@ -73,7 +73,7 @@ def refuse(words, model, *arguments, **options):
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['model']}-{row['format']}")
 def test_the_peak_is_the_measured_one(row):
-    data, tensor = step._mesh(row["mesh"])
+    data, tensor = step.read_mesh(row["mesh"])
     plan, _ = planned(
         row["model"],
         mesh__data=data,
