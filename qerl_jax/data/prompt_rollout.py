@@ -106,10 +106,6 @@ class PromptRollout:
     def __iter__(self) -> Iterator[RolloutProgress]:
         return self._steps
 
-    def failures(self) -> list[str]:
-        """Returns one line for each distinct failure of an environment, with its count."""
-        return [] if self._dialog is None else self._dialog.failures()
-
     def take(self, progress: RolloutProgress) -> dict[int, Ended]:
         """Returns the completions that have ended since the last call, by row."""
         rollout, taken = progress.rollout, {}
