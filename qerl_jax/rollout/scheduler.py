@@ -402,7 +402,10 @@ class Scheduler:
         count, _ = shapes.extension(width)
         tokens = np.full((count, width), self._completions.pad_id, np.int32)
         positions = np.full((count, width), shapes.cache_positions, np.int32)
-        last, cache_rows = np.zeros(count, np.int32), np.full(count, shapes.batch_sizes[0], np.int32)
+        last, cache_rows = (
+            np.zeros(count, np.int32),
+            np.full(count, shapes.batch_sizes[0], np.int32),
+        )
         for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
             added = written[row.number, row.filled : end]
             tokens[i, : 1 + len(added)] = [row.prompt[0], *added]

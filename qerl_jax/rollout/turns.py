@@ -15,8 +15,6 @@ not extend a row begins one.
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
 from qerl_jax.environments.roles import ANSWER, CONTEXT, OPEN, TOKENS, Reply, Request, Turn
 from qerl_jax.rollout.completions import TurnSamples
 from qerl_jax.rollout.config import TurnConfig
