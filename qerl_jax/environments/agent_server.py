@@ -5,6 +5,7 @@ run and a key for each session. A request that cannot be answered gets the JSON 
 """
 
 import asyncio
+import contextvars
 import hmac
 import importlib.util
 import json
@@ -75,8 +76,9 @@ class AgentServer:
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
+        run = contextvars.copy_context().run  # The date of chat templates is that of the run.
         self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True, name="agents"
+            target=lambda: run(self._server.run, sockets=[self._socket]), daemon=True, name="agents"
         )
         self._thread.start()
         ends = time.monotonic() + _START_SECONDS

@@ -1,6 +1,6 @@
 """Conversations of the chat route as token ids, and turns of the policy as its messages.
 
-A conversation that goes on from what a row has is not written anew: its further messages become the
+A conversation that continues what a row has is not written anew: its further messages become the
 ids that the chat template puts after a turn, see `replies`. Messages are compared as agents send
 them back: a turn by its text and its calls, whatever else clients drop or add.
 """
@@ -123,6 +123,7 @@ class ChatWriter:
                     for number, call in enumerate(readable)
                 ]
         turn.messages = [*prompt.compared, _compared(_message(reply, 0))]
+        turn.conversation, turn.sent = [*prompt.messages, reply], len(prompt.messages)
         turn.reply = reply
         return reply
 
@@ -142,7 +143,7 @@ class ChatPrompt:
         self.tools_key = json.dumps(tools, sort_keys=True) if tools else ""
         self.key = json.dumps([self.compared, self.tools_key]).encode()
 
-    def goes_on(self, turn: Asked) -> int:
+    def continues(self, turn: Asked) -> int:
         """Returns how many messages precede what is new."""
         if turn.messages is None or turn.row.tools != self.tools_key:
             return 0

@@ -128,6 +128,9 @@ class Episode:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     ending: int = OPEN  # what ended the row, see `environments.roles`; OPEN until it ends
     error: str = ""  # why the environment failed; '' where it did not
+    # Of an agent: the number of its conversations, and of requests that got another one's answer.
+    rows: int = 1
+    retries: int = 0
 
     @property
     def answer(self) -> str:

@@ -1,7 +1,7 @@
 """The sessions of agents: what they asked and got, and how their requests become rows.
 
 An agent talks to the policy through a server (`agent_server`), and each of its episodes is a
-session. A request that goes on from what a row of its session has extends the row: its ids only
+session. A request that continues what a row of its session has extends the row: its ids only
 grow. Any other request begins a further row. The record of a session has the ids that were sampled
 and those that were sent, and the rows that are trained on follow from it.
 
@@ -121,9 +121,11 @@ class Asked:
     complete: bool = False  # whether the policy ended the turn, and not the limit
     order: int = 0  # number of the answer within the session; 0 without one
     delivered: bool = False  # whether a client has got the answer
-    extended: bool = False  # whether a later request goes on from it
+    extended: bool = False  # whether a later request continues it
     messages: Any = None  # of the chat route: the conversation with the answer, as it is compared
     reply: Any = None  # of the chat route: the answer as a message
+    conversation: Any = None  # of the chat route: all messages with the answer
+    sent: int = 0  # of the chat route: number of messages of the request
 
     @property
     def end(self) -> int:
@@ -140,6 +142,7 @@ class RowRecord:
     ids: list[int]  # all ids so far
     turns: list[Asked] = dataclasses.field(default_factory=list)
     number: int | None = None  # number of the row in the rollout, once it is sampled
+    prompt: int = 0  # number of its first ids that are its prompt; the others are the completion
     tools: str = ""  # of the chat route: the tools that the prompt describes, as they are compared
 
     @property
@@ -176,7 +179,7 @@ class SessionRecord:
     def trained_rows(self) -> list[tuple[RowRecord, int]]:
         """Returns the rows that are trained on, each with its number of ids.
 
-        Of several answers to one prompt those train from which the agent went on, or else the last
+        Of several answers to one prompt those train that the agent continued, or else the last
         one: the others had no part in the outcome.
         """
         rows = []
@@ -201,7 +204,7 @@ def _trains(turn: Asked, siblings: Sequence[Asked]) -> bool:
 
 
 def _future() -> concurrent.futures.Future:
-    """A future that one who waits for it cannot cancel."""
+    """A future that those that wait for it cannot cancel."""
     future: concurrent.futures.Future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
     return future
@@ -220,8 +223,8 @@ class Prompt(Protocol):
         """Equal for requests with the same tools; '' without any."""
         ...
 
-    def goes_on(self, turn: Asked, /) -> int:
-        """Returns how much of the prompt a turn and all before it are; 0 if it does not go on."""
+    def continues(self, turn: Asked, /) -> int:
+        """Returns how much of the prompt a turn and all before it are; 0 without them."""
         ...
 
     def added(self, turn: Asked, /) -> list[int] | None:
@@ -239,10 +242,10 @@ class TokenPrompt:
     tools_key = ""
 
     def __init__(self, ids: Sequence[int]):
-        self._ids = list(ids)
+        self._ids = [int(token) for token in ids]
         self.key = b"".join(token.to_bytes(4, "little") for token in self._ids)
 
-    def goes_on(self, turn: Asked) -> int:
+    def continues(self, turn: Asked) -> int:
         """Returns how many ids precede what is new."""
         end = turn.end
         return end if self._ids[:end] == turn.row.ids[:end] else 0
@@ -323,6 +326,16 @@ class Gateway:
                     return taken
                 self._changed.wait(left)
 
+    def ended(self) -> list[tuple[int, SessionRecord]]:
+        """Returns the sessions that have ended, with their numbers."""
+        with self._changed:
+            records = self._records.items()
+            return [(number, one) for number, one in records if one.ending != OPEN]
+
+    def began(self, row: int, prompt: int) -> None:
+        """Takes the number of tokens that the prompt of a new row has."""
+        self._rows[row].prompt = prompt
+
     def submit(self, turn: Turn) -> None:
         """Answers the request of a row."""
         with self._changed:
@@ -375,6 +388,8 @@ class Gateway:
                 return False
             if reward is not None and not math.isfinite(reward):
                 error = error or f"its reward is {reward}"
+            if not record.answers:
+                error = error or "it returned without a request that the policy answered"
             record.info = dict(info or {})
             if error:
                 self._end(record, FAILURE, error=error)
@@ -409,7 +424,7 @@ class Gateway:
                 if not turn.order or ((retry or not turn.delivered) and turn is same[-1]):
                     record.joined += 1
                     return turn
-            before = [(prompt.goes_on(turn), turn) for turn in record.asked if turn.order]
+            before = [(prompt.continues(turn), turn) for turn in record.asked if turn.order]
             for length, turn in before:
                 turn.extended |= length > 0
             ends = [(n, turn) for n, turn in before if n and turn is turn.row.turns[-1]]
@@ -496,8 +511,8 @@ class Gateway:
         if not row.turns and len(record.rows) >= MOST_ROWS:
             raise RequestError(
                 429,
-                f"the session has begun {MOST_ROWS} conversations, as many as one may have: go on "
-                "from what was answered",
+                f"the session has begun {MOST_ROWS} conversations, as many as one may have: continue "
+                "those that were answered",
                 "rate_limit_exceeded",
             )
         asked = left if max_tokens is None else max_tokens

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.data.environments import RunEnvironments
-from qerl_jax.data.prompt_rollout import Ended, PromptRollout
+from qerl_jax.data.prompt_rollout import AnyEnvironments, Ended, PromptRollout
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.policy.policy import Policy
 from qerl_jax.processes.group import ALONE, Processes
@@ -50,7 +49,7 @@ def greedy_accuracy(
     processes: Processes = ALONE,
     on_progress: Callable[[int, int], None] | None = None,
     on_wait: Callable[[], None] | None = None,
-    environments: RunEnvironments | None = None,
+    environments: AnyEnvironments | None = None,
 ) -> GreedyScore:
     """Returns the fraction of prompts whose greedy completion is correct, or cut off.
 

@@ -181,7 +181,7 @@ class Completions:
         return TurnSamples(self.rollout.tokens[index], self.rollout.logprobs[index])
 
     def reserve(self, rows: int) -> None:
-        """Makes room for a number of rows, in arrays that double."""
+        """Grows the arrays to a number of rows, at least to twice their size."""
         if (more := rows - len(self.ended)) > 0:
             more = max(more, len(self.ended))
             arrays = self.rollout, self._empty(more)

@@ -314,6 +314,8 @@ class Sampler:
                 # 4. Drain the samples that were in flight before, while the device decodes.
                 scheduler.drain(older)
                 yield scheduler.progress
+            if isinstance(turns, Sessions):  # A session may have ended since.
+                yield scheduler.progress
         finally:
             scheduler.close()
         return scheduler.progress.rollout

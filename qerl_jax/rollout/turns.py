@@ -43,6 +43,10 @@ class Requests(Protocol):
         """Whether a session is open, or will be."""
         ...
 
+    def began(self, row: int, prompt: int, /) -> None:
+        """Takes the number of tokens that the prompt of a new row has."""
+        ...
+
     def submit(self, turn: Turn, /) -> None:
         """Answers the request of a row."""
         ...
@@ -201,6 +205,7 @@ class Sessions:
             split = min(split, len(request.ids) - 1)
         prompt = tuple(request.ids[:split])
         group = self._prompts.setdefault(prompt, len(self._prompts))
+        self._gateway.began(request.row, split)
         identity = (self._identities[session] + (request.root << _ROOT_BITS)) % 2**31
         return Row(request.row, identity, group, prompt, reply=request.ids[split:])
 

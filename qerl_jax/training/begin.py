@@ -44,6 +44,7 @@ from qerl_jax.processes.group import Processes
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.rl.losses import custom_loss_digest
 from qerl_jax.rl.train_step import TrainState, init_state
+from qerl_jax.rollout.config import has_turns
 from qerl_jax.run.checkpoints import Checkpoints, read_latest
 from qerl_jax.run.folder import (
     BEST,
@@ -113,7 +114,7 @@ def begin(
     config, processes = setup.config, setup.processes
     restored = checkpoints.restore_latest(setup.state_shapes)
     prompts = by_source(setup.collect.order, setup.train_prompts) | {EVAL: setup.eval_prompts}
-    whole_rows = bool(config.environment.function)
+    whole_rows = has_turns(config)
     digests = problem_digests(prompts, setup.rewards, whole_rows=whole_rows)
     prompts_digest = digest_of_prompts((*setup.train_prompts, *setup.eval_prompts))
     _check_processes(setup, digests, None if restored is None else restored[0], prompts_digest)

@@ -258,9 +258,9 @@ def _advantages(setup: StepSetup, scores: Scores) -> np.ndarray:
 def _batch(setup: StepSetup, experience: Experience, advantages: np.ndarray) -> TrainBatch:
     rollout, config = experience.rollout, setup.config
     return make_batch(
-        [prompt.ids for prompt in experience.row_prompts],
+        experience.prompt_ids,
         rollout,
-        advantages,
+        experience.of_rows(advantages),
         mask_truncated=config.rl.mask_truncated,
         aggregation=setup.update.loss.aggregation,
         pad_id=setup.collect.sampler.tokenizer.pad_id,

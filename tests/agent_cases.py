@@ -1,0 +1,89 @@
+"""Rollouts of a tiny policy whose rows agents ask for, for the tests of sessions."""
+
+import dataclasses
+import functools
+import threading
+
+import tiny_rollout
+from tiny_model import random_lora, random_tokens, tiny_policy
+from tiny_rollout import KEY, TURNS
+
+from qerl_jax.environments.gateway import Gateway, Job, SessionLimits, TokenPrompt
+from qerl_jax.policy.policy import Policy
+
+EOS = tuple(range(20, 30))  # a third of the vocabulary: turns end soon
+SESSIONS = dataclasses.replace(TURNS, sessions=True)
+LONGEST = 9  # tokens of the longest prompt that is prefilled as a whole
+
+
+@functools.cache
+def policy(model="qwen3"):
+    """An architecture and a policy: one layer of attention, after a recurrent one in Qwen3.5."""
+    layers = {"num_layers": 2, "recurrent_layers": (0,)} if model == "qwen3_5" else {}
+    config, params = tiny_policy(model, **({"num_layers": 1} | layers))
+    return config, Policy(params, random_lora(config))
+
+
+def limits(**changes):
+    values = {"context": LONGEST + SESSIONS.context_tokens, "max_new_tokens": 14, "turn_tokens": 6}
+    return SessionLimits(**(values | {"vocab_size": 64} | changes))
+
+
+def jobs_of(count, group_size=1):
+    return [Job(number, number // group_size, {}, 7) for number in range(count)]
+
+
+def sampler(model="qwen3", **options):
+    """A sampler of sessions."""
+    options = {"max_new_tokens": 14, "eos_ids": EOS, "prompt_width": LONGEST} | options
+    made = tiny_rollout.sampler(**options)
+    return dataclasses.replace(made, turns=SESSIONS, model_config=policy(model)[0])
+
+
+def sample(gateway, sessions, model="qwen3", **options):
+    """The last progress of a rollout of the sessions of a gateway that has begun."""
+    prompts = [[1]] * (sessions // options.get("group_size", 1))
+    steps = sampler(model, **options).steps(KEY, policy(model)[1], prompts, dialog=gateway)
+    *_, last = steps
+    return last
+
+
+LOCK = threading.Lock()  # The server asks from one thread.
+
+
+def ask(gateway, record, ids, *, max_tokens=None, retry=False):
+    """Asks for a turn as the server does, and returns it once it is answered."""
+    with LOCK:
+        turn = gateway.ask(record, TokenPrompt(ids), max_tokens=max_tokens, retry=retry)
+    turn.future.result(timeout=60)
+    turn.delivered = True
+    return turn
+
+
+def rollout(episode, sessions=6, model="qwen3", gateway=None, limit=None, **options):
+    """Runs an episode in each session, `episode(gateway, record)`, and samples them.
+
+    Returns the gateway and the last progress.
+    """
+    gateway = gateway or Gateway()
+    jobs = jobs_of(sessions, options.get("group_size", 1))
+    gateway.begin(jobs, limit or limits())
+
+    def run(job):
+        record = gateway.open(job)
+        try:
+            gateway.close(record.id, reward=episode(gateway, record))
+        except BaseException as error:
+            gateway.close(record.id, error=repr(error))
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    last = sample(gateway, sessions, model, **options)
+    for thread in threads:
+        thread.join()
+    return gateway, last
+
+
+def tokens(count, seed):
+    return random_tokens(count, seed=seed).tolist()
