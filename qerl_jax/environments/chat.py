@@ -48,11 +48,7 @@ class ChatWriter:
                     400, 'tools: {"type": "function", "function": {"name": ...}} is needed'
                 )
         chat = [_message(message, number) for number, message in enumerate(messages)]
-        described = [
-            {"type": "function", "function": {"parameters": {}} | tool["function"]}
-            for tool in tools or ()
-        ]
-        return ChatPrompt(self, chat, described, context)
+        return ChatPrompt(self, chat, tools or [], context)
 
     def ids(self, prompt: "ChatPrompt") -> list[int]:
         """Returns the ids of a whole conversation, which waits for the policy."""
@@ -106,9 +102,10 @@ class ChatWriter:
             reply: dict[str, Any] = {"role": "assistant", "content": self.tokenizer.decode(ids)}
         else:
             marked = self.tokenizer.decode(ids, skip_special=False)
-            opened = self.tokenizer.decode(turn.row.ids[: turn.start][-8:], skip_special=False)
+            opened = self.tokenizer.decode(turn.row.ids[: turn.start][-32:], skip_special=False)
             in_reasoning = opened.rstrip().endswith("<think>")
-            calls = read_calls(marked, self.form, in_reasoning=in_reasoning, tools=prompt.tools)
+            tools = [{"function": {"parameters": {}} | one["function"]} for one in prompt.tools]
+            calls = read_calls(marked, self.form, in_reasoning=in_reasoning, tools=tools)
             reply = message_of(marked, calls, self.form, in_reasoning=in_reasoning)
             if readable := [call for call in calls if not call.error]:
                 reply["tool_calls"] = [
@@ -189,8 +186,10 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         out["tool_call_id"] = str(message.get("tool_call_id", ""))
         if isinstance(message.get("name"), str):
             out["name"] = message["name"]
-    if role == "assistant" and message.get("tool_calls"):
-        out["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    if role == "assistant" and (calls := message.get("tool_calls")):
+        if not isinstance(calls, list):
+            raise RequestError(400, f"{where}.tool_calls: a list is needed")
+        out["tool_calls"] = [_call(call, where) for call in calls]
     return out
 
 

@@ -511,8 +511,8 @@ class Gateway:
         if not row.turns and len(record.rows) >= MOST_ROWS:
             raise RequestError(
                 429,
-                f"the session has begun {MOST_ROWS} conversations, as many as one may have: continue "
-                "those that were answered",
+                f"the session has begun {MOST_ROWS} conversations, as many as one may have: "
+                "continue those that were answered",
                 "rate_limit_exceeded",
             )
         asked = left if max_tokens is None else max_tokens
@@ -556,5 +556,5 @@ class Gateway:
         for record in self._records.values():
             if record.ending == OPEN and record.deadline <= now:
                 seconds = self.limits.seconds if self.limits else None
-                error = f"exceeded environment.time_limit of {seconds:g} s"
+                error = f"exceeded environment.session_time_limit of {seconds:g} s"
                 self._end(record, FAILURE, error=error)
