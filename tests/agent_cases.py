@@ -2,13 +2,17 @@
 
 import dataclasses
 import functools
+import json
 import threading
+import urllib.error
+import urllib.request
 
 import tiny_rollout
+from environment_cases import Echo
 from tiny_model import random_lora, random_tokens, tiny_policy
 from tiny_rollout import KEY, TURNS
 
-from qerl_jax.environments.gateway import Gateway, Job, SessionLimits, TokenPrompt
+from qerl_jax.environments.gateway import ClosedError, Gateway, Job, SessionLimits, TokenPrompt
 from qerl_jax.policy.policy import Policy
 
 EOS = tuple(range(20, 30))  # a third of the vocabulary: turns end soon
@@ -87,3 +91,70 @@ def rollout(episode, sessions=6, model="qwen3", gateway=None, limit=None, **opti
 
 def tokens(count, seed):
     return random_tokens(count, seed=seed).tolist()
+
+
+class Threads:
+    """A runner of functions `solve(session, job)` in threads."""
+
+    def __init__(self, solve):
+        self.solve, self.threads, self.stopped = solve, [], threading.Event()
+
+    def start(self, server, jobs):
+        self.stopped.clear()
+
+        def run(job):
+            try:
+                session = server.open(job)
+            except ClosedError:
+                return
+            try:
+                server.close(session.id, reward=self.solve(session, job), info={"words": 2})
+            except Exception as error:
+                server.close(session.id, error=repr(error))
+
+        self.threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]
+        for thread in self.threads:
+            thread.start()
+
+    def is_alive(self):
+        return any(thread.is_alive() for thread in self.threads)
+
+    def stop(self):
+        for thread in self.threads:
+            thread.join(timeout=30)
+
+    def close(self):
+        self.stop()
+
+
+def post(url, body, key="", headers=()):
+    """The status and the JSON of an answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {key}", **dict(headers)}
+    request = urllib.request.Request(url, data, headers | {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read().decode()
+            return answer.status, text if text.startswith("data:") else json.loads(text)
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def converse(session, job):
+    """A conversation of up to three turns, like that with `environment_cases.Echo`."""
+    echo, words = Echo(), 0.0
+    text = job.columns["question"] + echo.reset(job.columns["question"], job.seed)
+    messages = [{"role": "user", "content": text}]
+    for _ in range(3):
+        body = {"model": "policy", "messages": messages, "max_tokens": 4}
+        status, answer = post(f"{session.base_url}/chat/completions", body, session.key)
+        if status == 400 and answer["error"]["code"] == "context_length_exceeded":
+            break
+        assert status == 200, answer
+        messages.append(answer["choices"][0]["message"])
+        reply, reward, done = echo.step(messages[-1]["content"])
+        words += reward
+        if done:
+            break
+        messages.append({"role": "user", "content": reply})
+    return words

@@ -6,10 +6,10 @@ import json
 import socket
 import threading
 import time
-import urllib.error
 import urllib.request
 
 import pytest
+from agent_cases import post
 from recorded_conversations import FORMATS, RECORDED, tokenizer_of
 
 from qerl_jax.environments import agent_server
@@ -77,19 +77,6 @@ class Engine:
         self.server.stop()
         assert not self.thread.is_alive()
         assert not self.server._thread.is_alive()
-
-
-def post(url, body, key="", headers=()):
-    """The status and the JSON of an answer."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Authorization": f"Bearer {key}", **dict(headers)}
-    request = urllib.request.Request(url, data, headers | {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            text = answer.read().decode()
-            return answer.status, text if text.startswith("data:") else json.loads(text)
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 def chat(session, messages, headers=(), **body):
@@ -352,13 +339,14 @@ def test_bad_requests_are_refused_and_the_session_continues():
             refused(chat(session, **({"messages": [user("hello")]} | body)), 400, part), name
         for ids in ("abc", None, [1.5], [True], [[1]], {}):
             refused(generate(session, ids), 400, "token_ids")
-        refused(generate(session, []), 400, "empty")
+        refused(generate(session, []), 400, "0 tokens")
+        refused(generate(session, [1]), 400, "1 tokens")
         refused(generate(session, [1, 300]), 400, "300")
-        refused(generate(session, [-1]), 400, "-1")
-        refused(generate(session, [1 << 40]), 400, str(1 << 40))
+        refused(generate(session, [1, -1]), 400, "-1")
+        refused(generate(session, [1, 1 << 40]), 400, str(1 << 40))
         refused(generate(session, [1] * 4000), 400, "maximum context length is 4000")
-        refused(generate(session, [1], n=2), 400, "n=2")
-        refused(generate(session, [1], stop_token_ids=[7]), 400, "stop_token_ids=[7]")
+        refused(generate(session, [1, 2], n=2), 400, "n=2")
+        refused(generate(session, [1, 2], stop_token_ids=[7]), 400, "stop_token_ids=[7]")
         url = f"{session.base_url}/chat/completions"
         for data in (b"", b"{", b"[]", b"7", b"\xff", b'"' + b"[" * 100_000, b"[" * 100_000):
             refused(post(url, data, session.key), 400, "JSON")

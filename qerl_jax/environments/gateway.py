@@ -484,8 +484,8 @@ class Gateway:
         """The largest number of tokens of the turn after some ids."""
         assert self.limits is not None
         limits, too_long = self.limits, "context_length_exceeded"
-        if not ids:
-            raise RequestError(400, "the prompt is empty: it needs at least one token")
+        if len(ids) < 2:  # A row of recurrent layers begins with one and is extended by the other.
+            raise RequestError(400, f"the prompt has {len(ids)} tokens: it needs at least 2")
         if not 0 <= min(ids) <= max(ids) < limits.vocab_size:
             raise RequestError(
                 400,

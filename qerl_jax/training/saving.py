@@ -105,11 +105,15 @@ def save_checkpoint(run: Run) -> None:
             "prompts": run.prompts_digest,
         },
     )
+    if run.setup.kept is not None:
+        run.setup.kept.forget(min(run.checkpoints.steps))
 
 
 def finish(run: Run) -> None:
     """Writes what a finished run leaves, summary.json last, and says so."""
     run.checkpoints.wait()  # A finished run never has an adapter without its checkpoint.
+    if run.setup.kept is not None:
+        run.setup.kept.forget(None)
     if run.log is None:
         return
     if run.adapter_step != run.progress.step:
