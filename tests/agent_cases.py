@@ -37,11 +37,12 @@ def jobs_of(count, group_size=1):
     return [Job(number, number // group_size, {}, 7) for number in range(count)]
 
 
-def sampler(model="qwen3", **options):
+def sampler(model="qwen3", *, host=2**33, **options):
     """A sampler of sessions."""
+    turns = dataclasses.replace(SESSIONS, host_cache_bytes=host)
     options = {"max_new_tokens": 14, "eos_ids": EOS, "prompt_width": LONGEST} | options
     made = tiny_rollout.sampler(**options)
-    return dataclasses.replace(made, turns=SESSIONS, model_config=policy(model)[0])
+    return dataclasses.replace(made, turns=turns, model_config=policy(model)[0])
 
 
 def sample(gateway, sessions, model="qwen3", **options):

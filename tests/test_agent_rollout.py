@@ -143,6 +143,36 @@ def test_a_session_has_several_rows_at_the_same_time():
     assert len(firsts) > 1
 
 
+def test_rows_without_memory_of_the_host_are_forgotten_and_begun_again():
+    """One slot, and each session waits for two rows of its own before it continues the first."""
+
+    def episode(gateway, record):
+        first = tokens(4, seed=record.job.number)
+        ids = [*first, *ask(gateway, record, first, max_tokens=2).ids]
+        ask(gateway, record, tokens(5, seed=40 + record.job.number), max_tokens=2)
+        ask(gateway, record, [*ids, 7], max_tokens=3)
+        return 0.0
+
+    gateway, last = rollout(episode, sessions=3, max_rows=1, host=0)
+    assert not gateway.errors
+    rows = [row for record in gateway.records() for row, _ in record.trained_rows()]
+    assert len(rows) == 9
+    prompts = {row.number: row.ids[: row.prompt] for row in rows}
+    logprobs, _ = conversation_logprobs(
+        *policy(), [prompts[number] for number in range(9)], last.rollout.replace(**cut_to(last, 9))
+    )
+    for row in rows:
+        for turn in row.turns:
+            columns = slice(turn.start - row.prompt, turn.end - row.prompt)
+            np.testing.assert_allclose(turn.logprobs, logprobs[row.number, columns], atol=2e-5)
+
+
+def cut_to(last, rows):
+    """The fields of the first rows of a rollout, whose arrays have more."""
+    names = "tokens", "lengths", "logprobs", "roles"
+    return {name: getattr(last.rollout, name)[:rows] for name in names}
+
+
 def test_sessions_that_end_early_leave_their_slots():
     """While a row decodes, waits for a slot, or was never asked for."""
     gateway, others = Gateway(), threading.Event()

@@ -142,6 +142,10 @@ class AgentEpisodes:
         """Takes the number of tokens that the prompt of a new row has."""
         self._gateway.began(row, prompt)
 
+    def forget(self, row: int) -> None:
+        """Makes a row of its own of what continues a row, which has lost what it keeps."""
+        self._gateway.forget(row)
+
     def submit(self, turn: Turn) -> None:
         """Answers the request of a row."""
         self._gateway.submit(turn)

@@ -143,6 +143,7 @@ class RowRecord:
     turns: list[Asked] = dataclasses.field(default_factory=list)
     number: int | None = None  # number of the row in the rollout, once it is sampled
     prompt: int = 0  # number of its first ids that are its prompt; the others are the completion
+    forgotten: bool = False  # whether what continues it is another row
     tools: str = ""  # of the chat route: the tools that the prompt describes, as they are compared
 
     @property
@@ -336,6 +337,19 @@ class Gateway:
         """Takes the number of tokens that the prompt of a new row has."""
         self._rows[row].prompt = prompt
 
+    def forget(self, row: int) -> None:
+        """Makes a row of its own of what continues a row, which has lost what it keeps."""
+        with self._changed:
+            old = self._rows[row]
+            old.forgotten, asked = True, old.turns[-1]
+            if not asked.order:  # It has been asked for and not been taken.
+                old.turns.pop()
+                new = RowRecord(
+                    old.session, len(old.session.rows), old.ids, [asked], tools=old.tools
+                )
+                asked.row, asked.added, old.ids = new, new.ids, old.ids[: old.turns[-1].end]
+                old.session.rows.append(new)
+
     def submit(self, turn: Turn) -> None:
         """Answers the request of a row."""
         with self._changed:
@@ -433,7 +447,7 @@ class Gateway:
         ids = prompt.whole() if last is None or added is None else [*last.row.ids, *added]
         with self._changed:
             self._check_open(record)
-            if last is None or added is None:
+            if last is None or added is None or last.row.forgotten:
                 row = RowRecord(record, len(record.rows), [], tools=prompt.tools_key)
                 added = ids
             else:
@@ -538,7 +552,9 @@ class Gateway:
         record.ended.set()
         self._queue = collections.deque(t for t in self._queue if t.row.session is not record)
         self._ends += [
-            Reply(row.number, (), ending) for row in record.rows if row.number is not None
+            Reply(row.number, (), ending)
+            for row in record.rows
+            if row.number is not None and not row.forgotten
         ]
         for turn in record.asked:
             if not turn.future.done():

@@ -327,21 +327,32 @@ class Scheduler:
 
     def _host_space(self) -> Callable[[Row], bool]:
         """Returns a function that reserves memory of the host for rows, while there is some."""
-        left = self._turns.host_bytes
-        left -= sum(array.nbytes for row in self._live for array in row.kept or ())
+        left = self._host_bytes_left()
 
         def fits(row: Row) -> bool:
             nonlocal left
             size = self._kept_bytes[self._filled(row)]
             if size > left:
-                return False
+                return self._turns.forgets
             left -= size
             return True
 
         return fits
 
+    def _host_bytes_left(self) -> int:
+        kept = sum(array.nbytes for row in self._live for array in row.kept or ())
+        return self._turns.host_bytes - kept
+
     def _evict(self, row: Row) -> None:
-        """Takes the slot of a row, and keeps what it has filled of the cache on the host."""
+        """Takes the slot of a row, and keeps what it has filled of the cache on the host.
+
+        A row for which the host lacks memory is forgotten: what continues it is another row.
+        """
+        if self._kept_bytes[self._filled(row)] > self._host_bytes_left():
+            self._turns.forget(row)
+            row.end(OPEN)
+            self._remove_ended([row])
+            return
         take = self._programs["take", self._filled(row)]
         taken = take(self._state.layers, np.int32(row.cache_row))
         row.kept = jax.device_put(taken, self._key.sharding.with_memory_kind("pinned_host"))

@@ -47,6 +47,10 @@ class Requests(Protocol):
         """Takes the number of tokens that the prompt of a new row has."""
         ...
 
+    def forget(self, row: int, /) -> None:
+        """Makes a row of its own of what continues a row, which has lost what it keeps."""
+        ...
+
     def submit(self, turn: Turn, /) -> None:
         """Answers the request of a row."""
         ...
@@ -63,6 +67,7 @@ class OneTurn:
     """Completions of one turn: a row ends with it."""
 
     keeps_cache = False  # whether a row keeps its slot when its turn has its last tokens
+    forgets = False  # whether a row that waits may lose what it keeps
     host_bytes = 0  # bytes of the host for what rows keep that wait without a slot
 
     def __init__(self, max_new_tokens: int) -> None:
@@ -84,6 +89,9 @@ class OneTurn:
         """Returns the rows that have come since the last call; none of them."""
         return ()
 
+    def forget(self, row: Row) -> None:
+        """Tells that a row has lost what it keeps."""
+
     @property
     def is_open(self) -> bool:
         """Whether further rows may come."""
@@ -94,6 +102,7 @@ class Conversations:
     """Completions of several turns, after each of which an environment replies or ends the row."""
 
     keeps_cache = True
+    forgets = False
 
     def __init__(self, dialog: Dialog, limits: TurnConfig, max_new_tokens: int) -> None:
         self._dialog, self._limits, self._max_new_tokens = dialog, limits, max_new_tokens
@@ -121,6 +130,9 @@ class Conversations:
         """Returns no row."""
         return ()
 
+    def forget(self, row: Row) -> None:
+        """Is not called."""
+
     @property
     def is_open(self) -> bool:
         """Whether further rows may come."""
@@ -131,6 +143,7 @@ class Sessions:
     """Rows of agents: each begins with a request, grows with others, and ends with its session."""
 
     keeps_cache = True
+    forgets = True  # An agent may wait for the answer to another request, which needs a slot.
 
     def __init__(
         self,
@@ -194,6 +207,10 @@ class Sessions:
         """Returns the rows that have come since the last call."""
         rows, self._rows = self._rows, []
         return rows
+
+    def forget(self, row: Row) -> None:
+        """Tells that a row has lost what it keeps."""
+        self._gateway.forget(row.number)
 
     def _begun(self, request: Request, session: int) -> Row:
         """The row that a request begins.
