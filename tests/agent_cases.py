@@ -12,7 +12,9 @@ from environment_cases import Echo
 from tiny_model import random_lora, random_tokens, tiny_policy
 from tiny_rollout import KEY, TURNS
 
+from qerl_jax.environments.agent_server import AgentServer
 from qerl_jax.environments.gateway import ClosedError, Gateway, Job, SessionLimits, TokenPrompt
+from qerl_jax.environments.roles import Reply, Turn
 from qerl_jax.policy.policy import Policy
 
 EOS = tuple(range(20, 30))  # a third of the vocabulary: turns end soon
@@ -159,3 +161,56 @@ def converse(session, job):
             break
         messages.append({"role": "user", "content": reply})
     return words
+
+
+class Engine:
+    """Answers the requests of a server from a function of all ids of the row, in a thread."""
+
+    def __init__(self, tokenizer, writer, jobs=1, *, answer=None, seconds=None, **limits):
+        self.tokenizer, self.end = tokenizer, tokenizer.eos_ids[-1]
+        self.gateway, self.rows, self.ended = Gateway(), {}, []
+        self.server = AgentServer(self.gateway, writer)
+        self.answer = answer or (lambda ids: self.ids("fine"))
+        self.jobs = [Job(number, 0, {}, 7) for number in range(jobs)]
+        values = {"context": 4000, "max_new_tokens": 2000, "turn_tokens": 0, "vocab_size": 300}
+        self.gateway.begin(self.jobs, SessionLimits(**(values | limits), seconds=seconds))
+        self.asked = []  # what the engine got
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def ids(self, text):
+        return [*self.tokenizer.encode(text), self.end]
+
+    def run(self):
+        while self.gateway.is_open:
+            for request in self.gateway.requests(0.05):
+                if isinstance(request, Reply):
+                    self.ended.append(request)
+                    continue
+                if request.session is not None:
+                    self.gateway.began(request.row, len(request.ids))
+                self.asked.append(request)
+                row = self.rows.setdefault(request.row, [])
+                row += request.ids
+                ids = self.answer(list(row))
+                if ids is None:
+                    continue  # It is never answered.
+                complete = len(ids) <= request.limit
+                ids = ids[: request.limit]
+                row += ids
+                logprobs = [-0.5 - i for i in range(len(ids))]
+                turn = Turn(request.row, ids, complete, 0, logprobs=logprobs)
+                self.gateway.submit(turn)
+
+    def open(self, number=0):
+        return self.server.open(self.jobs[number])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.gateway.fail_all("the test has ended")
+        self.thread.join(timeout=10)
+        self.server.stop()
+        assert not self.thread.is_alive()
+        assert not self.server._thread.is_alive()

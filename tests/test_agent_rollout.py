@@ -19,7 +19,9 @@ GROUP = 2
 OPTIONS = {"group_size": GROUP, "prefill_prompts": 2}
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+@pytest.fixture(
+    scope="module", params=["qwen3", pytest.param("qwen3_5", marks=pytest.mark.slow)]
+)
 def model(request):
     return request.param
 
@@ -208,6 +210,7 @@ def test_a_rollout_whose_agents_ask_for_nothing_ends():
     assert len(gateway.errors) == 1
 
 
+@pytest.mark.slow
 def test_a_new_length_compiles_nothing(monkeypatch):
     """After the programs of `compiled`, with which any other one would be an error."""
     made = sampler(max_rows=3, prefill_prompts=1)

@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 
+import agent_cases
 import pytest
 from agent_cases import post
 from recorded_conversations import FORMATS, RECORDED, tokenizer_of
@@ -15,68 +16,20 @@ from recorded_conversations import FORMATS, RECORDED, tokenizer_of
 from qerl_jax.environments import agent_server
 from qerl_jax.environments.agent_server import AgentServer
 from qerl_jax.environments.chat import ChatWriter
-from qerl_jax.environments.gateway import MOST_ROWS, ClosedError, Gateway, Job, SessionLimits
-from qerl_jax.environments.roles import FAILURE, Reply, Turn
+from qerl_jax.environments.gateway import MOST_ROWS, ClosedError, Gateway
+from qerl_jax.environments.roles import FAILURE
 from qerl_jax.errors import UserError
 
 FAMILY = "qwen2_5"
 
 
-class Engine:
-    """Answers the requests of a server from a function of all ids of the row, in a thread."""
+class Engine(agent_cases.Engine):
+    """That of a family of templates."""
 
-    def __init__(self, family=FAMILY, jobs=1, *, answer=None, seconds=None, **limits):
-        self.tokenizer = tokenizer_of(family)
-        (self.end,) = self.tokenizer.eos_ids
-        form = FORMATS[family]
-        self.gateway, self.rows, self.ended = Gateway(), {}, []
-        self.server = AgentServer(
-            self.gateway, ChatWriter(self.tokenizer, self.tokenizer, {}, form)
-        )
-        self.answer = answer or (lambda ids: self.ids("fine"))
-        self.jobs = [Job(number, 0, {}, 7) for number in range(jobs)]
-        values = {"context": 4000, "max_new_tokens": 2000, "turn_tokens": 0, "vocab_size": 300}
-        self.gateway.begin(self.jobs, SessionLimits(**(values | limits), seconds=seconds))
-        self.asked = []  # what the engine got
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
-
-    def ids(self, text):
-        return [*self.tokenizer.encode(text), self.end]
-
-    def run(self):
-        while self.gateway.is_open:
-            for request in self.gateway.requests(0.05):
-                if isinstance(request, Reply):
-                    self.ended.append(request)
-                    continue
-                if request.session is not None:
-                    self.gateway.began(request.row, len(request.ids))
-                self.asked.append(request)
-                row = self.rows.setdefault(request.row, [])
-                row += request.ids
-                ids = self.answer(list(row))
-                if ids is None:
-                    continue  # It is never answered.
-                complete = len(ids) <= request.limit
-                ids = ids[: request.limit]
-                row += ids
-                logprobs = [-0.5 - i for i in range(len(ids))]
-                turn = Turn(request.row, ids, complete, 0, logprobs=logprobs)
-                self.gateway.submit(turn)
-
-    def open(self, number=0):
-        return self.server.open(self.jobs[number])
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.gateway.fail_all("the test has ended")
-        self.thread.join(timeout=10)
-        self.server.stop()
-        assert not self.thread.is_alive()
-        assert not self.server._thread.is_alive()
+    def __init__(self, family=FAMILY, jobs=1, **options):
+        tokenizer = tokenizer_of(family)
+        writer = ChatWriter(tokenizer, tokenizer, {}, FORMATS[family])
+        super().__init__(tokenizer, writer, jobs, **options)
 
 
 def chat(session, messages, headers=(), **body):
@@ -452,6 +405,7 @@ def test_half_a_request_and_a_hundred_megabytes(monkeypatch):
         assert generate(session, [1, 2])[0] == 200
 
 
+@pytest.mark.slow
 def test_a_thousand_sessions():
     with Engine(jobs=1000) as engine:
 

@@ -69,6 +69,7 @@ def agents(monkeypatch):
     return serve
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_sessions(talker, agents, tmp_path):
     agents(agent_cases.converse)
     run = train(talker.config(AGENTS), workdir=tmp_path / "run")
@@ -111,6 +112,7 @@ def several_rows(session, job):
     return float(job.number)
 
 
+@pytest.mark.slow
 def test_a_session_with_several_rows_trains_all_of_them(talker, agents, tmp_path, monkeypatch):
     agents(several_rows)
     changes = {"eval.every": 0, "steps": 2, "rewards.format.function": "tiny_run:low_fraction"}
