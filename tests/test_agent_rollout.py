@@ -19,9 +19,7 @@ GROUP = 2
 OPTIONS = {"group_size": GROUP, "prefill_prompts": 2}
 
 
-@pytest.fixture(
-    scope="module", params=["qwen3", pytest.param("qwen3_5", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def model(request):
     return request.param
 

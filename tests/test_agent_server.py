@@ -3,6 +3,7 @@
 import concurrent.futures
 import http.client
 import json
+import random
 import socket
 import threading
 import time
@@ -431,3 +432,49 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(agent_server.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'qerl-jax\[agents\]'"):
         AgentServer(Gateway(), ChatWriter(tokenizer_of(FAMILY), tokenizer_of(FAMILY), {}, ""))
+
+
+def test_a_template_that_changes_earlier_turns_begins_a_row_for_each_turn():
+    with Engine("qwen3") as engine:
+        session, messages = engine.open(), [user("hello")]
+        for _ in range(2):
+            _, answer = chat(session, messages)
+            messages += [answer["choices"][0]["message"], user("more")]
+        assert [request.row for request in engine.asked] == [0, 1]
+        assert engine.server.close(session.id, 1.0)
+        (record,) = engine.gateway.records()
+        assert len(record.trained_rows()) == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests_keep_the_record_whole(seed):
+    """Continued, forked, repeated and new prompts: each sampled token trains once at most."""
+    rng = random.Random(seed)
+    with Engine(answer=lambda ids: [rng.randrange(3) for _ in range(rng.randint(1, 3))]) as engine:
+        session = engine.open()
+        known = [[1, 2]]
+        for _ in range(120):
+            ids = list(rng.choice(known))
+            cut = rng.randint(2, len(ids)) if rng.random() < 0.3 else len(ids)
+            ids = ids[:cut] + [rng.randrange(3) for _ in range(rng.randint(0, 2))]
+            headers = {"x-stainless-retry-count": str(rng.randint(0, 1))}
+            status, answer = generate(session, ids, headers)
+            if status == 429:
+                break
+            assert status == 200, answer
+            known.append([*ids, *answer["choices"][0]["token_ids"]])
+        engine.server.close(session.id, 1.0)
+        (record,) = engine.gateway.records()
+        rows = record.trained_rows()
+    sampled = [turn for row, end in rows for turn in row.turns if turn.order and turn.end <= end]
+    assert len({id(turn) for turn in sampled}) == len(sampled) <= record.answers
+    for row, end in rows:
+        position = 0
+        for turn in row.turns:
+            assert position <= turn.start
+            assert row.ids[turn.start : turn.end] == turn.ids
+            position = turn.end
+        assert end == max(turn.end for turn in row.turns if turn.end <= end)
+    # What an agent continued trains, and so does one answer to every prompt.
+    assert {turn.key for turn in sampled} == {turn.key for turn in record.asked}
+    assert {id(turn) for turn in record.asked if turn.extended} <= {id(turn) for turn in sampled}
