@@ -1,6 +1,7 @@
 """Measures conversations with environments: waiting for them, agreement, and learning with a tool.
 
     uv run --extra cuda python -m benchmarks.environments rollout --model=qwen2.5-1.5b
+    uv run --extra cuda python -m benchmarks.environments step --mesh=data=1 --mesh=data=2
     uv run python -m benchmarks.environments learning calculator \
         runs/calculator-* --control runs/no_calculator-*
     uv run python -m benchmarks.environments learning guessing_game \
@@ -14,6 +15,9 @@ the one relative to the other, the share of slots that waited, and how their tok
 agree, beside how those of two rollouts with instant replies do. The weights are random. `agents`
 does the same with agents that ask for the turns through the server, and compares a rollout beside
 the idle server with one before it was started.
+`step` takes GRPO steps as `benchmarks.step` does, of conversations with environments in processes
+of their own that answer at once, with as many rows for each group of devices. Several processes are
+started as those of `benchmarks.step` are.
 `learning` compares the last fifth of the steps of runs with the first (examples/calculator.py and
 examples/guessing_game.py have the commands): reward, the share of rows with a call that succeeded,
 and the accuracy of each run on held-out problems before and after.
@@ -23,17 +27,18 @@ import argparse
 import dataclasses
 import http.client
 import json
+import math
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import common
-from benchmarks.rollout.subject import NO_TEXT, random_weights
+from benchmarks import common, step
+from benchmarks.rollout.subject import NO_TEXT, RandomText, random_weights
 from benchmarks.run_summary import describe_run
 from qerl_jax.commands import cli
 from qerl_jax.environments.agent_server import AgentServer
@@ -42,6 +47,8 @@ from qerl_jax.environments.gateway import Gateway, Job, SessionLimits
 from qerl_jax.environments.roles import DONE, OPEN, SAMPLED, Reply, Turn
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.policy import Policy
+from qerl_jax.processes.group import Processes
+from qerl_jax.processes.launch import connect
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.progress import RolloutProgress
@@ -56,6 +63,72 @@ from qerl_jax.system.paths import user_path
 _EPISODES, _SLOTS, _TURNS = 64, 32, 3
 _PROMPT, _TURN, _REPLY = 128, 512, 32  # tokens of a prompt, of a turn, and of a reply
 _SECONDS = 0.5  # until a slow reply comes
+
+
+_REPLY_WORDS = 30
+
+
+class Talk:
+    """An environment of texts that answers every turn at once."""
+
+    def reset(self) -> None:
+        """Begins an episode, and says nothing."""
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Answers a turn."""
+        del text
+        return " ".join(["1"] * _REPLY_WORDS), 1.0, False
+
+
+class Numbers(RandomText):
+    """A tokenizer whose words are the numbers of tokens; token 0 ends a turn."""
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids that are the words of a text, and 1 for another word."""
+        return [int(word) if word.isdecimal() else 1 for word in text.split()]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Returns the ids as words."""
+        del skip_special
+        return " ".join(map(str, ids))
+
+    def for_tools(self) -> "Numbers":
+        """Returns the tokenizer: nothing here has tools."""
+        return self
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **_: Any) -> str:
+        """Returns a conversation as text, in which token 0 follows a turn."""
+        ends = {"assistant": " 0"}
+        return " ".join(one["content"] + ends.get(one["role"], "") for one in messages)
+
+
+def measure_step(
+    model: str, shape: tuple[int, int], options: argparse.Namespace, processes: Processes
+) -> dict[str, Any]:
+    """The row of steps with environments on a mesh (data, tensor)."""
+    tokens = _TURNS * options.turn_tokens
+    arguments = step.make_parser().parse_args(
+        [
+            f"--prompts={options.prompts}",
+            f"--prompt={_PROMPT}",
+            f"--new-tokens={tokens}",
+            f"--steps={options.steps}",
+        ]
+    )
+    changes = {
+        "environment.function": f"{__spec__.name}:{Talk.__name__}",
+        "environment.max_turns": _TURNS,
+        "environment.turn_tokens": options.turn_tokens,
+        "environment.reply_tokens": _REPLY,
+        "data.max_prompt_tokens": _PROMPT,
+        "data.system_prompt": "",
+    }
+    row = step.measure(arguments, model, "nvfp4", shape, processes, changes, Numbers(ends=1))
+    names = ("model", "device", "devices", "mesh", "processes", "batch", "step_s", "rollout_s")
+    names += ("update_s", "samples_per_s", "logprob_diff_mean")
+    settings = {"prompt": _PROMPT, "turns": _TURNS, "turn_tokens": options.turn_tokens}
+    row = {name: row[name] for name in names} | settings
+    return row | common.origin("benchmarks.environments")
 
 
 @dataclasses.dataclass
@@ -86,6 +159,11 @@ class Timer:
         ready = [reply for due, reply in self._due if due <= now]
         self._due = [(due, reply) for due, reply in self._due if due > now]
         return ready
+
+    def part(self, rows: Sequence[int]) -> "Timer":
+        """Returns a dialog of some of the rows, which are all alike."""
+        del rows
+        return Timer(self.seconds, self.turns, self.ids)
 
 
 def measure_rollout(model: str) -> dict[str, Any]:
@@ -280,6 +358,14 @@ def make_parser() -> argparse.ArgumentParser:
     for name in ("rollout", "agents"):
         rollout = commands.add_parser(name)
         rollout.add_argument("--model", choices=ARCHITECTURES, default="qwen2.5-1.5b")
+    steps = commands.add_parser("step")
+    steps.add_argument("--model", choices=ARCHITECTURES, default="qwen2.5-7b")
+    mesh = "devices, such as data=2; may be repeated (default: data=1)"
+    steps.add_argument("--mesh", action="append", type=step.read_mesh, help=mesh)
+    steps.add_argument("--prompts", type=int, default=2, help="prompts for each group (default: 2)")
+    tokens = "sampled tokens of a turn (default: 512)"
+    steps.add_argument("--turn-tokens", type=int, default=_TURN, help=tokens)
+    steps.add_argument("--steps", type=int, default=2, help="measured steps (default: 2)")
     learning = commands.add_parser("learning")
     learning.add_argument("name", help="name of the comparison in the file")
     learning.add_argument("runs", nargs="+", help="run folders with the environment")
@@ -294,6 +380,15 @@ def run(arguments: argparse.Namespace) -> None:
         result = content["rollout"] = measure_rollout(arguments.model)
     elif arguments.command == "agents":
         result = content["agents"] = measure_agents(arguments.model)
+    elif arguments.command == "step":
+        meshes = arguments.mesh or [(1, 1)]
+        with connect(devices=max(map(math.prod, meshes))) as processes:
+            measured = [measure_step(arguments.model, m, arguments, processes) for m in meshes]
+        if not processes.writes:
+            return
+        rows = {(row["mesh"], row["processes"]): row for row in content.get("step", [])}
+        rows |= {(row["mesh"], row["processes"]): row for row in measured}
+        result = content["step"] = [rows[key] for key in sorted(rows)]
     else:
         parts = {"runs": arguments.runs, "control": arguments.control}
         result = {name: summarize_learning(folders) for name, folders in parts.items()}

@@ -51,7 +51,8 @@ import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import common
@@ -83,12 +84,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--buffer-tokens", type=int, default=0, help="as train.buffer_tokens (default: the plan's)")
     add("--recompute", default="auto", help="as train.recompute (default: auto)")
     mesh = "devices, such as data=2 or data=1,tensor=2; may be repeated (default: data=1)"
-    add("--mesh", action="append", type=_mesh, help=mesh)
+    add("--mesh", action="append", type=read_mesh, help=mesh)
     add("--steps", type=int, default=3, help="measured steps, after a first one (default: 3)")
     return parser
 
 
-def _mesh(text: str) -> tuple[int, int]:
+def read_mesh(text: str) -> tuple[int, int]:
     """The numbers N and M that 'data=N,tensor=M' names; one that is not named is 1."""
     sizes = {"data": 1, "tensor": 1}
     for part in text.split(","):
@@ -105,8 +106,10 @@ def _setup(
     format: str,
     shape: tuple[int, int],
     processes: "Processes",
+    changes: Mapping[str, Any],
+    tokenizer: Any,
 ) -> Any:
-    """The parts of a run with random weights, prompts and rewards."""
+    """The parts of a run with random weights, prompts and rewards; as in `measure`."""
     import jax
     import numpy as np
 
@@ -137,6 +140,7 @@ def _setup(
             "train.buffer_tokens": arguments.buffer_tokens,
             "train.recompute": arguments.recompute,
         }
+        | dict(changes)
     )
     rng = np.random.default_rng(0)
     architecture = ARCHITECTURES[model]
@@ -149,7 +153,8 @@ def _setup(
         LoadedModel(
             config=architecture,
             params=jax.block_until_ready(params),
-            tokenizer=RandomText(ends),  # pyrefly: ignore[bad-argument-type]
+            # pyrefly: ignore[bad-argument-type]
+            tokenizer=RandomText(ends) if tokenizer is None else tokenizer,
             source=model,
             path=pathlib.Path(model),
             format=format,
@@ -199,8 +204,13 @@ def measure(
     format: str,
     shape: tuple[int, int],
     processes: "Processes",
+    changes: Mapping[str, Any] = types.MappingProxyType({}),
+    tokenizer: Any = None,
 ) -> dict[str, Any]:
-    """Takes the steps of one model on a mesh (data, tensor) and returns their row."""
+    """Takes the steps of one model on a mesh (data, tensor) and returns their row.
+
+    `changes` are those of the config, by flattened name; `tokenizer` replaces the one without text.
+    """
     import jax
 
     from qerl_jax.data.order import Cursor
@@ -210,7 +220,8 @@ def measure(
     from qerl_jax.training.first_policy import first_trainable
     from qerl_jax.training.step import Progress, take_step
 
-    (data, tensor), setup = shape, _setup(arguments, model, format, shape, processes)
+    data, tensor = shape
+    setup = _setup(arguments, model, format, shape, processes, changes, tokenizer)
     trainable = first_trainable(setup.config, setup.model, setup.method.lora_config, setup.key)
     state = shard(init_state(trainable, setup.method.optimizer), setup.mesh)
     began = time.perf_counter()

@@ -1,5 +1,6 @@
 """Rollouts of a tiny policy whose rows agents ask for, for the tests of sessions."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -90,6 +91,11 @@ def rollout(episode, sessions=6, model="qwen3", gateway=None, limit=None, **opti
     for thread in threads:
         thread.join()
     return gateway, last
+
+
+def errors_of(gateway):
+    """How often sessions have failed for what reason."""
+    return collections.Counter(record.error for record in gateway.records() if record.error)
 
 
 def tokens(count, seed):

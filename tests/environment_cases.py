@@ -8,6 +8,28 @@ import subprocess
 import sys
 import time
 
+# A chat template whose turns end, and a config of runs that talk to an environment.
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }} "
+    "{% if message.role == 'assistant' %}<|im_end|> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}t1 t2{% endif %}"
+)
+CHANGES = {
+    "environment.function": "environment_cases:Echo",
+    "environment.max_turns": 3,
+    "environment.turn_tokens": 4,
+    "environment.reply_tokens": 6,
+    "rollout.max_new_tokens": 10,
+    "rollout.max_rows": 5,
+    "data.max_prompt_tokens": 12,
+    "rewards.correctness.function": "qerl_jax.rewards.functions:environment_reward",
+    "rewards.format.weight": 0.0,
+    "rewards.format.function": "test_environment_train:turns_of",
+    "eval.max_new_tokens": 8,
+    "checkpoint.every": 2,
+    "log.completions": 8,
+}
+
 
 class Echo:
     """An environment of texts: rewards a turn by its number of words, and ends on request."""

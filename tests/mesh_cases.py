@@ -4,6 +4,7 @@ XLA reads the number of devices when a process starts, so `test_mesh` runs this 
 its own, which writes what it finds to a file.
 """
 
+import dataclasses
 import functools
 import pathlib
 import pickle
@@ -227,6 +228,22 @@ def rollouts(shape, model_type="qwen3"):
     return found
 
 
+def conversations(shape):
+    """Conversations of rows that wait on the host while others have the one slot of a group."""
+    model, params, lora = policy("qwen3")
+    (key, lora), params = placed((tiny_rollout.KEY, lora), params, model, mesh_of(shape))
+    prompts = [list(random_tokens(length, seed=length)) for length in LENGTHS]
+    sampling, engine, _ = tiny_rollout.configs(
+        {"max_new_tokens": 14, "chunk_steps": 4, "prompt_width": 9, "max_rows": 1}
+    )
+    sampler = Sampler(model, tiny_rollout.TinyTokenizer(range(20, 30)), sampling, engine, 2)
+    sampler = dataclasses.replace(sampler, turns=tiny_rollout.TURNS)
+    sampler = sampler.compiled(key, Policy(params, lora), num_prompts=len(prompts))
+    steps = sampler.steps(key, Policy(params, lora), prompts, dialog=tiny_rollout.Dialog(0.1))
+    *_, last = steps
+    return last.rollout
+
+
 def cached(shape, folder):
     """Rollouts whose programs are compiled, and the same with those that a file brings."""
     with pytest.MonkeyPatch.context() as patch, set_cache_folder(folder):
@@ -335,6 +352,7 @@ def main(path, shapes):
         }
         if shapes == SHAPES:
             found["runs"] = runs(folder)
+            found["conversations"] = {shape: conversations(shape) for shape in SHAPES}
             found["hybrids"] = {
                 shape: (step(shape, "qwen3_5"), rollouts(shape, "qwen3_5")) for shape in SHAPES
             }

@@ -8,7 +8,7 @@ import agent_cases
 import jax
 import numpy as np
 import pytest
-from agent_cases import LONGEST, ask, limits, policy, rollout, sampler, tokens
+from agent_cases import LONGEST, ask, errors_of, limits, policy, rollout, sampler, tokens
 from tiny_rollout import KEY, PROMPTS, TURNS, Dialog, conversation_logprobs
 
 from qerl_jax.environments.gateway import Gateway
@@ -92,7 +92,7 @@ def test_long_prompts_and_small_limits_have_the_logprobs_of_the_whole_rows(model
         return 1.0
 
     gateway, last = rollout(episode, model=model, prefill_prompts=2)
-    assert not gateway.errors
+    assert not errors_of(gateway)
     rollout_ = last.rollout
     prompts = [None] * len(rollout_.lengths)
     for record in gateway.records():
@@ -133,7 +133,7 @@ def test_a_session_has_several_rows_at_the_same_time():
         return 0.0
 
     gateway, last = rollout(episode, sessions=3, max_rows=2)
-    assert not gateway.errors
+    assert not errors_of(gateway)
     rows = [row for record in gateway.records() for row, _ in record.trained_rows()]
     assert len(rows) == 3 * 6
     assert sorted(len(row.turns) for row in rows[:6]) == [1, 1, 1, 1, 2, 2]
@@ -154,7 +154,7 @@ def test_rows_without_memory_of_the_host_are_forgotten_and_begun_again():
         return 0.0
 
     gateway, last = rollout(episode, sessions=3, max_rows=1, host=0)
-    assert not gateway.errors
+    assert not errors_of(gateway)
     rows = [row for record in gateway.records() for row, _ in record.trained_rows()]
     assert len(rows) == 9
     prompts = {row.number: row.ids[: row.prompt] for row in rows}
@@ -195,7 +195,7 @@ def test_sessions_that_end_early_leave_their_slots():
     gateway, last = rollout(episode, gateway=gateway, max_rows=1)
     records = gateway.records()
     assert [record.ending == FAILURE for record in records] == [True] * 5 + [False]
-    assert gateway.errors["RuntimeError('broken')"] == 4
+    assert errors_of(gateway)["RuntimeError('broken')"] == 4
     assert last.ended.sum() == sum(
         row.number is not None for record in records for row in record.rows
     )
@@ -205,7 +205,7 @@ def test_sessions_that_end_early_leave_their_slots():
 def test_a_rollout_whose_agents_ask_for_nothing_ends():
     gateway, last = rollout(lambda *_: 1.0)
     assert last.tokens == 0
-    assert len(gateway.errors) == 1
+    assert len(errors_of(gateway)) == 1
 
 
 @pytest.mark.slow
@@ -223,5 +223,5 @@ def test_a_new_length_compiles_nothing(monkeypatch):
 
     monkeypatch.setattr(agent_cases, "sampler", lambda *_, **__: made)
     gateway, _ = rollout(episode, sessions=3, limit=limits(context=LONGEST + 32))
-    assert not gateway.errors
+    assert not errors_of(gateway)
     jax.effects_barrier()

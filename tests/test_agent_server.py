@@ -11,7 +11,7 @@ import urllib.request
 
 import agent_cases
 import pytest
-from agent_cases import post
+from agent_cases import errors_of, post
 from recorded_conversations import FORMATS, RECORDED, tokenizer_of
 
 from qerl_jax.environments import agent_server
@@ -345,7 +345,7 @@ def test_a_session_that_is_closed_refuses_and_answers_those_that_wait():
         while len(engine.ended) < 4:
             time.sleep(0.01)
         assert {reply.ending for reply in engine.ended} == {FAILURE}
-        assert engine.gateway.errors == {"the agent has failed": 1}
+        assert errors_of(engine.gateway) == {"the agent has failed": 1}
         with pytest.raises(ClosedError):
             engine.open()
         empty = engine.open(1)

@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 
+import environment_cases
 import pytest
 import tiny_run
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
+from refusal import refused
 
 from qerl_jax.config import build, models
 from qerl_jax.config.describe import describe_config
 from qerl_jax.config.experiments import dapo_math, grpo_gsm8k
+from qerl_jax.config.fields import ROWS
 from qerl_jax.config.recipes import RECIPES
 from qerl_jax.config.resume import moves_only_memory
 from qerl_jax.data.splits import HELD_OUT
@@ -236,6 +239,55 @@ def test_a_reward_is_a_function_and_a_weight(reward):
         config.rewards.mine = reward
     with pytest.raises(UserError, match=r"rewards\.mine=.*give it a function and a weight"):
         validate(config)
+
+
+TAKE_FUNCTIONS = [
+    "environment.function",
+    "rewards.correctness.function",
+    *(row.name for row in ROWS.values() if row.function),
+]
+
+
+@pytest.mark.parametrize("name", TAKE_FUNCTIONS)
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (environment_cases.add, "pass 'environment_cases:add'$"),
+        (environment_cases.Echo, "pass 'environment_cases:Echo'$"),
+        ([environment_cases.add, "my:f"], "pass 'environment_cases:add, my:f'$"),
+        (lambda a: a, r"pass 'test_configs:<lambda>' \(as soon as it is in a module\)$"),
+    ],
+)
+def test_code_in_place_of_an_import_path_is_named(name, value, path):
+    config = grpo_gsm8k.get_config()
+    message = rf"{name}=.*: a config names functions and classes by their import paths, .*{path}"
+    refused(message, config.update_from_flattened_dict, {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "takes"),
+    [
+        ("steps", "x", "steps='x' is of type str: it takes a whole number"),
+        ("environment.function", [], r"function=\[\] is of type list: it takes a text"),
+        ("data.source", environment_cases.add, "is of type function: it takes a text"),
+        ("rollout.stop", "x", "it takes a tuple"),
+        ("rollout.top_p", "x", "it takes a number"),
+        ("rewards.correctness", 3, "rewards.correctness=3 is of type int: it takes a table"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_field(name, value, takes):
+    refused(takes, grpo_gsm8k.get_config().update_from_flattened_dict, {name: value})
+
+
+def test_a_config_equals_its_copies():
+    config = grpo_gsm8k.get_config()
+    plain = ConfigDict(config.to_dict()).lock()
+    assert config == plain == config
+    plain.steps += 1
+    assert config != plain
+    assert plain != config
+    config.rewards = ConfigDict({"short": {"function": "my:short", "weight": 1.0}})
+    refused("rewards.short.function", setattr, config.rewards.short, "function", len)
 
 
 def test_dr_grpos_denominator_alone_is_an_aggregation():

@@ -24,7 +24,7 @@ from qerl_jax.data.environments import columns_of, conversation_metrics
 from qerl_jax.data.prompts import Problem
 from qerl_jax.environments import episodes as episodes_module
 from qerl_jax.environments import worker
-from qerl_jax.environments.episodes import Contract, Environments, Episode, Episodes
+from qerl_jax.environments.episodes import Contract, Environments, Episode, Episodes, failures
 from qerl_jax.environments.pool import CallError, Pool
 from qerl_jax.environments.replies import ReplyWriter
 from qerl_jax.environments.roles import ANSWER, CONTEXT, DONE, FAILURE, OPEN, TOKENS, TURNS, Turn
@@ -116,7 +116,7 @@ def test_a_failure_ends_its_row_alone(pool, tokenizer, what, error):
         assert reply.ending == FAILURE
         assert episodes.episodes[0].error.startswith(error)
         assert episodes.episodes[0].reward is None
-        (line,) = episodes.failures()
+        (line,) = failures([one.error for one in episodes.episodes])
         assert "failed in 1 of 2 rows" in line
         assert take_turn(episodes, 1).ending == OPEN
         assert episodes.episodes[1].reward == 1.0
@@ -199,7 +199,7 @@ def test_what_a_module_does_at_its_import_does_no_harm(tokenizer, tmp_path, monk
 
 def test_threads_share_a_pool(pool, tokenizer, monkeypatch):
     """Each has processes of its own, and waits for these alone."""
-    wait, waits, failures = episodes_module.wait_for_any, [], []
+    wait, waits, failed = episodes_module.wait_for_any, [], []
     monkeypatch.setattr(
         episodes_module, "wait_for_any", lambda *all: (waits.append(None), wait(*all))
     )
@@ -214,14 +214,14 @@ def test_threads_share_a_pool(pool, tokenizer, monkeypatch):
             ) as episodes:
                 for row in range(4):
                     if take_turn(episodes, row).ending != OPEN:
-                        failures.extend(episodes.failures())
+                        failed.append(episodes.episodes[row].error)
 
     threads = [threading.Thread(target=rollouts) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failures
+    assert not failed
     assert len(waits) < 1000
 
 

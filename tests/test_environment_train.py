@@ -1,5 +1,6 @@
 """Whole runs of a tiny model that talk to an environment: rows, rewards, metrics, resume."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -8,12 +9,15 @@ import re
 import shlex
 import shutil
 import textwrap
+import threading
+import types
 
 import jax
 import numpy as np
 import pytest
 import tiny_checkpoints
 import tiny_run
+from environment_cases import CHANGES, TEMPLATE
 from finished_run import write_run
 from refusal import refused
 
@@ -24,37 +28,21 @@ from qerl_jax.data import environment_config
 from qerl_jax.environments import episodes
 from qerl_jax.environments.roles import SAMPLED
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation import greedy
 from qerl_jax.evaluation.evaluate import evaluate
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.sample import SampleConfig, chat, sample
 from qerl_jax.evaluation.tasks import TaskOverrides
+from qerl_jax.policy import sharding
+from qerl_jax.policy.policy import Policy
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.show.html import page
 from qerl_jax.show.terminal import show
 from qerl_jax.show.view import open_views
 from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.training import experience
 from qerl_jax.training.dry_run import dry_run
 from qerl_jax.training.loop import train
-
-TEMPLATE = (
-    "{% for message in messages %}{{ message.content }} "
-    "{% if message.role == 'assistant' %}<|im_end|> {% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}t1 t2{% endif %}"
-)
-CHANGES = {
-    "environment.function": "environment_cases:Echo",
-    "environment.max_turns": 3,
-    "environment.turn_tokens": 4,
-    "environment.reply_tokens": 6,
-    "rollout.max_new_tokens": 10,
-    "rollout.max_rows": 5,
-    "data.max_prompt_tokens": 12,
-    "rewards.correctness.function": "qerl_jax.rewards.functions:environment_reward",
-    "rewards.format.weight": 0.0,
-    "rewards.format.function": "test_environment_train:turns_of",
-    "eval.max_new_tokens": 8,
-    "checkpoint.every": 2,
-    "log.completions": 8,
-}
 
 
 def turns_of(prompts, completions, turns, environments, conversations):
@@ -157,6 +145,79 @@ def test_the_time_of_an_environment_changes_nothing(talker, run, tmp_path):
     assert untimed(slow) == untimed(run)
 
 
+def test_groups_of_devices_have_parts_of_the_conversations(talker, run, tmp_path, monkeypatch):
+    """Two groups, which share the device of this process, sample in threads of their own."""
+    groups, samplers, threads = sharding.groups_of, Sampler._group_samplers, set()
+    monkeypatch.setattr(sharding, "groups_of", lambda tree: 2 * groups(tree))
+    monkeypatch.setattr(Sampler, "_group_samplers", lambda *sizes: 2 * samplers(*sizes))
+    submit = episodes.Episodes.submit
+    monkeypatch.setattr(
+        episodes.Episodes,
+        "submit",
+        lambda self, turn: threads.add(threading.get_ident()) or submit(self, turn),
+    )
+    ours = train(talker.config(CHANGES), workdir=tmp_path / "run")
+    assert len(threads - {threading.get_ident()}) > 1
+    assert untimed(ours) == untimed(run)
+    assert completions(ours) == completions(run)
+
+
+def completions(run):
+    """The completions that a run shows."""
+    return (run / "completions.jsonl").read_text()
+
+
+def test_processes_exchange_conversations(talker):
+    """Each process has the conversations of all, and the prompts with what resets said."""
+    from qerl_jax.training.session import open_session, train_step
+
+    session, result = train_step(open_session(talker.config(CHANGES | {"eval.every": 0})))
+    whole, shares = result.experience, [np.array([1]), np.array([0])]
+    first, own = (experience.choose(whole, share) for share in shares)
+    peers = types.SimpleNamespace(
+        count=2, exchange=lambda share: [experience._exchange_arrays(first), share]
+    )
+    # A process knows the prompts of others without what their environments said.
+    prompts = [session.setup.train_prompts[place] for place in whole.places]
+    assert all(len(a.ids) < len(b.ids) for a, b in zip(prompts, whole.prompts, strict=True))
+    tokenizer = session.setup.model.tokenizer
+    options = {"tokenizer": tokenizer, "processes": peers}
+    found = experience.gather(own, prompts, whole.places, shares, **options)
+    assert found.prompts == whole.prompts
+    assert found.episodes == whole.episodes
+    assert found.texts == whole.texts
+    jax.tree.map(np.testing.assert_array_equal, found.rollout, whole.rollout)
+
+
+def test_an_evaluation_of_several_processes_has_the_environments_of_one(
+    talker, monkeypatch, capsys
+):
+    """A seed follows from the number of its prompt among all of them; a failure is said once."""
+    from qerl_jax.training.session import open_session
+
+    monkeypatch.setattr(greedy, "_SHOWN", 4)
+    setup = open_session(talker.config(CHANGES)).setup
+    measure = functools.partial(
+        greedy.greedy_accuracy,
+        dataclasses.replace(setup.eval_sampler, executables=None),
+        Policy(setup.params, None),
+        setup.eval_prompts,
+        correctness=setup.rewards["correctness"][0],
+        time_limit=5.0,
+        environments=setup.collect.environments,
+    )
+    whole = {answer["question"]: answer for answer in measure().answers}
+    assert len(whole) == 4
+    errors = json.dumps(["step: it is broken", ""])
+    other = {"right": np.ones(1), "finished": np.ones(2, bool), "errors": np.array(errors)}
+    peers = types.SimpleNamespace(index=1, count=2, exchange=lambda share: [other, share])
+    answers = measure(processes=peers).answers
+    assert len(answers) == 2
+    assert all(answer == whole[answer["question"]] for answer in answers)
+    warning = "warning: the environment failed in 1 of 4 rows: step: it is broken\n"
+    assert capsys.readouterr().err == warning
+
+
 def test_dynamic_sampling_replaces_conversations(talker, tmp_path):
     changes = {"rl.dynamic_sampling": True, "rl.dynamic_sampling_metric": "total", "steps": 1}
     changes |= {"eval.every": 0, "rl.overlong_buffer": 4}
@@ -167,7 +228,6 @@ def test_dynamic_sampling_replaces_conversations(talker, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh.data": 2}, "environments work on one device"),
         ({"environment.function": "environment_cases:Nothing"}, "environment_cases:Nothing"),
         ({"environment.function": "environment_cases:NoTools"}, "method step"),
         ({"environment.function": "environment_cases:NoDocstring"}, "docstring"),

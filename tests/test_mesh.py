@@ -24,11 +24,13 @@ from tiny_model import tiny_policy
 
 from qerl_jax.compile.aot import FirstRunAlone
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
+from qerl_jax.environments.roles import ENVIRONMENT
 from qerl_jax.errors import UserError
 from qerl_jax.policy import sharding, transformer
 from qerl_jax.rollout.progress import RolloutProgress, Statistics
 from qerl_jax.rollout.replicas import deal, in_threads
 from qerl_jax.training.validate import validate
+from qerl_jax.weights.chat_template import render, template_date
 
 DEVICES = 4
 LAYER_SUMS = 2 * CUT["num_layers"]  # over the devices of a group: attention and MLP
@@ -137,6 +139,16 @@ def test_the_tokens_of_a_row_do_not_depend_on_the_mesh(found, shape):
             assert_same(getattr(ours[temperature], name), getattr(alone[temperature], name))
         assert_near(ours[temperature].logprobs, alone[temperature].logprobs, 1e-4, 1e-5)
     assert len(np.unique(alone[1.0].tokens, axis=0)) == 2 * len(LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_conversations_do_not_depend_on_the_mesh(found, shape):
+    alone, ours = found["conversations"][1, 1], found["conversations"][shape]
+    for name in ("tokens", "lengths", "finished", "roles", "endings"):
+        assert_same(getattr(ours, name), getattr(alone, name))
+    assert_near(ours.logprobs, alone.logprobs, 1e-4, 1e-5)
+    assert (alone.roles == ENVIRONMENT).sum() > len(alone.lengths)
 
 
 @pytest.mark.parametrize("shape", by_tier(SHAPES))
@@ -303,6 +315,18 @@ def test_the_rollouts_end_with_their_reader(part, ended):
     assert not ended
     steps.close()
     assert sorted(ended) == [0, 1, 2]
+
+
+def test_the_rollouts_of_groups_have_the_date_of_chat_templates(part):
+    found = []
+
+    def rollout():
+        found.append(render("{{ strftime_now('%Y-%m-%d') }}", {}))
+        yield from itertools.islice(part(0), 1)
+
+    with template_date("2024-02-03T04:05:06+00:00"):
+        collections.deque(in_threads([rollout, rollout]), maxlen=0)
+    assert found == ["2024-02-03"] * 2
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 The processes run on one machine and connect over loopback, with Gloo in place of NCCL.
 """
 
+import contextlib
+import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -14,9 +17,11 @@ import sys
 import time
 import types
 
+import environment_cases
 import jax
 import numpy as np
 import pytest
+import tiny_checkpoints
 import tiny_run
 from refusal import refused
 from safetensors.numpy import load_file
@@ -29,6 +34,7 @@ from qerl_jax.processes import folder as folder_lib
 from qerl_jax.processes.group import Processes
 from qerl_jax.processes.launch import Rank, local_devices, read_rank
 from qerl_jax.run.metrics import read_steps
+from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.system.signals import StoppedError
 from qerl_jax.training.loop import train
 
@@ -47,6 +53,19 @@ CHANGES = {
     "eval.problems": 3,
     "checkpoint.every": 1,
 }
+# Conversations, of which some fail.
+TALKS = (
+    {name: value for name, value in CHANGES.items() if name != "train.parameters"}
+    | environment_cases.CHANGES
+    | {
+        "environment.function": "good=environment_cases:Echo, bad=environment_cases:Broken",
+        "rewards.correctness.function": "tiny_run:rare",
+        "rewards.format.function": "qerl_jax.rewards.functions:environment_reward",
+        "eval.problems": 8,
+        "checkpoint.every": 1,
+        "log.completions": 16,
+    }
+)
 ROWS = 8  # completions that each of two processes scores in a step
 EVALUATED = 2  # and in an evaluation, at most
 LOST_SECONDS = 60
@@ -251,6 +270,74 @@ def test_two_processes_that_cut_weights_train_as_one_on_the_same_mesh(tmp_path):
     assert adapters[0].keys() == adapters[1].keys()
     for name, value in adapters[0].items():
         np.testing.assert_allclose(adapters[1][name], value, 1e-4, 1e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def talkers(pair, tmp_path_factory):
+    """A run of one device that talks to environments; the same with two processes, killed."""
+    folder = tmp_path_factory.mktemp("talkers")
+    tiny = dataclasses.replace(
+        pair.tiny, model=folder / "model", problems=folder / "problems.jsonl"
+    )
+    shutil.copytree(pair.tiny.model, tiny.model)
+    tiny_checkpoints.write_tokenizer(tiny.model, chat_template=environment_cases.TEMPLATE)
+    problems = [
+        {"question": f"t{n} t{n // 7}", "environment": "bad" if n % 4 == 1 else "good"}
+        for n in range(24)
+    ]
+    tiny.problems.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    file = tiny.config_file(folder / "config.py", TALKS, sketches=True)
+    environment = tiny.environment() | {"TALKERS": str(folder)}
+    # In step 2: an evaluation and a step of process 1 score 12 rows at most.
+    paused = environment | {"TINY_RUN_PAUSE": f"13:{folder / 'pause'}"}
+    command = [
+        *(sys.executable, "-m", "experiments.grpo_gsm8k", f"--config={file}"),
+        *("--config.reward_time_limit=0", "--workdir=two"),
+    ]
+    killed = Started(lambda _: command, [environment, paused], folder)
+    train(tiny.config(TALKS | {"mesh.data": 1}), workdir=folder / "one")
+    killed.until(lambda: (folder / "pause").exists() and (folder / "two/checkpoints/1").exists())
+    killed.processes[1].send_signal(signal.SIGKILL)
+    codes = killed.wait()
+    (folder / "pause").unlink()
+    ended = Started(lambda _: command, [environment] * 2, folder)
+    return folder, codes, ended, ended.wait(120)
+
+
+@pytest.mark.slow  # 60 s
+def test_two_processes_talk_to_environments_as_one(talkers):
+    folder, killed, ended, codes = talkers
+    assert (killed, codes) == ([1, -signal.SIGKILL], [0, 0]), ended.said(1)
+    one, two = folder / "one", folder / "two"
+    times = "rollout_live_share", "environment/idle_share", "environment/waiting_seconds"
+    for alone, ours in zip(tiny_run.results(one), tiny_run.results(two), strict=True):
+        assert alone.keys() == ours.keys()
+        for name in alone.keys() - set(times):
+            np.testing.assert_allclose(ours[name], alone[name], 1e-5, 5e-6, err_msg=name)
+    assert tiny_run.evaluations(two) == tiny_run.evaluations(one)
+    for rows in zip(*(read_jsonl(run / "completions.jsonl") for run in (one, two)), strict=True):
+        texts = [[row[name] for name in ("prompt", "conversation", "ending")] for row in rows]
+        assert texts[0] == texts[1]
+
+
+@pytest.mark.slow  # 60 s with the other one of these processes
+def test_a_failure_is_counted_once_and_nothing_is_left_of_a_killed_process(talkers):
+    folder, _, ended, _ = talkers
+    failures = [int(row["environment/failures"]) for row in tiny_run.results(folder / "two")]
+    said = re.findall(r"warning: the environment failed in (\d+) of 16 rows: .*", ended.said(0))
+    assert said == [str(count) for count in failures[1:] if count]
+    assert said
+    name = f"TALKERS={folder}".encode()
+    files = list(pathlib.Path("/proc").glob("[0-9]*/environ"))
+    assert files
+    assert not [path for path in files if name in contents(path)]
+
+
+def contents(path):
+    """The bytes of a file of a process, b"" where it has ended or is that of another person."""
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    return b""
 
 
 def test_processes_that_differ_are_refused_and_the_loss_of_the_first_has_a_line(cases):

@@ -73,7 +73,7 @@ def refuse(words, model, *arguments, **options):
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['model']}-{row['format']}")
 def test_the_peak_is_the_measured_one(row):
-    data, tensor = step._mesh(row["mesh"])
+    data, tensor = step.read_mesh(row["mesh"])
     plan, _ = planned(
         row["model"],
         mesh__data=data,
@@ -289,6 +289,23 @@ def test_replies_extend_rows_in_bounded_memory(model, name, new_tokens, position
     assert few.rollout.host in (0, 5)
     longer = changes | {"environment__reply_tokens": 2048, "environment__context_tokens": 8192}
     assert planned(model, card(name), **longer)[0].rollout.extension < 2.1 * GB
+
+
+def test_rows_that_wait_are_those_of_a_group_of_devices():
+    changes = LONG_REPLIES | {"rollout__prompts_per_step": 8, "rollout__group_size": 64}
+    changes |= {"rollout__max_rows": 32, "environment__host_cache_bytes": 2**40}
+    one, two, cut = (
+        planned("qwen2.5-7b", card("h200-141gb"), **changes, **mesh)
+        for mesh in ({}, {"mesh__data": 2}, {"mesh__tensor": 2})
+    )
+    hosts = [plan.rollout.host for plan, _ in (one, two, cut)]
+    waiting = [plan.rollout.all_rows - plan.rollout.rows for plan, _ in (one, two, cut)]
+    assert waiting == [480, 224, 480]
+    assert hosts[1] * 480 == hosts[0] * 224
+    assert hosts[2] == hosts[0]
+    group = "GB  for each group of devices, keys and values of 224 rows, while they wait"
+    assert group in format_plan(*two)
+    assert "GB  keys and values of 480 rows, while they wait" in format_plan(*cut)
 
 
 def test_routes_and_adapters_of_experts_are_planned():

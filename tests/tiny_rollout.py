@@ -51,10 +51,15 @@ class Dialog:
     seconds: float = 0.0
     turns: dict = dataclasses.field(default_factory=dict)
     due: list = dataclasses.field(default_factory=list)
+    rows: Sequence[int] = range(1000)  # those of a whole rollout, of which this may be a part
+
+    def part(self, rows):
+        return Dialog(self.seconds, rows=rows)
 
     def submit(self, turn):
         number = self.turns.setdefault(turn.row, []).append(turn) or len(self.turns[turn.row])
-        ids = random_tokens(2 + (turn.row + number) % 7, seed=100 * turn.row + number).tolist()
+        row = self.rows[turn.row]
+        ids = random_tokens(2 + (row + number) % 7, seed=100 * row + number).tolist()
         if not turn.space:
             reply = Reply(turn.row, (), turn.limit)
         elif number == TURNS.max_turns:

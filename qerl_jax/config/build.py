@@ -20,7 +20,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import FIELDS, Field, LinkedDefault, ModelDefault, Section
+from qerl_jax.config.fields import FIELDS, ROWS, Field, LinkedDefault, ModelDefault, Section
 from qerl_jax.config.models import MODELS, SOURCES, STAND_IN
 from qerl_jax.config.recipes import RECIPES
 from qerl_jax.errors import UserError
@@ -67,9 +67,77 @@ def build(
     return config.lock()
 
 
+_TYPES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a tuple",
+}
+
+
+class FieldTypeError(UserError, TypeError):
+    """A value of another type than that of its field, also for code that expects a TypeError."""
+
+
+class _Section(ConfigDict):
+    """A config, or its section called `_name`, whose errors say what a field takes."""
+
+    _name = ""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        name = f"{self._name}.{key}" if self._name else key
+        if isinstance(value, dict | ConfigDict) and not isinstance(value, _Section):
+            value = _section(name, value)
+        try:
+            super().__setitem__(key, value)
+        except TypeError as error:
+            raise FieldTypeError(_type_message(name, value, self[key])) from error
+
+    def __eq__(self, other: object) -> bool:
+        """Whether another config, also one of ml_collections itself, has the same values."""
+        return ConfigDict(self) == other  # pyrefly: ignore[bad-argument-type]
+
+
+def _type_message(name: str, value: Any, now: Any) -> str:
+    """What is wrong with a value that a field cannot take, whose value is `now`."""
+    wrong, row = f"{name}={value!r:.100}", ROWS.get(name)
+    functions = value if isinstance(value, list | tuple) else [value]
+    takes_functions = name.endswith(".function") or (row is not None and row.function)
+    if takes_functions and functions and all(map(_names_code, functions)):
+        paths = [one if isinstance(one, str) else _path_of(one) for one in functions]
+        note = " (as soon as it is in a module)" if any(map(_is_no_path, paths)) else ""
+        return (
+            f"{wrong}: a config names functions and classes by their import paths, which other "
+            f"processes and a resumed run import: pass {', '.join(paths)!r}{note}"
+        )
+    return f"{wrong} is of type {type(value).__name__}: it takes {_TYPES.get(type(now), 'a table')}"
+
+
+def _names_code(value: Any) -> bool:
+    return isinstance(value, str) or hasattr(value, "__qualname__")
+
+
+def _path_of(code: Any) -> str:
+    return f"{code.__module__}:{code.__qualname__}"
+
+
+def _is_no_path(path: str) -> bool:
+    """Whether no other process finds it: it is a lambda, local, or of the program itself."""
+    return path.startswith("__main__:") or "<" in path
+
+
+def _section(name: str, values: Mapping[str, Any] | ConfigDict) -> ConfigDict:
+    section = _Section()
+    object.__setattr__(section, "_name", name)
+    for key, value in values.items():
+        section[key] = value
+    return section
+
+
 def defaults(model: str = STAND_IN) -> ConfigDict:
     """Returns a config of every field with its default."""
-    config = ConfigDict()
+    config = _Section()
     for row in FIELDS:
         *sections, name = row.name.split(".")
         if "NAME" not in sections:  # The key of an entry that the user names has no default entry.
@@ -84,4 +152,4 @@ def _default(row: Section | Field, config: ConfigDict, model: str) -> Any:
         return config[section].get_oneway_ref(name)
     if isinstance(default, ModelDefault):
         default = default.value(model)
-    return ConfigDict(default) if isinstance(default, dict) else default
+    return _section(row.name, default) if isinstance(default, dict) else default

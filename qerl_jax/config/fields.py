@@ -518,8 +518,9 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "environment.host_cache_bytes",
         2**33,
-        "Pinned memory of the host for keys and values of rows that wait for an environment while "
-        "others have their slots. A row for which too little is left keeps its slot.",
+        "Pinned memory of the host, for each group of devices, for keys and values of rows that "
+        "wait for an environment while others have their slots. A row for which too little is left "
+        "keeps its slot.",
         limits=(0,),
         read_if=_CONVERSATION,
         resume="memory",
@@ -536,7 +537,8 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "environment.processes",
         128,
-        "Most environments that are alive at the same time, each in a process.",
+        "Most environments of a group of devices that are alive at the same time, each in a "
+        "process: a run has at most mesh.data times as many.",
         limits=(1, 10_000),
         read_if=_CONVERSATION,
         resume="memory",

@@ -156,13 +156,6 @@ class AgentEpisodes:
             self._gateway.fail_all("what runs the agents has ended")
         return self._gateway.requests(seconds)
 
-    def failures(self) -> list[str]:
-        """Returns one line for each distinct failure of a session, with its count."""
-        return [
-            f"the agent failed in {count} of {len(self.episodes)} sessions: {error}"
-            for error, count in self._gateway.errors.items()
-        ]
-
     def ended(self) -> np.ndarray:
         """Returns which sessions have ended, bool [B]."""
         ended = np.zeros(len(self.episodes), bool)

@@ -116,10 +116,6 @@ class PromptRollout:
             return self._steps
         return (dataclasses.replace(step, ended=dialog.ended()) for step in self._steps)
 
-    def failures(self) -> list[str]:
-        """Returns one line for each distinct failure of an environment, with its count."""
-        return [] if self._dialog is None else self._dialog.failures()
-
     def rows(self, progress: RolloutProgress) -> dict[str, Any]:
         """Returns the rows that are trained on, by the fields of `Experience`.
 

@@ -138,8 +138,21 @@ class Episode:
         return next((text for role, text in reversed(self.parts) if role == "assistant"), "")
 
 
+def failures(errors: Sequence[str], *, agents: bool = False) -> list[str]:
+    """Returns one line for each distinct failure of an environment, or an agent, with its count.
+
+    `errors` are those of all rows or sessions, '' where it did not fail.
+    """
+    counts = collections.Counter(visible(error) for error in errors if error)
+    what, rows = ("agent", "sessions") if agents else ("environment", "rows")
+    return [
+        f"the {what} failed in {count} of {len(errors)} {rows}: {error}"
+        for error, count in counts.items()
+    ]
+
+
 class Episodes:
-    """The episodes of a rollout of B rows, the `Dialog` of the sampler, and counted failures."""
+    """The episodes of a rollout of B rows, the `Dialog` of the sampler."""
 
     def __init__(
         self,
@@ -168,7 +181,7 @@ class Episodes:
         self._in_reasoning = in_reasoning or [False] * len(columns)
         self._names = [environments.name_of(one) for one in columns]
         self.episodes = [Episode() for _ in columns]
-        self.errors: collections.Counter[str] = collections.Counter()
+        self._parts: list[Episodes] = []
         self._requests = [collections.deque[dict[str, Any]]() for _ in columns]
         self._turn: dict[int, tuple[Turn, list[Call]]] = {}
         self._process: dict[int, Process] = {}
@@ -180,15 +193,31 @@ class Episodes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for part in self._parts:
+            part.__exit__()
         for process in self._process.values():
             self._all.pool.kill(process)
 
-    def failures(self) -> list[str]:
-        """Returns one line for each distinct failure of an environment, with its count."""
-        return [
-            f"the environment failed in {count} of {len(self.episodes)} rows: {error}"
-            for error, count in self.errors.items()
-        ]
+    def part(self, rows: Sequence[int]) -> "Episodes":
+        """Returns the episodes of some rows, as `turns.Dialog` has it; they end with these.
+
+        What happens to a row is seen here, too. A part may have as many processes as these.
+        """
+
+        def of_rows(values: Sequence[Any]) -> list[Any]:
+            return [values[row] for row in rows]
+
+        part = Episodes(
+            self._all,
+            of_rows(self._columns),
+            of_rows(self._seeds),
+            of_rows(self._observations),
+            refusals=of_rows(self._refusals),
+            in_reasoning=of_rows(self._in_reasoning),
+        )
+        part.episodes = of_rows(self.episodes)
+        self._parts.append(part)
+        return part
 
     def submit(self, turn: Turn) -> None:
         """Hands a turn to the environment of its row."""
@@ -369,6 +398,5 @@ class Episodes:
         episode, process = self.episodes[row], self._process.pop(row)
         self._requests[row].clear()
         episode.ending, episode.reward, episode.error = FAILURE, None, error
-        self.errors[visible(error)] += 1
         self._out.append(Reply(row, (), FAILURE))
         self._all.pool.give(process, dead=dead)

@@ -274,7 +274,6 @@ class Gateway:
         self._jobs: Sequence[Job] = ()
         self._open = False
         self.limits: SessionLimits | None = None
-        self.errors: collections.Counter[str] = collections.Counter()
 
     # --- the rollout ------------------------------------------------------------------------------
 
@@ -284,7 +283,6 @@ class Gateway:
             self._queue.clear()
             for values in (self._ends, self._records, self._by_id, self._by_key, self._rows):
                 values.clear()
-            self.errors.clear()
             self._jobs, self.limits, self._open = list(jobs), limits, True
 
     def records(self) -> list[SessionRecord]:
@@ -547,8 +545,6 @@ class Gateway:
         if record.ending != OPEN:
             return
         record.ending, record.error = ending, visible(error)
-        if error:
-            self.errors[record.error] += 1
         record.ended.set()
         self._queue = collections.deque(t for t in self._queue if t.row.session is not record)
         self._ends += [

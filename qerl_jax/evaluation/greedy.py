@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -12,8 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from qerl_jax.data.agents import RunAgents
 from qerl_jax.data.prompt_rollout import AnyEnvironments, Ended, PromptRollout
 from qerl_jax.data.prompts import Prompt
+from qerl_jax.environments.episodes import failures
 from qerl_jax.policy.policy import Policy
 from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rewards.functions import Reward
@@ -69,11 +72,17 @@ def greedy_accuracy(
     """
     shares = deal([len(prompt.ids) for prompt in prompts], processes.count)
     own_prompts = [prompts[i] for i in shares[processes.index]]
-    own_correct, ended = np.zeros(0), list[Ended]()
+    own_correct, ended, errors = np.zeros(0), list[Ended](), list[str]()
     if own_prompts:  # There may be fewer prompts than processes.
         key = jax.random.key(0, impl="threefry2x32")
         rollout = PromptRollout(
-            sampler.greedy(), key, policy, own_prompts, environments=environments, on_wait=on_wait
+            sampler.greedy(),
+            key,
+            policy,
+            own_prompts,
+            ids=shares[processes.index].tolist(),
+            environments=environments,
+            on_wait=on_wait,
         )
         with rollout:
             for progress in rollout:
@@ -88,10 +97,13 @@ def greedy_accuracy(
             on_wait=on_wait,
         )
         own_correct = is_correct(scores.parts["correct"])
-        for error in rollout.failures():
-            print(f"warning: {error}", file=sys.stderr, flush=True)
+        errors = [episode.error for episode in rollout.episodes]
     finished = np.array([one.finished for one in ended], bool)
-    results = processes.exchange({"right": own_correct, "finished": finished})
+    shared = {"right": own_correct, "finished": finished, "errors": np.array(json.dumps(errors))}
+    results = processes.exchange(shared)
+    errors = [e for share in results for e in json.loads(str(share["errors"]))]
+    for line in failures(errors, agents=isinstance(environments, RunAgents)):
+        print(f"warning: {line}", file=sys.stderr, flush=True)
     correct = np.concatenate([share["right"] for share in results])
     judged = correct[~np.isnan(correct)]
     return GreedyScore(

@@ -240,8 +240,9 @@ def format_plan(plan: RunPlan, config: ConfigDict) -> str:
     ]
     if rollout.host:
         waiting = rollout.all_rows - rollout.rows
-        note = f"keys and values of {waiting} rows, while they wait for an environment; not a part"
-        rows.append(("on the host, pinned", rollout.host, f"{note} of the peak"))
+        group = " for each group of devices," if config.mesh.data > 1 else ""
+        note = f"{group} keys and values of {waiting} rows, while they wait for an environment;"
+        rows.append(("on the host, pinned", rollout.host, f"{note.strip()} not a part of the peak"))
     if rollout.routes:
         note = "the experts of every token, for updates; not a part of the peak"
         rows.append(("on the host, routes", rollout.routes, note))

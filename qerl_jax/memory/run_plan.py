@@ -87,7 +87,8 @@ class RolloutPlan:
     state: int = 0  # bytes of the recurrent states of a row; they are a part of `cache`
     prefill: int = 0  # bytes of a prefill
     extension: int = 0  # bytes of an extension of rows by what environments wrote, 0 without them
-    # Bytes of the host, pinned, for what rows keep that wait for an environment without a slot.
+    # Bytes of the host, pinned, for what rows keep that wait for an environment without a slot, of
+    # all devices that hold the policy together.
     host: int = 0
     routes: int = 0  # bytes of the host for the experts of all tokens, where they are recorded
 
@@ -388,7 +389,7 @@ def plan_rollout(
         state=state_bytes(model),
         prefill=prefilled,
         extension=extend_bytes(model, **sizes_of_rows) if turns else 0,
-        host=min(turns.host_cache_bytes, waiting * row) if turns else 0,
+        host=min(turns.host_cache_bytes, waiting * row * model.shards) if turns else 0,
     )
 
 

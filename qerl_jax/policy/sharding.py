@@ -51,7 +51,8 @@ def _rules() -> Iterator[tuple[str, P]]:
     for mixer in kinds.MIXERS:  # what rows keep
         yield "|".join(field.name for field in dataclasses.fields(mixer.KEPT)), HEADS
     yield r"norm|(input|post_attention)_layernorm", WHOLE
-    yield r"lengths|rows|counts|last|ended|logits|slots|active", WHOLE  # of a rollout
+    # of a rollout
+    yield r"lengths|rows|counts|last|ended|limits|logits|slots|active|positions", WHOLE
     yield r"key|sigma|count|skipped_in_a_row", WHOLE  # of the noise and of the optimizer
 
 

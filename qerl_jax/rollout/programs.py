@@ -28,7 +28,7 @@ from qerl_jax.policy.dequantize import DEQUANTIZE, dequantization
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.part import NewTokens
 from qerl_jax.policy.policy import Policy
-from qerl_jax.policy.sharding import abstract_on, mesh_of
+from qerl_jax.policy.sharding import abstract_on, head_sharding, mesh_of
 from qerl_jax.rollout import decode, tensor_parallel
 from qerl_jax.rollout.decode import DecodeConfig
 from qerl_jax.rollout.shapes import RolloutShapes
@@ -136,7 +136,11 @@ def operations(
         others=cache,
     )
     _add_compactions(add, functions.gather_rows, shapes, model, state)
-    _add_extensions(add, shapes, config, key, dense, state, result, on_devices)
+
+    def made(name: Any) -> Any:
+        return on_devices(result(name))
+
+    _add_extensions(add, functions, shapes, config, key, dense, state, made)
     return table
 
 
@@ -178,13 +182,13 @@ def _add_compactions(
 
 def _add_extensions(
     add: Callable[..., None],
+    functions: Any,
     shapes: RolloutShapes,
     config: DecodeConfig,
     key: Any,
     dense: Callable[[], dict],
     state: Callable[[int], decode.DecodeState],
-    result: Callable[[Any], Any],
-    on_devices: Callable[[Any], Any],
+    made: Callable[[Any], Any],
 ) -> None:
     """Adds what rows need that talk to environments, if any.
 
@@ -199,7 +203,7 @@ def _add_extensions(
         add(
             "take",
             [(positions,)],
-            decode.take_row,
+            functions.take_row,
             {"model_config": config.model, "positions": positions},
             lambda _: (layers, np.int32(0)),
             others=(rows, *cache),
@@ -208,19 +212,22 @@ def _add_extensions(
     add(
         "put",
         [(positions,) for positions in shapes.kept_positions],
-        decode.put_row,
+        functions.put_row,
         {},
-        lambda positions: (layers, on_devices(result(("take", positions))), np.int32(0)),
+        lambda positions: (
+            *(layers, abstract(made(("take", positions)), head_sharding(key.sharding))),
+            np.int32(0),
+        ),
         others=(rows, *cache, config.model),
         of_any_policy=True,
     )
     add(
         "extend",
         shapes.extensions,
-        decode.extend_rows,
+        functions.extend_rows,
         {"model_config": config.model, "records_routes": config.records_routes},
         lambda count, width: (
-            *(dense(), on_devices(result("fuse_adapter")), layers, _int32(count, width)),
+            *(dense(), made("fuse_adapter"), layers, _int32(count, width)),
             # pyrefly: ignore[bad-argument-type]
             NewTokens(_int32(count, width), _int32(count), _int32(count)),
         ),
@@ -229,11 +236,11 @@ def _add_extensions(
     add(
         "resume",
         [(count,) for count in width_of],
-        decode.resume_rows,
+        functions.resume_rows,
         {"config": config},
         lambda count: (
             *(key, dataclasses.replace(state(1), layers=[])),
-            on_devices(result(("extend", count, width_of[count])))[0],
+            made(("extend", count, width_of[count]))[0],
             decode.NextTurns(*(_int32(count) for _ in range(5))),
             np.float32(1),
         ),

@@ -12,6 +12,7 @@ The samples of a row depend on the key and on the row, not on the devices.
 
 import concurrent.futures
 import contextlib
+import contextvars
 import dataclasses
 import queue
 import threading
@@ -64,8 +65,9 @@ def in_threads(
     """Runs each part in a thread, and yields the number of a part with each of its progresses.
 
     Dispatching a chunk and waiting for one both release Python's GIL for the other threads.
-    Arrays are copied, because their part writes to them while this thread reads. If a part raises,
-    or if the generator is closed, the parts end after their current chunk.
+    Arrays are copied, because their part writes to them while this thread reads. A part has the
+    context variables of this thread, such as the date of chat templates. If a part raises, or if
+    the generator is closed, the parts end after their current chunk.
     """
     events: queue.SimpleQueue[tuple[int, RolloutProgress] | concurrent.futures.Future] = (
         queue.SimpleQueue()
@@ -81,7 +83,8 @@ def in_threads(
 
     with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
         for number in range(len(parts)):
-            pool.submit(run, number).add_done_callback(events.put)
+            context = contextvars.copy_context()  # A thread cannot enter that of another one.
+            pool.submit(context.run, run, number).add_done_callback(events.put)
         try:
             num_running = len(parts)
             while num_running:

@@ -126,8 +126,8 @@ class Sampler:
 
         Raises:
             UserError: there is no prompt, a prompt is empty or too long, does not begin as the
-                others or has a token id that the model does not have, the key is not threefry, the
-                memory does not hold a row, or several devices would share environments.
+                others or has a token id that the model does not have, the key is not threefry, or
+                the memory does not hold a row.
             MissingProgramError: a program is missing from the executables.
         """
         if "threefry" not in (kind := str(jax.random.key_impl(key))):
@@ -136,23 +136,27 @@ class Sampler:
                 "jax.random.key(seed, impl='threefry2x32')"
             )
         groups = sharding.groups_of(policy.params)
-        if self.turns is not None and (len(groups) > 1 or sharding.mesh_of(policy.params)):
-            raise UserError("environments work on one device: pass mesh.data=1 and mesh.tensor=1")
         shares = deal([len(prompt) for prompt in prompts], len(groups))
+        if self.turns is not None and self.turns.sessions and len(groups) > 1:
+            raise UserError("agents work on one device: pass mesh.data=1")
         identities = np.arange(len(prompts)) if ids is None else np.asarray(ids)
         samplers = self._group_samplers(len(groups), largest_share(len(prompts), len(groups)))
-        turns = self._turn_policy(dialog)
+        rows = [rows_of(share, self.group_size) for share in shares]
+        dialogs = [dialog] * len(groups)
+        if dialog is not None and len(groups) > 1:
+            # pyrefly: ignore[missing-attribute]
+            dialogs = [dialog.part(own_rows.tolist()) for own_rows in rows]
+        turns = [self._turn_policy(part) for part in dialogs]
 
         def steps_on(number: int) -> Generator[RolloutProgress, None, Rollout]:
             own_key, own_policy = sharding.take_group((key, policy), groups[number])
             own_prompts = [prompts[i] for i in shares[number]]
             return samplers[number]._steps_on_group(
-                own_key, own_policy, own_prompts, identities[shares[number]], turns
+                own_key, own_policy, own_prompts, identities[shares[number]], turns[number]
             )
 
         if len(groups) == 1:
             return (yield from steps_on(0))
-        rows = [rows_of(share, self.group_size) for share in shares]
         size = len(prompts) * self.group_size
         whole = self._completions(size)
         busy = [number for number, share in enumerate(shares) if len(share)] or [0]

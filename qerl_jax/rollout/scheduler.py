@@ -83,8 +83,9 @@ class Scheduler:
         self._live: list[Row] = []  # the rows that have begun and have not ended
         self._prefilled: decode.Prefilled | None = None
         self._sources: dict[int, int] = {}  # group -> index of its prompt in `_prefilled`
+        self._kept_sharding = jax.tree.leaves(self._state.layers)[0].sharding
         self._kept_bytes = {  # of a row that waits on the host, by its positions
-            positions: kept_bytes(config.model, positions, self._shapes.dtype)
+            positions: config.model.shards * kept_bytes(config.model, positions, self._shapes.dtype)
             for positions in self._shapes.kept_positions
         }
         self._prefilled_prompts = self._decoded = self._idle = 0
@@ -355,12 +356,12 @@ class Scheduler:
             return
         take = self._programs["take", self._filled(row)]
         taken = take(self._state.layers, np.int32(row.cache_row))
-        row.kept = jax.device_put(taken, self._key.sharding.with_memory_kind("pinned_host"))
+        row.kept = jax.device_put(taken, self._kept_sharding.with_memory_kind("pinned_host"))
         row.cache_row = NO_SLOT
 
     def _restore(self, row: Row, cache_row: int) -> None:
         """Gives a row that lost its slot another one."""
-        kept = jax.device_put(row.kept, self._key.sharding)
+        kept = jax.device_put(row.kept, self._kept_sharding)
         put = self._programs["put", self._filled(row)]
         layers = put(self._state.layers, kept, np.int32(cache_row))
         self._state = dataclasses.replace(self._state, layers=layers)

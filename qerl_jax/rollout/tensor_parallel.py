@@ -27,6 +27,7 @@ _STATE = DecodeState(
     counts=WHOLE,  # pyrefly: ignore[bad-argument-type]
     last=WHOLE,  # pyrefly: ignore[bad-argument-type]
     ended=WHOLE,  # pyrefly: ignore[bad-argument-type]
+    limits=WHOLE,  # pyrefly: ignore[bad-argument-type]
 )
 
 
@@ -73,6 +74,34 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
             mesh,
             in_specs=lambda *_: (HEADS, WHOLE),
             out_specs=lambda *_: HEADS,
+        ),
+        extend_rows=on_mesh(
+            _unwrap_jit(decode.extend_rows),
+            mesh,
+            out_specs=lambda *_, **__: (WHOLE, HEADS, WHOLE),
+            static=("model_config", "records_routes"),
+            donated=2,
+            compiler_options=UNTUNED,
+        ),
+        resume_rows=on_mesh(
+            _unwrap_jit(decode.resume_rows),
+            mesh,
+            out_specs=lambda *_, **__: (_STATE, WHOLE),
+            static=("config",),
+            donated=1,
+        ),
+        take_row=on_mesh(
+            _unwrap_jit(decode.take_row),
+            mesh,
+            out_specs=lambda *_, **__: HEADS,
+            static=("model_config", "positions"),
+        ),
+        put_row=on_mesh(
+            _unwrap_jit(decode.put_row),
+            mesh,
+            in_specs=lambda *_: (HEADS, HEADS, WHOLE),
+            out_specs=lambda *_: HEADS,
+            donated=0,
         ),
     )
 

@@ -34,6 +34,13 @@ class Dialog(Protocol):
         """Returns the replies that are there, or waits until one is or the seconds have passed."""
         ...
 
+    def part(self, rows: Sequence[int], /) -> "Dialog":
+        """Returns the dialog of some of the rows, in which they are numbered from 0.
+
+        Another thread may use it while others use the parts of other rows.
+        """
+        ...
+
 
 class Requests(Protocol):
     """The part of the agents' gateway that a rollout uses."""

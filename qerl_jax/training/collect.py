@@ -23,6 +23,7 @@ from qerl_jax.data.order import (
 )
 from qerl_jax.data.prompt_rollout import AnyEnvironments, PromptRollout
 from qerl_jax.data.prompts import Prompt
+from qerl_jax.environments.episodes import failures
 from qerl_jax.errors import UserError
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rewards.scored import Scores
@@ -185,10 +186,12 @@ def collect(
                 seconds=seconds,
                 episodes=rollout.episodes,
             )
-        experience.scores.errors += rollout.failures()
         tokenizer = options.sampler.tokenizer
         experience = gather(
             experience, round_prompts, places, shares, tokenizer=tokenizer, processes=processes
+        )
+        experience.scores.errors += failures(
+            [one.error for one in experience.episodes], agents=experience.owners is not None
         )
         scores = _add_length_penalty(experience.scores, experience.lengths, options)
         cursor = record_results(options.order, cursor, places, _correct(scores, options))

@@ -30,7 +30,7 @@ from qerl_jax.data.from_config import (
 from qerl_jax.data.order import Order
 from qerl_jax.data.prompt_rollout import AnyEnvironments, Ended
 from qerl_jax.data.prompts import Prompt
-from qerl_jax.environments.episodes import Episode
+from qerl_jax.environments.episodes import Episode, failures
 from qerl_jax.environments.roles import FAILURE
 from qerl_jax.errors import UserError, visible
 from qerl_jax.memory.report import check_fits, format_plan
@@ -211,7 +211,8 @@ def _try_turns(
             dialog = environments.one_turn(key, prompt, turns)
             episodes = dialog.episodes
             if all(episode.ending == FAILURE for episode in dialog.episodes):
-                raise UserError(f"{'; '.join(dialog.failures())}: correct the environment")
+                lines = failures([episode.error for episode in dialog.episodes])
+                raise UserError(f"{'; '.join(lines)}: correct the environment")
         ended += [
             Ended(prompt, model_tokenizer.decode(ids), len(ids), True, episode)
             for ids, episode in zip(turns, episodes, strict=True)

@@ -3,10 +3,12 @@
 Each process samples and scores its own prompts with all of their completions, and then sends the
 results to the others, so that advantages, buffers and metrics are those of the whole step and the
 same in every process. A completion of n tokens takes 12 n bytes, and of a mixture of experts n L k
-more for its routes.
+more for its routes. A conversation takes n more for its roles, and its texts twice: as they are,
+and as messages.
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -170,11 +172,14 @@ def gather(
     """Returns the completions of all processes, in the order in which the prompts were drawn.
 
     `prompts` and `places` are those of all processes, and `shares` the indices among the P prompts
-    of those that each process sampled.
+    of those that each process sampled. What environments said at their reset is not in `prompts`.
     """
     if processes.count == 1:
         return local
     parts = processes.exchange(_exchange_arrays(local))
+    episodes = []
+    if local.episodes:
+        prompts, episodes = _gather_conversations(parts, prompts, shares)
     rows = [rows_of(share, local.group_size) for share in shares]
     size, width = len(prompts) * local.group_size, local.rollout.tokens.shape[1]
 
@@ -214,13 +219,15 @@ def gather(
         finished=gather_rows("finished"),
         logprobs=gather_padded("logprobs", 0),
         entropies=gather_padded("entropies", 0),
+        roles=gather_padded("roles", 0) if episodes else None,
+        endings=gather_rows("endings") if episodes else None,
         routes=gather_routes("routes", lengths, 1),
         prompt_routes=gather_routes("prompt_routes", prompt_lengths, group_size),
     )
     return Experience(
         prompts=list(prompts),
         places=list(places),
-        texts=detokenize(rollout, tokenizer.decode),
+        texts=[one.answer for one in episodes] or detokenize(rollout, tokenizer.decode),
         rollout=rollout,
         scores=Scores(
             total=gather_rows("total"),
@@ -230,7 +237,25 @@ def gather(
         ),
         statistics=[Statistics(*work) for part_facts in facts for work in part_facts["statistics"]],
         seconds=max(part_facts["seconds"] for part_facts in facts),
+        episodes=episodes,
     )
+
+
+def _gather_conversations(
+    parts: Sequence[Mapping[str, np.ndarray]],
+    prompts: Sequence[Prompt],
+    shares: Sequence[np.ndarray],
+) -> tuple[list[Prompt], list[Episode]]:
+    """Returns the prompts with what environments said at their reset, and the episodes of all."""
+    gathered, groups = list(prompts), list[list[Episode]]([[]] * len(prompts))
+    for part, share in zip(parts, shares, strict=True):
+        said = json.loads(part["conversations"].tobytes())
+        for number, (text, ids, episodes) in zip(share.tolist(), said, strict=True):
+            gathered[number] = dataclasses.replace(prompts[number], text=text, ids=tuple(ids))
+            groups[number] = [Episode(**values) for values in episodes]
+    for episode in (every := list(itertools.chain(*groups))):
+        episode.parts = [(role, text) for role, text in episode.parts]
+    return gathered, every
 
 
 def _exchange_arrays(local: Experience) -> dict[str, np.ndarray]:
@@ -256,5 +281,14 @@ def _exchange_arrays(local: Experience) -> dict[str, np.ndarray]:
         routes = zip(rollout.routes, rollout.lengths, strict=True)
         arrays["routes"] = np.concatenate([own[:length] for own, length in routes])
         arrays["prompt_routes"] = np.concatenate(rollout.prompt_routes[:: local.group_size])
+    if rollout.roles is not None:
+        groups = itertools.batched(map(vars, local.episodes), local.group_size)
+        said = [
+            (prompt.text, prompt.ids, episodes)
+            for prompt, episodes in zip(local.prompts, groups, strict=True)
+        ]
+        # As bytes: NumPy's texts have four for each character.
+        arrays["conversations"] = np.frombuffer(json.dumps(said).encode(), np.uint8)
+        arrays |= {"roles": rollout.roles[sampled], "endings": rollout.endings}
     arrays |= {f"part/{name}": values for name, values in scores.parts.items()}
     return jax.tree.map(np.asarray, arrays)

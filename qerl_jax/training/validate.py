@@ -151,13 +151,7 @@ def _check_environment(config: ConfigDict) -> None:
     """Refuses what does not work with an environment, or with agents."""
     if not environment_functions(config) and not has_agents(config):
         return
-    devices = config.mesh.data * config.mesh.tensor
-    _check_agents(config, devices)
-    if devices > 1:
-        raise UserError(
-            f"environment.function={config.environment.function} on {devices} devices: "
-            "environments work on one device, pass mesh.data=1 and mesh.tensor=1"
-        )
+    _check_agents(config, config.mesh.data * config.mesh.tensor)
     if config.rollout.max_new_tokens < 2 or config.eval.max_new_tokens < 2:
         raise UserError(
             "environment.function needs rollout.max_new_tokens and eval.max_new_tokens of at least "
