@@ -1,6 +1,7 @@
 """Rollouts of a tiny policy whose rows agents ask for, for the tests of sessions."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -106,11 +107,10 @@ class Threads:
     """A runner of functions `solve(session, job)` in threads."""
 
     def __init__(self, solve):
-        self.solve, self.threads, self.stopped = solve, [], threading.Event()
+        self.solve, self.episodes = solve, []
+        self.pool = concurrent.futures.ThreadPoolExecutor(1)
 
     def start(self, server, jobs):
-        self.stopped.clear()
-
         def run(job):
             try:
                 session = server.open(job)
@@ -121,16 +121,15 @@ class Threads:
             except Exception as error:
                 server.close(session.id, error=repr(error))
 
-        self.threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]
-        for thread in self.threads:
-            thread.start()
+        # Fewer at a time than there are, so that some sessions open once others have ended.
+        self.pool = concurrent.futures.ThreadPoolExecutor(3)
+        self.episodes = [self.pool.submit(run, job) for job in jobs]
 
     def is_alive(self):
-        return any(thread.is_alive() for thread in self.threads)
+        return not all(episode.done() for episode in self.episodes)
 
     def stop(self):
-        for thread in self.threads:
-            thread.join(timeout=30)
+        self.pool.shutdown(cancel_futures=True)
 
     def close(self):
         self.stop()

@@ -345,7 +345,7 @@ def test_a_session_that_is_closed_refuses_and_answers_those_that_wait():
         while len(engine.ended) < 4:
             time.sleep(0.01)
         assert {reply.ending for reply in engine.ended} == {FAILURE}
-        assert errors_of(engine.gateway) == {"the agent has failed": 1}
+        assert errors_of(engine.gateway)["the agent has failed"] == 1
         with pytest.raises(ClosedError):
             engine.open()
         empty = engine.open(1)

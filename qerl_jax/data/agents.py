@@ -174,7 +174,7 @@ class AgentEpisodes:
 
     def sampled_tokens(self, number: int) -> int:
         """Returns how many tokens were sampled in a session."""
-        return sum(len(turn.ids) for turn in self._gateway.records()[number].asked)
+        return sum(len(turn.ids) for turn in self._gateway.record(number).asked)
 
     def rows(self, rollout: Rollout, pad_id: int) -> SessionRows:
         """Returns the rows that are trained on.

@@ -260,6 +260,11 @@ class TokenPrompt:
         return self._ids
 
 
+def _not_started(job: Job, error: str = "its episode was not started") -> SessionRecord:
+    """The record of a job that has no session."""
+    return SessionRecord(job, "", "", math.inf, ending=FAILURE, error=error)
+
+
 class Gateway:
     """The sessions of a rollout, whose requests the sampler takes and answers."""
 
@@ -288,7 +293,12 @@ class Gateway:
     def records(self) -> list[SessionRecord]:
         """Returns the records of all jobs; that of one that was never opened has failed."""
         with self._changed:
-            return [self._records.get(job.number) or self._failed(job) for job in self._jobs]
+            return [self._records.get(job.number) or _not_started(job) for job in self._jobs]
+
+    def record(self, number: int) -> SessionRecord:
+        """Returns the record of a job whose session was opened, or has failed."""
+        with self._changed:
+            return self._records[number]
 
     @property
     def is_open(self) -> bool:
@@ -303,8 +313,7 @@ class Gateway:
             for record in list(self._records.values()):
                 self._end(record, FAILURE, error=error)
             for job in self._jobs:
-                if job.number not in self._records:
-                    self._failed(job, error)
+                self._records.setdefault(job.number, _not_started(job, error))
             self._changed.notify_all()
 
     def requests(self, seconds: float) -> list[Request | Reply]:
@@ -555,13 +564,6 @@ class Gateway:
         for turn in record.asked:
             if not turn.future.done():
                 turn.future.set_result(None)
-
-    def _failed(self, job: Job, error: str = "its episode was not started") -> SessionRecord:
-        """The record of a job that was never opened."""
-        record = SessionRecord(job, id="", key="", deadline=math.inf)
-        self._records[job.number] = record
-        self._end(record, FAILURE, error=error)
-        return record
 
     def _end_late_sessions(self) -> None:
         now = time.monotonic()
