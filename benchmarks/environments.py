@@ -7,10 +7,14 @@
     uv run python -m benchmarks.environments learning guessing_game \
         runs/guessing_game-* --control runs/constant_game-*
 
+    uv run --extra cuda python -m benchmarks.environments agents --model=qwen2.5-1.5b
+
 All write a part of benchmarks/results/environments.json. `rollout` decodes 64 episodes on 32
 slots, three turns of 512 tokens each, with replies that come at once and after 0.5 s: the time of
 the one relative to the other, the share of slots that waited, and how their tokens and log-probs
-agree, beside how those of two rollouts with instant replies do. The weights are random.
+agree, beside how those of two rollouts with instant replies do. The weights are random. `agents`
+does the same with agents that ask for the turns through the server, and compares a rollout beside
+the idle server with one before it was started.
 `step` takes GRPO steps as `benchmarks.step` does, of conversations with environments in processes
 of their own that answer at once, with as many rows for each group of devices. Several processes are
 started as those of `benchmarks.step` are.
@@ -21,9 +25,11 @@ and the accuracy of each run on held-out problems before and after.
 
 import argparse
 import dataclasses
+import http.client
 import json
 import math
 import statistics
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +41,9 @@ from benchmarks import common, step
 from benchmarks.rollout.subject import NO_TEXT, RandomText, random_weights
 from benchmarks.run_summary import describe_run
 from qerl_jax.commands import cli
+from qerl_jax.environments.agent_server import AgentServer
+from qerl_jax.environments.chat import ChatWriter
+from qerl_jax.environments.gateway import Gateway, Job, SessionLimits
 from qerl_jax.environments.roles import DONE, OPEN, SAMPLED, Reply, Turn
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.policy import Policy
@@ -42,6 +51,7 @@ from qerl_jax.processes.group import Processes
 from qerl_jax.processes.launch import connect
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
+from qerl_jax.rollout.progress import RolloutProgress
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.run.folder import RunFolder
@@ -158,6 +168,23 @@ class Timer:
 
 def measure_rollout(model: str) -> dict[str, Any]:
     """Seconds of rollouts with instant and with slow replies, and how they agree."""
+    sampler, key, policy = _subject(model)
+    sampler = sampler.compiled(key, policy, num_prompts=_EPISODES)
+    prompts, ids = _texts(model)
+    rows, rollouts = {}, []
+    # Each is run twice, and the second one counts: the first rows that give up their slots wait
+    # until memory of the host is pinned, about 50 ms for each.
+    for seconds in (0.0, 0.0, _SECONDS, _SECONDS):
+        began = time.perf_counter()
+        steps = sampler.steps(key, policy, prompts, dialog=Timer(seconds, _TURNS, ids))
+        *_, last = steps
+        rollouts.append(last.rollout)
+        rows[f"{seconds:g}"] = _work(began, last)
+    return _result(model, rows, rollouts)
+
+
+def _subject(model: str) -> tuple[Sampler, jax.Array, Policy]:
+    """A sampler of conversations, a key and a random policy."""
     config, params = ARCHITECTURES[model], random_weights(model, "nvfp4")
     tokens, replies = _TURNS * _TURN, (_TURNS - 1) * (_REPLY + 1)
     sampler = Sampler(
@@ -172,25 +199,29 @@ def measure_rollout(model: str) -> dict[str, Any]:
         ),
         turns=TurnConfig(_TURNS, _TURN, _REPLY, tokens + replies),
     )
-    key, policy = jax.random.key(0, impl="threefry2x32"), Policy(params, None)
-    sampler = sampler.compiled(key, policy, num_prompts=_EPISODES)
-    rng = np.random.default_rng(0)
-    vocabulary = min(1000, config.vocab_size)
+    return sampler, jax.random.key(0, impl="threefry2x32"), Policy(params, None)
+
+
+def _texts(model: str) -> tuple[list[list[int]], list[int]]:
+    """The prompts, and the reply to every turn, as token ids."""
+    rng, vocabulary = np.random.default_rng(0), min(1000, ARCHITECTURES[model].vocab_size)
     prompts = rng.integers(vocabulary, size=(_EPISODES, _PROMPT)).tolist()
-    ids = rng.integers(vocabulary, size=_REPLY).tolist()
-    rows, rollouts = {}, []
-    # Each is run twice, and the second one counts: the first rows that give up their slots wait
-    # until memory of the host is pinned, about 50 ms for each.
-    for seconds in (0.0, 0.0, _SECONDS, _SECONDS):
-        began = time.perf_counter()
-        steps = sampler.steps(key, policy, prompts, dialog=Timer(seconds, _TURNS, ids))
-        *_, last = steps
-        rollouts.append(last.rollout)
-        rows[f"{seconds:g}"] = {
-            "seconds": time.perf_counter() - began,
-            "idle_share": last.statistics.idle / max(1, last.statistics.decoded),
-            "waiting_seconds": last.statistics.waiting_seconds,
-        }
+    return prompts, rng.integers(vocabulary, size=_REPLY).tolist()
+
+
+def _work(began: float, last: RolloutProgress) -> dict[str, float]:
+    """Seconds of a rollout that has just ended, and what slots waited."""
+    return {
+        "seconds": time.perf_counter() - began,
+        "idle_share": last.statistics.idle / max(1, last.statistics.decoded),
+        "waiting_seconds": last.statistics.waiting_seconds,
+    }
+
+
+def _result(
+    model: str, rows: dict[str, dict[str, float]], rollouts: Sequence[Rollout]
+) -> dict[str, Any]:
+    """What two rollouts with instant replies and two with slow ones have come to."""
     first, instant, _, slow = rollouts
     return {
         "model": model,
@@ -204,6 +235,65 @@ def measure_rollout(model: str) -> dict[str, Any]:
         "agreement": agreement(instant, slow),
         "agreement_of_instant": agreement(first, instant),
     } | common.origin("benchmarks.environments")
+
+
+def measure_agents(model: str) -> dict[str, Any]:
+    """Seconds of rollouts of agents that answer at once and late, and what the server costs."""
+    sampler, key, policy = _subject(model)
+    assert sampler.turns is not None
+    prompts, ids = _texts(model)
+    context = _PROMPT + sampler.turns.context_tokens
+    limits = SessionLimits(context, _TURNS * _TURN, _TURN, ARCHITECTURES[model].vocab_size)
+    sessions = dataclasses.replace(sampler.turns, sessions=True)
+    sessions = dataclasses.replace(sampler, turns=sessions)
+    sampler = sampler.compiled(key, policy, num_prompts=_EPISODES)
+    sessions = sessions.compiled(key, policy, num_prompts=_EPISODES)
+
+    def without_agents() -> float:
+        for _ in range(2):
+            began = time.perf_counter()
+            *_, _ = sampler.steps(key, policy, prompts, dialog=Timer(0.0, _TURNS, ids))
+        return time.perf_counter() - began
+
+    before = without_agents()
+    tokenizer: Any = NO_TEXT
+    server = AgentServer(Gateway(), ChatWriter(tokenizer, tokenizer, {}, ""))
+    beside_idle_server = without_agents()
+    rows, rollouts = {}, []
+    for number, seconds in enumerate((0.0, 0.0, _SECONDS, _SECONDS)):
+        jobs = [Job(i, i, {}, number) for i in range(_EPISODES)]
+        server.gateway.begin(jobs, limits)
+        arguments = [(server, job, prompts[job.number], ids, seconds) for job in jobs]
+        threads = [threading.Thread(target=_episode, args=each) for each in arguments]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        *_, last = sessions.steps(key, policy, prompts, dialog=server.gateway)
+        rows[f"{seconds:g}"] = _work(began, last)
+        order = [record.rows[0].number for record in server.gateway.records()]
+        rollouts.append(jax.tree.map(lambda x, order=order: x[order], last.rollout))
+        print(json.dumps({"reply_seconds": seconds} | rows[f"{seconds:g}"]), flush=True)
+    server.stop()
+    times = {"without_server": before, "beside_idle_server": beside_idle_server}
+    return _result(model, rows, rollouts) | times
+
+
+def _episode(
+    server: AgentServer, job: Job, prompt: list[int], reply: list[int], seconds: float
+) -> None:
+    """Asks for the turns of a session."""
+    session, row = server.open(job), list(prompt)
+    connection = http.client.HTTPConnection(session.root_url.removeprefix("http://"))
+    headers = {"Authorization": f"Bearer {session.key}"}
+    for turn in range(_TURNS):
+        if turn:
+            time.sleep(seconds)
+            row += reply
+        body = json.dumps({"token_ids": row, "sampling_params": {"max_tokens": _TURN}})
+        connection.request("POST", "/inference/v1/generate", body, headers)
+        row += json.loads(connection.getresponse().read())["choices"][0]["token_ids"]
+    connection.close()
+    server.close(session.id, 0.0)
 
 
 def agreement(one: Rollout, other: Rollout) -> dict[str, float]:
@@ -265,8 +355,9 @@ def make_parser() -> argparse.ArgumentParser:
     out = "benchmarks/results/environments.json"
     parser = common.make_parser("benchmarks.environments", __doc__, out)
     commands = parser.add_subparsers(dest="command", required=True)
-    rollout = commands.add_parser("rollout")
-    rollout.add_argument("--model", choices=ARCHITECTURES, default="qwen2.5-1.5b")
+    for name in ("rollout", "agents"):
+        rollout = commands.add_parser(name)
+        rollout.add_argument("--model", choices=ARCHITECTURES, default="qwen2.5-1.5b")
     steps = commands.add_parser("step")
     steps.add_argument("--model", choices=ARCHITECTURES, default="qwen2.5-7b")
     mesh = "devices, such as data=2; may be repeated (default: data=1)"
@@ -287,6 +378,8 @@ def run(arguments: argparse.Namespace) -> None:
     content = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     if arguments.command == "rollout":
         result = content["rollout"] = measure_rollout(arguments.model)
+    elif arguments.command == "agents":
+        result = content["agents"] = measure_agents(arguments.model)
     elif arguments.command == "step":
         meshes = arguments.mesh or [(1, 1)]
         with connect(devices=max(map(math.prod, meshes))) as processes:

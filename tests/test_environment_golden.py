@@ -1,11 +1,8 @@
 """Token ids and masks of conversations with tools: those of TRL, for five families of templates."""
 
-import json
-import pathlib
-import sys
-
 import numpy as np
 import pytest
+from recorded_conversations import FORMATS, RECORDED, tokenizer_of
 
 from qerl_jax.environments.episodes import Contract, Environments, Episodes
 from qerl_jax.environments.pool import Pool
@@ -13,18 +10,6 @@ from qerl_jax.environments.replies import ReplyWriter
 from qerl_jax.environments.roles import ANSWER, Turn
 from qerl_jax.environments.tools import tool_format
 from qerl_jax.errors import UserError
-from qerl_jax.weights.tokenizer import Tokenizer
-
-GOLDEN = pathlib.Path(__file__).parent / "golden"
-RECORDED = json.loads((GOLDEN / "environment_trl.json").read_text())
-FORMATS = {
-    "qwen2_5": "hermes",
-    "qwen3": "hermes",
-    "qwen3_5_think": "xml",
-    "qwen3_5_nothink": "xml",
-    "llama3_1": "llama",
-    "mistral": "mistral",
-}
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +17,6 @@ def pool():
     pool = Pool({"tools": "environment_cases:Calculator"})
     yield pool
     pool.close()
-
-
-def tokenizer_of(family):
-    sys.path.insert(0, str(GOLDEN))
-    try:
-        from environment_tokenizer import FAMILIES, make_backend
-    finally:
-        sys.path.remove(str(GOLDEN))
-    bos, eos, _ = FAMILIES[family]
-    backend = make_backend(family)
-    end = backend.token_to_id(eos)
-    special = {"eos_token": eos} | ({"bos_token": bos} if bos else {})
-    template = RECORDED["families"][family]["template"]
-    return Tokenizer(backend, template, special, (end,), end)
 
 
 def converse(pool, family, turns):

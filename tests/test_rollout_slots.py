@@ -329,7 +329,7 @@ def test_a_stop_string_may_hold_a_special_token(stop, length, chunk, tmp_path):
         start = completions.rollout.lengths[0]
         part = ids[:, start : start + chunk]
         ended = completions.append([row], np.zeros(1, int), Samples(part, zeros, zeros))
-    np.testing.assert_array_equal(completions.turn(row), ids[0, :length])
+    np.testing.assert_array_equal(completions.turn(row).ids, ids[0, :length])
     assert ended == {row: length < 6}
 
 

@@ -134,7 +134,8 @@ _SAPO = Condition(
 _DYNAMIC_SAMPLING = Condition("rl.dynamic_sampling=true", lambda c: c.rl.dynamic_sampling)
 _EVALUATION = Condition("evaluations: eval.every above 0", lambda c: c.eval.every > 0)
 _CONVERSATION = Condition(
-    "an environment: environment.function", lambda c: bool(c.environment.function)
+    "an environment, environment.function, or agents",
+    lambda c: bool(c.environment.function or c.environment.agent or c.environment.verifiers),
 )
 _TRACKER = Condition("log.wandb or log.trackio", lambda c: c.log.wandb or c.log.trackio)
 _ADAMW = Condition("optimizer.name='adamw'", lambda c: c.optimizer.name == "adamw")
@@ -482,9 +483,20 @@ FIELDS: tuple[Section | Field, ...] = (
         "the column `environment` of a problem chooses. '': none; a completion has one turn.",
     ),
     Field(
+        "environment.agent",
+        "",
+        "'package.module:function', an agent that calls the policy through an endpoint of OpenAI's "
+        "form, see docs/agents.md. '': none",
+    ),
+    Field(
+        "environment.verifiers",
+        "",
+        "A taskset of verifiers, whose agents call the policy, see docs/agents.md. '': none",
+    ),
+    Field(
         "environment.max_turns",
         4,
-        "Most turns of the policy.",
+        "Most turns of the policy; those of agents are not limited.",
         limits=(1, 1000),
         read_if=_CONVERSATION,
     ),
@@ -499,7 +511,7 @@ FIELDS: tuple[Section | Field, ...] = (
         "environment.reply_tokens",
         256,
         "Most tokens of what an environment writes after a turn, those of the chat template "
-        "included; a longer text is cut.",
+        "included; a longer text is cut. What agents send is not, but is prefilled in such parts.",
         limits=(1,),
         read_if=_CONVERSATION,
     ),
@@ -507,7 +519,8 @@ FIELDS: tuple[Section | Field, ...] = (
         "environment.context_tokens",
         0,
         "Most tokens after the prompt, sampled ones and those of the environment; a conversation "
-        "ends before it would have more. 0: what the other limits allow.",
+        "ends before it would have more. A conversation of an agent has as many and "
+        "data.max_prompt_tokens in all. 0: what the other limits allow.",
         limits=(0,),
         read_if=_CONVERSATION,
     ),

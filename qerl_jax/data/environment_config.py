@@ -5,9 +5,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from qerl_jax.data.agents import RunAgents
 from qerl_jax.data.environments import RunEnvironments
+from qerl_jax.data.prompt_rollout import AnyEnvironments
 from qerl_jax.data.prompts import Problem, prompt_config
+from qerl_jax.environments.agent_server import AgentServer
+from qerl_jax.environments.chat import ChatWriter
 from qerl_jax.environments.episodes import Contract, Environments, environment_of
+from qerl_jax.environments.gateway import Gateway, Runner
 from qerl_jax.environments.pool import CallError, Pool
 from qerl_jax.environments.replies import ReplyWriter
 from qerl_jax.environments.tools import tool_format
@@ -15,6 +20,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.weights.tokenizer import Tokenizer
 
 _DESCRIBE_SECONDS = 120.0
+_SESSION_SECONDS = 600.0
 _WHOLE = "environment"  # the name where there is only one environment
 _opened: dict[tuple[tuple[str, str], ...], tuple[Pool, dict[str, Contract]]] = {}
 
@@ -102,7 +108,7 @@ def tools_of(contracts: Mapping[str, Contract]) -> Callable[[Problem], Any]:
     return tools
 
 
-def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> RunEnvironments | None:
+def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> AnyEnvironments | None:
     """Makes the environments of a run; None where it has none.
 
     Raises:
@@ -139,4 +145,26 @@ def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> RunEnvironmen
         tokenizer,
         prompt_config(data, chat_template_args=arguments, tools=tools_of(contracts)),
         data.max_prompt_tokens,
+    )
+
+
+def serve_agents(config: ConfigDict, tokenizer: Tokenizer, runner: Runner) -> RunAgents:
+    """Starts the server of the agents of a run, which a runner starts.
+
+    Raises:
+        UserError: packages are missing, or the server does not start.
+    """
+    arguments, with_tools = config.data.chat_template_args.to_dict(), tokenizer.for_tools()
+    try:
+        form = tool_format(with_tools.chat_template or "")
+    except UserError:  # Requests with tools are refused.
+        form = ""
+    writer = ChatWriter(tokenizer, with_tools, arguments, form)
+    return RunAgents(
+        AgentServer(Gateway(), writer),
+        runner,
+        tokenizer,
+        prompt_config(config.data, chat_template_args=arguments),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        time_limit=config.environment.get("session_time_limit", _SESSION_SECONDS) or None,
     )

@@ -13,7 +13,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rewards.calls import check_columns, columns_read
 from qerl_jax.rewards.functions import Reward
-from qerl_jax.rollout.config import completion_tokens
+from qerl_jax.rollout.config import completion_tokens, has_turns
 from qerl_jax.weights.tokenizer import Tokenizer
 
 TRAIN, EVAL = "train", "eval"  # names of the splits
@@ -45,7 +45,7 @@ def load_problems(
         for split, split_problems in problems.items():
             if split != EVAL or name == "correctness":
                 rows = [problem.columns for problem in split_problems]
-                check_columns(name, reward, rows, converses=bool(config.environment.function))
+                check_columns(name, reward, rows, converses=has_turns(config))
     for split_problems in problems.values():
         check_problems(split_problems, list(contracts_of(config)))
     return problems
@@ -174,7 +174,7 @@ def check_positions(config: ConfigDict, architecture: ModelConfig) -> None:
         new_tokens = completion_tokens(config, config[part].max_new_tokens)
         longest = config.data.max_prompt_tokens + new_tokens
         if longest > architecture.max_position:
-            limit = "environment.context_tokens" if config.environment.function else ""
+            limit = "environment.context_tokens" if has_turns(config) else ""
             raise UserError(
                 f"data.max_prompt_tokens + {limit or f'{part}.max_new_tokens'} = {longest}, the "
                 "model has "

@@ -4,19 +4,23 @@ Training, its greedy accuracy and evaluations share it.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from qerl_jax.data.agents import AgentEpisodes, RunAgents
 from qerl_jax.data.environments import RunEnvironments, conversation_columns
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.environments.episodes import Episode
-from qerl_jax.environments.roles import FAILURE
+from qerl_jax.environments.roles import DONE, FAILURE
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rewards.scored import Completion
 from qerl_jax.rollout.progress import RolloutProgress
 from qerl_jax.rollout.sampler import Sampler
+
+type AnyEnvironments = RunEnvironments | RunAgents
 
 
 class Ended(NamedTuple):
@@ -53,8 +57,8 @@ class Ended(NamedTuple):
 class PromptRollout:
     """Completions of prompts, and conversations with environments, that are sampled.
 
-    It iterates over the progress of the sampler. At the end of its block the devices stop, and so
-    do environments that have not ended.
+    It iterates over the progress of the sampler, for agents that of their sessions. At the end of
+    its block the devices stop, and so do environments that have not ended.
 
     Attributes:
         prompts: P prompts, with what environments said at their reset.
@@ -70,7 +74,7 @@ class PromptRollout:
         prompts: Sequence[Prompt],
         *,
         ids: Sequence[int] | None = None,
-        environments: RunEnvironments | None = None,
+        environments: AnyEnvironments | None = None,
         on_wait: Callable[[], None] | None = None,
     ) -> None:
         """Begins the environments.
@@ -85,7 +89,10 @@ class PromptRollout:
             on_wait: as in `Environments.resets`.
         """
         self._dialog = None
-        if environments is not None:
+        if isinstance(environments, RunAgents):
+            numbers = range(len(prompts)) if ids is None else ids
+            self._dialog = environments.begin(key, prompts, sampler, numbers)
+        elif environments is not None:
             prompts, self._dialog = environments.begin(
                 key, prompts, sampler.group_size, on_wait, numbers=ids
             )
@@ -104,10 +111,36 @@ class PromptRollout:
             self._steps.close()
 
     def __iter__(self) -> Iterator[RolloutProgress]:
-        return self._steps
+        dialog = self._dialog
+        if not isinstance(dialog, AgentEpisodes):
+            return self._steps
+        return (dataclasses.replace(step, ended=dialog.ended()) for step in self._steps)
+
+    def rows(self, progress: RolloutProgress) -> dict[str, Any]:
+        """Returns the rows that are trained on, by the fields of `Experience`.
+
+        Of agents these are the rollout, the owners of its rows and their own prompts.
+        """
+        if not isinstance(self._dialog, AgentEpisodes):
+            return {"rollout": progress.rollout}
+        return self._dialog.rows(progress.rollout, self._tokenizer.pad_id)._asdict()
+
+    def _take_sessions(self, dialog: AgentEpisodes) -> dict[int, Ended]:
+        taken = {}
+        for number in dialog.take():
+            episode = dialog.episodes[number]
+            self.texts[number], finished = episode.answer, episode.ending == DONE
+            tokens, prompt = dialog.sampled_tokens(number), self.prompts[number // self._group_size]
+            taken[number] = Ended(prompt, episode.answer, tokens, finished, episode)
+        return taken
 
     def take(self, progress: RolloutProgress) -> dict[int, Ended]:
-        """Returns the completions that have ended since the last call, by row."""
+        """Returns the completions that have ended since the last call, by row.
+
+        Those of agents are by session, and have the text of the last turn.
+        """
+        if isinstance(self._dialog, AgentEpisodes):
+            return self._take_sessions(self._dialog)
         rollout, taken = progress.rollout, {}
         tokens = rollout.sampled_lengths
         for row in progress.ended.nonzero()[0].tolist():

@@ -128,6 +128,9 @@ class Episode:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     ending: int = OPEN  # what ended the row, see `environments.roles`; OPEN until it ends
     error: str = ""  # why the environment failed; '' where it did not
+    # Of an agent: the number of its conversations, and of requests that got another one's answer.
+    rows: int = 1
+    retries: int = 0
 
     @property
     def answer(self) -> str:
@@ -135,14 +138,15 @@ class Episode:
         return next((text for role, text in reversed(self.parts) if role == "assistant"), "")
 
 
-def failures(errors: Sequence[str]) -> list[str]:
-    """Returns one line for each distinct failure of an environment, with its count.
+def failures(errors: Sequence[str], *, agents: bool = False) -> list[str]:
+    """Returns one line for each distinct failure of an environment, or an agent, with its count.
 
-    `errors` are those of all rows, '' where the environment did not fail.
+    `errors` are those of all rows or sessions, '' where it did not fail.
     """
     counts = collections.Counter(visible(error) for error in errors if error)
+    what, rows = ("agent", "sessions") if agents else ("environment", "rows")
     return [
-        f"the environment failed in {count} of {len(errors)} rows: {error}"
+        f"the {what} failed in {count} of {len(errors)} {rows}: {error}"
         for error, count in counts.items()
     ]
 

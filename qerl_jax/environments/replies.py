@@ -84,7 +84,14 @@ class ReplyWriter:
 
         A text is a message of the user, or the result of a call; each call has a name and an id.
         """
-        messages = self._messages(texts, calls)
+        return self.follow(self._messages(texts, calls))
+
+    def follow(self, messages: Sequence[Message]) -> list[int]:
+        """Returns the ids of messages that follow a turn of the policy, and begin the next one.
+
+        Raises:
+            UserError: the template fails, or writes the turn in another way once it is answered.
+        """
         opening = [{"role": "user", "content": "dummy"}, self._turn(messages[0])]
         before = list(self.tokenizer.encode(self._render(opening)))
         before = before[: self._end(before)]

@@ -24,6 +24,17 @@ class Turn(NamedTuple):
     # limit is reached.
     space: int
     limit: int = TOKENS  # what ends the row where it must, TOKENS or CONTEXT
+    logprobs: Sequence[float] = ()  # log-probabilities of the tokens, where an agent gets them
+
+
+class Request(NamedTuple):
+    """What an agent asks for: a turn after tokens that begin a row, or extend one."""
+
+    row: int  # number of the row
+    ids: Sequence[int]  # the prompt of a new row, or the tokens that are added to a row
+    limit: int  # largest number of sampled tokens of the turn
+    session: int | None = None  # number of the session of a new row; None for a row that is there
+    root: int = 0  # number of a new row within its session
 
 
 class Reply(NamedTuple):

@@ -21,8 +21,7 @@ import jax
 import numpy as np
 
 from qerl_jax.compile.run_cache import keep_programs, user_folder
-from qerl_jax.data.environments import RunEnvironments
-from qerl_jax.data.prompt_rollout import Ended, PromptRollout
+from qerl_jax.data.prompt_rollout import AnyEnvironments, Ended, PromptRollout
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.environments.episodes import Episode
 from qerl_jax.environments.roles import ENDINGS, FAILURE
@@ -179,7 +178,7 @@ def _encode_tasks(
     tasks: Sequence[Task],
     folder: Path,
     config: EvaluateConfig,
-    environments: RunEnvironments | None,
+    environments: AnyEnvironments | None,
 ) -> dict[str, TaskPrompts]:
     """Returns the prompts of the training, or else of the first start, where they have a date."""
 
@@ -251,7 +250,7 @@ class _Job:
     scorers: Mapping[str, Reward]
     config: EvaluateConfig  # settings of the evaluation, with S samples per prompt
     # What the policy talks to; None for completions of one turn.
-    environments: RunEnvironments | None = None
+    environments: AnyEnvironments | None = None
 
     @property
     def turns(self) -> TurnConfig | None:

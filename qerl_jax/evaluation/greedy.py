@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.data.environments import RunEnvironments
-from qerl_jax.data.prompt_rollout import Ended, PromptRollout
+from qerl_jax.data.agents import RunAgents
+from qerl_jax.data.prompt_rollout import AnyEnvironments, Ended, PromptRollout
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.environments.episodes import failures
 from qerl_jax.policy.policy import Policy
@@ -52,7 +52,7 @@ def greedy_accuracy(
     processes: Processes = ALONE,
     on_progress: Callable[[int, int], None] | None = None,
     on_wait: Callable[[], None] | None = None,
-    environments: RunEnvironments | None = None,
+    environments: AnyEnvironments | None = None,
 ) -> GreedyScore:
     """Returns the fraction of prompts whose greedy completion is correct, or cut off.
 
@@ -101,7 +101,8 @@ def greedy_accuracy(
     finished = np.array([one.finished for one in ended], bool)
     shared = {"right": own_correct, "finished": finished, "errors": np.array(json.dumps(errors))}
     results = processes.exchange(shared)
-    for line in failures([e for share in results for e in json.loads(str(share["errors"]))]):
+    errors = [e for share in results for e in json.loads(str(share["errors"]))]
+    for line in failures(errors, agents=isinstance(environments, RunAgents)):
         print(f"warning: {line}", file=sys.stderr, flush=True)
     correct = np.concatenate([share["right"] for share in results])
     judged = correct[~np.isnan(correct)]

@@ -6,21 +6,21 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from qerl_jax.data.environment_config import make_environments
-from qerl_jax.data.environments import RunEnvironments
+from qerl_jax.data.prompt_rollout import AnyEnvironments
 from qerl_jax.errors import UserError
-from qerl_jax.rollout.config import TurnConfig, turn_config
+from qerl_jax.rollout.config import TurnConfig, has_turns, turn_config
 from qerl_jax.run.ownership import unless_own
 from qerl_jax.weights.tokenizer import Tokenizer
 
 
 def has_environment(run: Mapping[str, Any] | None) -> bool:
     """Returns whether a run's config names an environment."""
-    return run is not None and bool(run["config"]["environment"]["function"])
+    return run is not None and has_turns(ConfigDict(run["config"]))
 
 
 def environments_of(
     run: Mapping[str, Any] | None, tokenizer: Tokenizer, *, trusted: bool
-) -> RunEnvironments | None:
+) -> AnyEnvironments | None:
     """Makes the environments of a run; None where it has none.
 
     Raises:
@@ -40,10 +40,15 @@ def check_trusted(run: Mapping[str, Any] | None, *, trusted: bool) -> None:
     """
     if run is not None and has_environment(run) and not trusted:
         raise UserError(
-            f"the environment {run['config']['environment']['function']!r} is named by the folder "
+            f"the environment {_name(run)!r} is named by the folder "
             "of a run that is not yours, so it is not imported: evaluate the run with --trust if "
             f"you trust all that the folder names ({unless_own()})"
         )
+
+
+def _name(run: Mapping[str, Any]) -> str:
+    options = run["config"]["environment"]
+    return options["function"] or options.get("agent") or options.get("verifiers")
 
 
 def turns_of(run: Mapping[str, Any], max_new_tokens: int) -> TurnConfig | None:

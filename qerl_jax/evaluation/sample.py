@@ -11,7 +11,7 @@ import jax
 
 from qerl_jax.compile.run_cache import keep_programs, user_folder
 from qerl_jax.data.environments import RunEnvironments
-from qerl_jax.data.prompt_rollout import PromptRollout
+from qerl_jax.data.prompt_rollout import AnyEnvironments, PromptRollout
 from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
 from qerl_jax.data.sources import text_of
 from qerl_jax.environments.episodes import environment_of
@@ -240,13 +240,15 @@ def _converse(
     key: jax.Array,
     policy: Policy,
     prompt: Prompt,
-    environments: RunEnvironments,
+    environments: AnyEnvironments,
 ) -> str:
     """Prints a conversation with an environment turn by turn, and returns the last turn."""
     rollout = PromptRollout(sampler, key, policy, [prompt], environments=environments)
     (episode,), shown = rollout.episodes, 0
     with rollout:
-        for _ in rollout:
+        for progress in rollout:
+            rollout.take(progress)
+            (episode,) = rollout.episodes
             for role, text in episode.parts[shown:]:
                 _write(f"[{role}] {text}\n")
             shown = len(episode.parts)
@@ -260,7 +262,7 @@ def _converse(
 
 
 def _prompt_width(
-    prompt: Prompt, environments: RunEnvironments | None, new_tokens: int, model: LoadedModel
+    prompt: Prompt, environments: AnyEnvironments | None, new_tokens: int, model: LoadedModel
 ) -> int:
     """Returns the number of tokens that the prompt is padded to, for which there are programs."""
     tokens = len(prompt.ids)
@@ -274,7 +276,7 @@ def _prompt(
     config: SampleConfig,
     policy: LoadedPolicy,
     messages: tuple[tuple[str, str], ...],
-    environments: RunEnvironments | None,
+    environments: AnyEnvironments | None,
 ) -> tuple[Prompt, int]:
     """Returns the prompt and the limit on new tokens."""
     changes: dict[str, Any] = {}
@@ -297,6 +299,7 @@ def _prompt(
     )
     if environments is not None:
         changes["tools"] = environments.prompts.tools
+    if isinstance(environments, RunEnvironments):
         names = list(environments.environments.contracts)
         if environment_of(columns, names) not in names:
             raise UserError(

@@ -77,15 +77,14 @@ def draw_mini_batches(
     Args:
         rows: B, number of rows.
         count: number of mini-batches; 1 has all rows.
-        unit: number of neighboring rows that stay together; with several mini-batches, `unit *
-            count` divides B.
+        unit: number of neighboring rows that stay together.
         rng: what draws.
 
     Returns:
         bool [B] flags of the rows of each mini-batch.
     """
     units = np.arange(rows) // unit
-    parts = np.split(rng.permutation(units[-1] + 1), count)
+    parts = np.array_split(rng.permutation(units[-1] + 1), count)
     return [np.isin(units, part) for part in parts]
 
 

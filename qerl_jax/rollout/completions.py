@@ -2,8 +2,9 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from flax import struct
 
@@ -67,6 +68,13 @@ def detokenize(rollout: Rollout, decode_text: Callable[[Sequence[int]], str]) ->
     ]
 
 
+class TurnSamples(NamedTuple):
+    """What was sampled in a turn of n tokens."""
+
+    ids: np.ndarray  # int32 [n]
+    logprobs: np.ndarray  # float32 [n], as in `Rollout`
+
+
 class Completions:
     """The token ids of B rows so far, which samples are appended to.
 
@@ -89,8 +97,10 @@ class Completions:
         turns: TurnConfig | None = None,
         *,
         routed: ModelConfig | None = None,
+        width: int | None = None,
     ) -> None:
-        width = sampling.max_new_tokens if turns is None else turns.context_tokens
+        if width is None:
+            width = sampling.max_new_tokens if turns is None else turns.context_tokens
         self.pad_id, self.temperature = tokenizer.pad_id, sampling.divisor
         self._eos_ids = tokenizer.eos_ids
         # Stop strings, and the function to the text in which they are looked for.
@@ -100,17 +110,10 @@ class Completions:
             if strings:
                 options = {"skip_special": False} if special else {}
                 self._stops.append((strings, functools.partial(tokenizer.decode, **options)))
-        self.rollout = Rollout(
-            tokens=np.full((rows, width), tokenizer.pad_id, np.int32),
-            lengths=np.zeros(rows, np.int32),
-            finished=np.zeros(rows, bool),
-            logprobs=np.zeros((rows, width), np.float32),
-            entropies=np.zeros((rows, width), np.float32),
-            roles=None if turns is None else np.zeros((rows, width), np.int8),
-            endings=None if turns is None else np.zeros(rows, np.int8),
-            routes=None if routed is None else np.empty(rows, object),
-            prompt_routes=None if routed is None else np.empty(rows, object),
+        self._empty = functools.partial(
+            _empty_rollout, width=width, pad_id=self.pad_id, turns=turns, routed=routed
         )
+        self.rollout = self._empty(rows)
         if routed is not None:
             # Pages of which nothing is written take no memory.
             self.rollout.routes[:] = [routed.empty_routes(width) for _ in range(rows)]
@@ -186,9 +189,18 @@ class Completions:
                 self._prompt_routes[row.group] = of_group
             self.rollout.prompt_routes[row.number] = of_group
 
-    def turn(self, row: Row) -> np.ndarray:
-        """Returns the sampled tokens of a row's turn."""
-        return self.rollout.tokens[row.number, row.start : self.rollout.lengths[row.number]]
+    def turn(self, row: Row) -> TurnSamples:
+        """Returns what was sampled in a row's turn."""
+        index = row.number, slice(row.start, self.rollout.lengths[row.number])
+        return TurnSamples(self.rollout.tokens[index], self.rollout.logprobs[index])
+
+    def reserve(self, rows: int) -> None:
+        """Grows the arrays to a number of rows, at least to twice their size."""
+        if (more := rows - len(self.ended)) > 0:
+            more = max(more, len(self.ended))
+            arrays = self.rollout, self._empty(more)
+            self.rollout = jax.tree.map(lambda *x: np.concatenate(x), *arrays)
+            self.ended = np.concatenate([self.ended, np.zeros(more, bool)])
 
     def extend(self, row: Row) -> int:
         """Appends what an environment wrote to a row, and returns the length of the completion."""
@@ -205,6 +217,23 @@ class Completions:
         self.rollout.finished[row.number] = row.ending in (ANSWER, DONE)
         if self.rollout.endings is not None:
             self.rollout.endings[row.number] = row.ending
+
+
+def _empty_rollout(
+    rows: int, *, width: int, pad_id: int, turns: TurnConfig | None, routed: ModelConfig | None
+) -> Rollout:
+    """Returns rows without a token."""
+    return Rollout(
+        tokens=np.full((rows, width), pad_id, np.int32),
+        lengths=np.zeros(rows, np.int32),
+        finished=np.zeros(rows, bool),
+        logprobs=np.zeros((rows, width), np.float32),
+        entropies=np.zeros((rows, width), np.float32),
+        roles=None if turns is None else np.zeros((rows, width), np.int8),
+        endings=None if turns is None else np.zeros(rows, np.int8),
+        routes=None if routed is None else np.empty(rows, object),
+        prompt_routes=None if routed is None else np.empty(rows, object),
+    )
 
 
 def _tokens_to_stop(

@@ -102,6 +102,9 @@ class TurnConfig:
         host_cache_bytes: pinned memory of the host for the keys and values of rows that wait for an
             environment while others have their slots. A row for which too little is left keeps its
             slot; its tokens are the same.
+        sessions: whether agents send the prompts of rows, in any number, while the others are
+            sampled. Their replies may be longer than `reply_tokens`, which are then the tokens of
+            one extension.
 
     Raises:
         UserError: a value is out of its range.
@@ -112,6 +115,7 @@ class TurnConfig:
     reply_tokens: int
     context_tokens: int
     host_cache_bytes: int = 2**33
+    sessions: bool = False
 
     def __post_init__(self) -> None:
         check_fields(
@@ -206,7 +210,7 @@ def turn_config(config: ConfigDict, *, max_new_tokens: int = 0) -> TurnConfig | 
         config: the resolved config.
         max_new_tokens: sampled tokens of a conversation; 0 is rollout.max_new_tokens.
     """
-    if not config.environment.function:
+    if not has_turns(config):
         return None
     options, sampled = config.environment, max_new_tokens or config.rollout.max_new_tokens
     replies = (options.max_turns - 1) * options.reply_tokens
@@ -217,7 +221,18 @@ def turn_config(config: ConfigDict, *, max_new_tokens: int = 0) -> TurnConfig | 
         context_tokens=options.context_tokens or sampled + replies,
         # Runs of earlier versions lack it.
         host_cache_bytes=options.get("host_cache_bytes", TurnConfig.host_cache_bytes),
+        sessions=has_agents(config),
     )
+
+
+def has_turns(config: ConfigDict) -> bool:
+    """Returns whether the policy talks to environments or serves agents."""
+    return bool(config.environment.function) or has_agents(config)
+
+
+def has_agents(config: ConfigDict) -> bool:
+    """Returns whether agents call the policy; runs of earlier versions lack the fields."""
+    return any(config.environment.get(name) for name in ("agent", "verifiers"))
 
 
 def rollout_prompts(config: ConfigDict) -> int:

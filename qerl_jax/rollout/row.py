@@ -45,6 +45,7 @@ class Row:
     sampled: int = 0  # number of sampled tokens of these turns
     since: float = 0.0  # time at which the last of them ended, in seconds
     reply: Sequence[int] = ()  # token ids that the environment wrote after it
+    filled: int = 0  # length of the completion that the cache holds before an extension
     ending: int = OPEN  # what ended the row, see `environments.roles`
 
     @property

@@ -22,6 +22,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy import sharding
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.dequantize import dequantized
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import programs
 from qerl_jax.rollout.completions import Completions, Rollout
@@ -40,7 +41,14 @@ from qerl_jax.rollout.replicas import deal, in_threads, largest_share, rows_of
 from qerl_jax.rollout.row import Row
 from qerl_jax.rollout.scheduler import Scheduler
 from qerl_jax.rollout.shapes import RolloutShapes, plan_shapes
-from qerl_jax.rollout.turns import Conversations, Dialog, OneTurn, TurnPolicy
+from qerl_jax.rollout.turns import (
+    Conversations,
+    Dialog,
+    OneTurn,
+    Requests,
+    Sessions,
+    TurnPolicy,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +93,7 @@ class Sampler:
         prompts: Sequence[Sequence[int]],
         *,
         ids: Sequence[int] | None = None,
-        dialog: Dialog | None = None,
+        dialog: Dialog | Requests | None = None,
     ) -> Rollout:
         """Returns the whole rollout of `steps`, as NumPy arrays."""
         steps = self.steps(key, policy, prompts, ids=ids, dialog=dialog)
@@ -99,7 +107,7 @@ class Sampler:
         prompts: Sequence[Sequence[int]],
         *,
         ids: Sequence[int] | None = None,
-        dialog: Dialog | None = None,
+        dialog: Dialog | Requests | None = None,
     ) -> Generator[RolloutProgress, None, Rollout]:
         """Samples G completions of every prompt, and yields the progress after every chunk.
 
@@ -113,7 +121,8 @@ class Sampler:
             prompts: P lists of token ids.
             ids: identity [P] of each prompt, which the samples of its rows depend on; by default
                 its index. Pass them when sampling a part of the prompts.
-            dialog: the environments of the rows; needed if the sampler has `turns`.
+            dialog: the environments of the rows, or where `turns` have sessions the requests of
+                agents, which bring the prompts; needed if the sampler has `turns`.
 
         Raises:
             UserError: there is no prompt, a prompt is empty or too long, does not begin as the
@@ -128,11 +137,14 @@ class Sampler:
             )
         groups = sharding.groups_of(policy.params)
         shares = deal([len(prompt) for prompt in prompts], len(groups))
+        if self.turns is not None and self.turns.sessions and len(groups) > 1:
+            raise UserError("agents work on one device: pass mesh.data=1")
         identities = np.arange(len(prompts)) if ids is None else np.asarray(ids)
         samplers = self._group_samplers(len(groups), largest_share(len(prompts), len(groups)))
         rows = [rows_of(share, self.group_size) for share in shares]
         dialogs = [dialog] * len(groups)
         if dialog is not None and len(groups) > 1:
+            # pyrefly: ignore[missing-attribute]
             dialogs = [dialog.part(own_rows.tolist()) for own_rows in rows]
         turns = [self._turn_policy(part) for part in dialogs]
 
@@ -239,20 +251,26 @@ class Sampler:
         arguments = model_config, self.sampling, self.engine, self.tokenizer, self.turns
         return shapes, decode_config(*arguments)
 
-    def _completions(self, rows: int) -> Completions:
+    def _completions(self, rows: int, *, width: int | None = None) -> Completions:
         """Returns completions without a token."""
         model = self.model_config
         routed = model if self.engine.records_routes and model.experts else None
-        return Completions(rows, self.sampling, self.tokenizer, self.turns, routed=routed)
+        arguments = rows, self.sampling, self.tokenizer, self.turns
+        return Completions(*arguments, routed=routed, width=width)
 
-    def _turn_policy(self, dialog: Dialog | None) -> TurnPolicy:
+    def _turn_policy(self, dialog: Dialog | Requests | None) -> TurnPolicy:
         """Returns what rows do after a turn."""
         limit = self.sampling.max_new_tokens
         if self.turns is None:
             return OneTurn(limit)
         if dialog is None:
             raise UserError("the sampler has turns: pass the environments of the rows as dialog")
-        return Conversations(dialog, self.turns, limit)
+        if self.turns.sessions:
+            rewinds = all(mixer.REWINDS for mixer in kinds.mixers_of(self.model_config))
+            first_turn = None if rewinds else self.turns.next_turn(0, 0, limit)
+            # pyrefly: ignore[bad-argument-type]
+            return Sessions(dialog, self.turns, first_turn=first_turn)
+        return Conversations(dialog, self.turns, limit)  # pyrefly: ignore[bad-argument-type]
 
     def _steps_on_group(
         self,
@@ -270,17 +288,22 @@ class Sampler:
         dense = dequantized(policy.params, table, rows=shapes.batch_sizes[0])
         size = self.group_size
         identities = rows_of(ids, size).astype(np.int32).tolist()
-        rows = [
-            Row(number, identity, number // size, prompts[number // size])
-            for number, identity in enumerate(identities)
-        ]
+        if isinstance(turns, Sessions):  # Requests bring the prompts.
+            completions = self._completions(0, width=turns.begin(identities, longest))
+            rows = list[Row]()
+        else:
+            completions = self._completions(len(identities))
+            rows = [
+                Row(number, identity, number // size, prompts[number // size])
+                for number, identity in enumerate(identities)
+            ]
         scheduler = Scheduler(
             key,
             policy._replace(params=dense),
             rows,
             turns=turns,
             programs=RolloutPrograms(shapes, config, table),
-            completions=self._completions(len(rows)),
+            completions=completions,
         )
         try:
             while not scheduler.has_ended:
@@ -294,6 +317,8 @@ class Sampler:
                     scheduler.decode_chunk(decoding)
                 # 4. Drain the samples that were in flight before, while the device decodes.
                 scheduler.drain(older)
+                yield scheduler.progress
+            if isinstance(turns, Sessions):  # A session may have ended since.
                 yield scheduler.progress
         finally:
             scheduler.close()

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from qerl_jax.environments.roles import OPEN
-from qerl_jax.policy.layers.part import NewTokens
+from qerl_jax.policy.layers.part import Kept, NewTokens
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.completions import Completions
@@ -69,7 +69,7 @@ class Scheduler:
     ) -> None:
         self._key, (self._params, self._lora) = key, policy
         self._shapes, config, self._programs = programs
-        self._rows, self._turns, self._completions = rows, turns, completions
+        self._rows, self._turns, self._completions = list(rows), turns, completions
         self.in_flight: list[_InFlight] = []
         self._state = decode.empty_state(
             self._shapes.batch_sizes[0],
@@ -99,7 +99,7 @@ class Scheduler:
     @property
     def has_ended(self) -> bool:
         """Whether all rows have ended."""
-        return not (self._waiting or self._live)
+        return not (self._waiting or self._live or self._turns.is_open)
 
     @property
     def progress(self) -> RolloutProgress:
@@ -145,11 +145,18 @@ class Scheduler:
             if row.kept is not None:
                 self._restore(row, free.pop(0))
             length = self._completions.extend(row)
-            row.begin_turn(length, self._turns.turn_tokens(length, row.sampled))
+            row.begin_turn(length, self._turns.turn_tokens(row, length))
+            # The newest token of the last turn precedes a reply, if there was one.
+            row.filled = max(0, length - len(row.reply) - 1)
+        self._extend_in_parts(coming.resumed)
         for count, width in self._shapes.extensions:
-            # The newest token of the last turn, and the first one of the row, precede a reply.
+            # So does the first token of the row.
             size = count, width
-            own = [r for r in coming.resumed if self._shapes.extension(len(r.reply) + 2) == size]
+            own = [
+                row
+                for row in coming.resumed
+                if self._shapes.extension(1 + row.start - row.filled) == size
+            ]
             for rows in itertools.batched(own, count):
                 self._extend(rows, width)
         free = free[: coming.begun]
@@ -209,10 +216,10 @@ class Scheduler:
         # of them would let others decode, for which the last ones then wait longer.
         now = time.monotonic()
         for row in sorted(turns_ended, key=attrgetter("number")):
-            ids = self._completions.turn(row)
-            row.sampled += len(ids)
+            samples = self._completions.turn(row)
+            row.sampled += len(samples.ids)
             row.since = now
-            self._turns.end_turn(row, ids, complete=turns_ended[row])
+            self._turns.end_turn(row, samples, complete=turns_ended[row])
         self._remove_ended(turns_ended)
 
     def _take_drafts(self, rows: Sequence[Row], taken: np.ndarray, columns: int) -> None:
@@ -248,8 +255,16 @@ class Scheduler:
             if reply.ending == OPEN:
                 row.state, row.reply = State.READY, reply.ids
             else:
+                if row.state is State.WAITING:  # Its session has ended before it had a slot.
+                    self._waiting.remove(row)
                 row.end(reply.ending)
+                row.turn += 1  # What is in flight is ignored.
                 ended.append(row)
+        for row in self._turns.arrivals():
+            self._rows.append(row)
+            self._waiting.append(row)
+        self._completions.reserve(len(self._rows))
+        self._free_prefilled()
         if waits:
             self._waiting_seconds += time.perf_counter() - began
         self._remove_ended(ended)
@@ -330,7 +345,10 @@ class Scheduler:
         sources[:count] = [self._sources[row.group] for row in rows]
         for row, cache_row in zip(rows, free, strict=False):
             row.cache_row = cache_row
-            row.begin_turn(0, self._turns.turn_tokens(0, 0))
+            if row.reply:  # The rest of a long prompt.
+                row.state = State.READY
+            else:
+                row.begin_turn(0, self._turns.turn_tokens(row, 0))
             self._live.append(self._waiting.popleft())
         self._state, samples = self._programs["insert", size](
             self._key,
@@ -344,10 +362,15 @@ class Scheduler:
         self._begin_history(rows, (size, self._shapes.prompt_widths[-1]))
         routes = self._prefilled.routes  # pyrefly: ignore[missing-attribute]
         prompts = None if routes is None else (sources[:count], routes)
-        self._enqueue(rows, np.arange(len(rows)), samples, prompts)
-        if not (self._waiting and self._waiting[0].group in self._sources):
-            self._prefilled = None  # Frees its memory before others are prefilled.
+        begun = np.flatnonzero([row.state is State.DECODING for row in rows])
+        self._enqueue([rows[i] for i in begun], begun, samples, prompts)
+        self._free_prefilled()
         return count
+
+    def _free_prefilled(self) -> None:
+        """Frees the prefilled prompts once no row waits for them, before others are prefilled."""
+        if not (self._waiting and self._waiting[0].group in self._sources):
+            self._prefilled = None
 
     def _filled(self, row: Row) -> int:
         """Returns of how many positions a row is kept that waits without a slot."""
@@ -356,21 +379,32 @@ class Scheduler:
 
     def _host_space(self) -> Callable[[Row], bool]:
         """Returns a function that reserves memory of the host for rows, while there is some."""
-        left = self._turns.host_bytes
-        left -= sum(array.nbytes for row in self._live for array in row.kept or ())
+        left = self._host_bytes_left()
 
         def fits(row: Row) -> bool:
             nonlocal left
             size = self._kept_bytes[self._filled(row)]
             if size > left:
-                return False
+                return self._turns.forgets
             left -= size
             return True
 
         return fits
 
+    def _host_bytes_left(self) -> int:
+        kept = sum(array.nbytes for row in self._live for array in row.kept or ())
+        return self._turns.host_bytes - kept
+
     def _evict(self, row: Row) -> None:
-        """Takes the slot of a row, and keeps what it has filled of the cache on the host."""
+        """Takes the slot of a row, and keeps what it has filled of the cache on the host.
+
+        A row for which the host lacks memory is forgotten: what continues it is another row.
+        """
+        if self._kept_bytes[self._filled(row)] > self._host_bytes_left():
+            self._turns.forget(row)
+            row.end(OPEN)
+            self._remove_ended([row])
+            return
         take = self._programs["take", self._filled(row)]
         taken = take(self._state.layers, np.int32(row.cache_row))
         row.kept = jax.device_put(taken, self._kept_sharding.with_memory_kind("pinned_host"))
@@ -384,6 +418,17 @@ class Scheduler:
         self._state = dataclasses.replace(self._state, layers=layers)
         row.cache_row, row.kept = cache_row, None
 
+    def _extend_in_parts(self, rows: Sequence[Row]) -> None:
+        """Prefills of what is longer than the widest extension all but the last part."""
+        if not rows:
+            return
+        count, width = self._shapes.extensions[-1]
+        while long := [row for row in rows if 1 + row.start - row.filled > width]:
+            for batch in itertools.batched(long, count):
+                self._extend_layers(batch, width, ends=[row.filled + width - 1 for row in batch])
+            for row in long:
+                row.filled += width - 1
+
     def _extend(self, rows: Sequence[Row], width: int) -> None:
         """Prefills what environments wrote to rows, and samples the first tokens of their turns.
 
@@ -393,29 +438,15 @@ class Scheduler:
         row's first token, which depends on no other one, is prefilled again. A turn that a stop
         string has ended may have further tokens in the cache; they are overwritten or not seen.
         """
-        shapes, written = self._shapes, self._completions.rollout.tokens
-        count, _ = shapes.extension(width)
-        tokens = np.full((count, width), self._completions.pad_id, np.int32)
-        positions = np.full((count, width), shapes.cache_positions, np.int32)
-        last, lengths, identities, counts, limits = np.zeros((5, count), np.int32)
-        slots, cache_rows = np.full((2, count), shapes.batch_sizes[0], np.int32)
+        count, _ = self._shapes.extension(width)
+        lengths, identities, counts, limits = np.zeros((4, count), np.int32)
+        slots = np.full(count, self._shapes.batch_sizes[0], np.int32)
         for i, row in enumerate(rows):
-            # The newest token of the last turn, and the reply.
-            added = written[row.number, row.start - len(row.reply) - 1 : row.start]
-            tokens[i, : 1 + len(added)] = [row.prompt[0], *added]
-            last[i], lengths[i] = len(added), len(row.prompt) + row.start
-            positions[i, 0] = 0
-            positions[i, 1 : 1 + len(added)] = lengths[i] - len(added) + np.arange(len(added))
-            slots[i], cache_rows[i] = self._slots[row.cache_row], row.cache_row
+            lengths[i], slots[i] = len(row.prompt) + row.start, self._slots[row.cache_row]
             identities[i], counts[i] = row.identity, row.sampled
             limits[i] = row.sampled + row.limit - row.start
-        logits, layers, routes = self._programs["extend", count, width](
-            self._params,
-            self._lora_layers,
-            self._state.layers,
-            tokens,
-            NewTokens(positions, last, cache_rows),  # pyrefly: ignore[bad-argument-type]
-        )
+        ends = [row.start for row in rows]
+        logits, layers, routes = self._extend_layers(rows, width, ends=ends)
         state, samples = self._programs["resume", count](
             self._key,
             dataclasses.replace(self._state, layers=[]),
@@ -426,6 +457,34 @@ class Scheduler:
         self._state = dataclasses.replace(state, layers=layers)
         self._begin_history(rows, (count, shapes.cache_positions))
         self._enqueue(rows, np.arange(len(rows)), dataclasses.replace(samples, routes=routes))
+
+    def _extend_layers(
+        self, rows: Sequence[Row], width: int, *, ends: Sequence[int]
+    ) -> tuple[jax.Array, list[Kept], jax.Array | None]:
+        """Prefills the tokens of rows from what is filled up to some lengths of the completions."""
+        shapes, written = self._shapes, self._completions.rollout.tokens
+        count, _ = shapes.extension(width)
+        tokens = np.full((count, width), self._completions.pad_id, np.int32)
+        positions = np.full((count, width), shapes.cache_positions, np.int32)
+        last, cache_rows = (
+            np.zeros(count, np.int32),
+            np.full(count, shapes.batch_sizes[0], np.int32),
+        )
+        for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
+            added = written[row.number, row.filled : end]
+            tokens[i, : 1 + len(added)] = [row.prompt[0], *added]
+            last[i], cache_rows[i] = len(added), row.cache_row
+            positions[i, 0] = 0
+            positions[i, 1 : 1 + len(added)] = len(row.prompt) + np.arange(row.filled, end)
+        logits, layers, routes = self._programs["extend", count, width](
+            self._params,
+            self._lora_layers,
+            self._state.layers,
+            tokens,
+            NewTokens(positions, last, cache_rows),  # pyrefly: ignore[bad-argument-type]
+        )
+        self._state = dataclasses.replace(self._state, layers=layers)
+        return logits, layers, routes
 
     def _compact_cache(self, order: np.ndarray, sizes: tuple[int, int]) -> None:
         """Gathers cache rows of the arrays of all layers, and frees these one after the other."""

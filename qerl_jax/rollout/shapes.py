@@ -169,6 +169,8 @@ def plan_shapes(
     # Chunks have equal lengths. The first token of a row is sampled from its prefill.
     chunks = -(-(sampling.max_new_tokens - 1) // engine.chunk_steps)
     steps = -(-(sampling.max_new_tokens - 1) // chunks) if chunks else 0
+    if turns is not None and turns.sessions:  # Few requests come at the same time.
+        prefill = min(prefill, -(-max_rows // _EXTEND_DIVISOR))
     # Each prefill has the same number of prompts.
     prefill = -(-num_prompts // -(-num_prompts // prefill))
     # The host sees which rows ended in the first chunk while the second one runs.

@@ -76,6 +76,8 @@ class RunFolder:
     exports = _Inside("exports")  # the folder of exports for other tools
     # The adapter that the run began from, where the KL to it is part of the loss.
     first_adapter = _Inside("first_adapter")
+    # The scored sessions of agents since the last checkpoint, see `training.kept_sessions`.
+    sessions = _Inside("sessions")
     wandb = _Inside("wandb")  # the folder that Weights & Biases makes
 
     def adapter(self, *, best: bool = False) -> Path:
@@ -94,8 +96,8 @@ class RunFolder:
         ]
 
     def filled_by_libraries(self) -> list[Path]:
-        """The paths of folders in which libraries write, overwrite and remove files."""
-        return [self.checkpoints, self.programs, self.tensorboard, self.profile]
+        """The paths of folders in which files are written, overwritten and removed."""
+        return [self.checkpoints, self.programs, self.sessions, self.tensorboard, self.profile]
 
     def replaced_as_a_whole(self) -> list[Path]:
         """The paths of folders that appear complete, see `staging.staged_folder`."""

@@ -44,6 +44,7 @@ from qerl_jax.processes.group import Processes
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.rl.losses import custom_loss_digest
 from qerl_jax.rl.train_step import TrainState, init_state
+from qerl_jax.rollout.config import has_agents, has_turns
 from qerl_jax.run.checkpoints import Checkpoints, read_latest
 from qerl_jax.run.folder import (
     BEST,
@@ -63,6 +64,7 @@ from qerl_jax.system.import_path import names_function
 from qerl_jax.system.jsonl import read_number
 from qerl_jax.system.safe_files import read_bytes, remove_tree
 from qerl_jax.training.first_policy import first_trainable, policy_digest
+from qerl_jax.training.kept_sessions import KeptSessions
 from qerl_jax.training.saving import Run, policy_folder, save_checkpoint
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import Progress
@@ -112,8 +114,10 @@ def begin(
     """Starts a run, or restores the latest checkpoint and drops the rows after it."""
     config, processes = setup.config, setup.processes
     restored = checkpoints.restore_latest(setup.state_shapes)
+    if has_agents(config):
+        setup = _keep_sessions(setup, folder, None if restored is None else restored[0])
     prompts = by_source(setup.collect.order, setup.train_prompts) | {EVAL: setup.eval_prompts}
-    whole_rows = bool(config.environment.function)
+    whole_rows = has_turns(config)
     digests = problem_digests(prompts, setup.rewards, whole_rows=whole_rows)
     prompts_digest = digest_of_prompts((*setup.train_prompts, *setup.eval_prompts))
     _check_processes(setup, digests, None if restored is None else restored[0], prompts_digest)
@@ -165,6 +169,20 @@ def begin(
         save_checkpoint(run)
         checkpoints.wait()  # From here on the run needs nothing of the other one.
     return run
+
+
+def _keep_sessions(setup: Setup, folder: OpenRun, step: int | None) -> Setup:
+    """Returns the setup with the sessions of steps after the restored one, and says so."""
+    kept = KeptSessions(folder.sessions, setup.train_prompts)
+    kept.forget(step)
+    if step is not None:
+        steps = ", ".join(str(number + 1) for number in kept.steps()) or "none"
+        print(
+            f"steps whose sessions are scored and kept: {steps}; those of later steps, also where "
+            "they were in flight, are sampled again and may differ",
+            flush=True,
+        )
+    return dataclasses.replace(setup, kept=kept)
 
 
 def first_progress(setup: Setup) -> Progress:

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.data.environments import RunEnvironments, conversation_metrics
+from qerl_jax.data.agents import session_metrics
+from qerl_jax.data.environments import conversation_metrics
 from qerl_jax.data.order import (
     Cursor,
     Order,
@@ -20,14 +21,13 @@ from qerl_jax.data.order import (
     source_metrics,
     take_turns,
 )
-from qerl_jax.data.prompt_rollout import PromptRollout
+from qerl_jax.data.prompt_rollout import AnyEnvironments, PromptRollout
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.environments.episodes import failures
 from qerl_jax.errors import UserError
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rewards.scored import Scores
 from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
-from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.progress import draft_metrics, live_fraction
 from qerl_jax.rollout.replicas import deal
 from qerl_jax.rollout.sampler import Sampler
@@ -65,7 +65,7 @@ class CollectConfig:
     advantage: str  # as in `rl.advantage`; with 'gdpo' its sums count where the metric is 'total'
     advantage_eps: float  # `eps` of the advantages
     # What the policy talks to; None without environments.
-    environments: RunEnvironments | None = None
+    environments: AnyEnvironments | None = None
 
     @property
     def weights(self) -> dict[str, float]:
@@ -180,7 +180,7 @@ def collect(
                 prompts=rollout.prompts,
                 places=[places[i] for i in share],
                 texts=[rollout.texts[row] for row in range(count)],
-                rollout=progress.rollout,
+                **rollout.rows(progress),
                 scores=scoring.finish(),
                 statistics=[progress.statistics],
                 seconds=seconds,
@@ -190,8 +190,10 @@ def collect(
         experience = gather(
             experience, round_prompts, places, shares, tokenizer=tokenizer, processes=processes
         )
-        experience.scores.errors += failures([one.error for one in experience.episodes])
-        scores = _add_length_penalty(experience.scores, experience.rollout, options)
+        experience.scores.errors += failures(
+            [one.error for one in experience.episodes], agents=experience.owners is not None
+        )
+        scores = _add_length_penalty(experience.scores, experience.lengths, options)
         cursor = record_results(options.order, cursor, places, _correct(scores, options))
         return dataclasses.replace(experience, scores=scores), cursor
 
@@ -200,6 +202,7 @@ def collect(
     sampled = concatenate(rounds)
     _check_rewards(sampled.scores)
     trained = choose(sampled, _choose_groups(sampled.places, informative, turns, options.order))
+    _check_rows(trained)
     metrics = _metrics(sampled, trained, options) | order_metrics(
         options.order, first_cursor, cursor, drawn_places
     )
@@ -233,7 +236,7 @@ def _sample_rounds(
     lack = quota = np.bincount(turns, minlength=len(sources))
     turns = [*turns, *refill_turns(quota, options.prompts_per_rollout - len(turns))]
     while lack.any() and len(rounds) < options.rounds:
-        tokens = sum(int(one.rollout.sampled_lengths.sum()) for one in rounds)
+        tokens = sum(int(one.lengths.sum()) for one in rounds)
         if rounds:
             turns = refill_turns(lack, options.prompts_per_rollout)
         experience, cursor = sample(len(rounds), cursor, turns, tokens)
@@ -279,6 +282,15 @@ def _differ(values: np.ndarray, group_size: int) -> np.ndarray:
     return group_advantages(values.reshape(-1, group_size), scale="none").any(axis=1)
 
 
+def _check_rows(experience: Experience) -> None:
+    """Refuses a step of agents none of which got an answer from the policy."""
+    if not len(experience.rollout.lengths):
+        raise NoRewardError(
+            "no agent of the groups of this step has got a turn from the policy, nothing can be "
+            "learned: see why sessions failed, and run the same command again"
+        )
+
+
 def _check_rewards(scores: Scores) -> None:
     """Refuses a step in which every reward failed; of its rounds, any may lack all rewards."""
     if not np.isnan(scores.total).all():
@@ -291,14 +303,13 @@ def _check_rewards(scores: Scores) -> None:
     scores.errors.append("no completion has a reward: every function with a weight returned None")
 
 
-def _add_length_penalty(scores: Scores, rollout: Rollout, options: CollectConfig) -> Scores:
+def _add_length_penalty(scores: Scores, lengths: np.ndarray, options: CollectConfig) -> Scores:
     """Adds the length penalty.
 
     A completion without a reward has none, which would be an advantage with GDPO.
     """
     if options.length_penalty is None:
         return scores
-    lengths = rollout.sampled_lengths
     penalty = np.array([options.length_penalty(int(length)) for length in lengths])
     penalty = np.where(np.isnan(scores.total), np.nan, penalty)
     return dataclasses.replace(
@@ -319,7 +330,7 @@ def _metrics(
 ) -> dict[str, float]:
     """Values to log of what was sampled, and of the part that the step trains on."""
     rollout, scores = experience.rollout, experience.scores
-    lengths = rollout.sampled_lengths
+    lengths = experience.lengths
     tokens = max(1, int(lengths.sum()))
     groups = scores.total.reshape(-1, options.sampler.group_size)
     metrics = {
@@ -328,7 +339,7 @@ def _metrics(
         "accuracy": _mean(scores.parts.get("correctness", np.array([]))),
         "format": _mean(scores.parts.get("format", np.array([]))),
         "length": float(lengths.mean()),
-        "finished": float(rollout.finished.mean()),
+        "finished": float(experience.finished.mean()),
         "entropy": float(rollout.entropies.sum() / tokens),
         "advantage_zero_groups": float(np.mean(~_total_differs(scores, options))),
         "sampled_groups": len(groups),
@@ -346,6 +357,8 @@ def _metrics(
     if experience.episodes:
         metrics |= conversation_metrics(experience.episodes, experience.statistics)
     metrics |= draft_metrics(experience.statistics)
+    if experience.owners is not None:
+        metrics |= session_metrics(experience.episodes, len(experience.owners))
     metrics |= {f"reward/{name}": _mean(values) for name, values in scores.parts.items()}
     values = {"reward": groups} | (
         {"accuracy": scores.parts["correctness"].reshape(groups.shape)}

@@ -15,6 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.config.describe import describe_changes, describe_config
+from qerl_jax.data.agents import RunAgents, made_up_episode
 from qerl_jax.data.environment_config import make_environments
 from qerl_jax.data.environments import RunEnvironments
 from qerl_jax.data.from_config import (
@@ -27,7 +28,7 @@ from qerl_jax.data.from_config import (
     training_prompts,
 )
 from qerl_jax.data.order import Order
-from qerl_jax.data.prompt_rollout import Ended
+from qerl_jax.data.prompt_rollout import AnyEnvironments, Ended
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.environments.episodes import Episode, failures
 from qerl_jax.environments.roles import FAILURE
@@ -89,7 +90,7 @@ def dry_run(
     write(_describe_prompts(prompts, order_of(config, prompts)))
     first = training_prompts(prompts)[0]
     key = jax.random.key(config.seed, impl="threefry2x32")
-    if environments is not None:
+    if isinstance(environments, RunEnvironments):
         first = environments.with_reset(key, first)
         write(_describe_resets(prompts, environments, key))
     width = longest_prompt(config, prompts)
@@ -188,7 +189,7 @@ def _try_turns(
     config: ConfigDict,
     prompts: Mapping[str, Sequence[Prompt]],
     model_tokenizer: Tokenizer,
-    environments: RunEnvironments | None,
+    environments: AnyEnvironments | None,
 ) -> list[Ended]:
     """Makes up a group of completions of the first problem of each training source.
 
@@ -203,7 +204,10 @@ def _try_turns(
         size = config.rollout.group_size
         turns = [list(model_tokenizer.encode(texts[n % len(texts)])) for n in range(size)]
         episodes: Sequence[Episode | None] = [None] * size
-        if environments is not None:
+        if isinstance(environments, RunAgents):
+            texts = [model_tokenizer.decode(ids) for ids in turns]
+            episodes = [made_up_episode(text) for text in texts]
+        elif environments is not None:
             dialog = environments.one_turn(key, prompt, turns)
             episodes = dialog.episodes
             if all(episode.ending == FAILURE for episode in dialog.episodes):

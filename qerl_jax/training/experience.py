@@ -18,6 +18,7 @@ import numpy as np
 
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.environments.episodes import Episode
+from qerl_jax.environments.roles import DONE
 from qerl_jax.rewards.scored import Scores
 from qerl_jax.rollout.completions import Rollout, detokenize
 from qerl_jax.rollout.config import Tokenizer
@@ -38,7 +39,10 @@ class Peers(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Experience:
-    """Scored completions of P prompts, G of each; the rows of a group are neighbors (B = P G)."""
+    """Scored completions of P prompts, G of each; the rows of a group are neighbors (B = P G).
+
+    The completions of agents are sessions.
+    """
 
     prompts: list[Prompt]  # P prompts
     places: list[int]  # P places of the prompts among the training prompts
@@ -50,6 +54,10 @@ class Experience:
     # What happened between each row and its environment; [] without environments, whose texts are
     # those of the last turns.
     episodes: list[Episode] = dataclasses.field(default_factory=list)
+    # Of agents, each of whose B sessions has any number of rows B': number [B'] of the session of
+    # each row of the rollout, and the token ids of its prompt. None and [] without agents.
+    owners: np.ndarray | None = None
+    own_prompts: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
 
     @property
     def group_size(self) -> int:
@@ -60,6 +68,30 @@ class Experience:
     def row_prompts(self) -> list[Prompt]:
         """The prompt of each of the B completions."""
         return [prompt for prompt in self.prompts for _ in range(self.group_size)]
+
+    @property
+    def prompt_ids(self) -> list[tuple[int, ...]]:
+        """The token ids of the prompt of each row of the rollout."""
+        return self.own_prompts if self.owners is not None else [p.ids for p in self.row_prompts]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of sampled tokens of each of the B completions, int [B]."""
+        sampled = self.rollout.sampled_lengths
+        if self.owners is None:
+            return sampled
+        return np.bincount(self.owners, sampled, len(self.texts)).astype(np.int32)
+
+    @property
+    def finished(self) -> np.ndarray:
+        """Whether each of the B completions ended by itself, bool [B]."""
+        if self.owners is None:
+            return self.rollout.finished
+        return np.array([episode.ending == DONE for episode in self.episodes], bool)
+
+    def of_rows(self, values: np.ndarray) -> np.ndarray:
+        """Returns for each row of the rollout the value [B] of its completion."""
+        return values if self.owners is None else values[self.owners]
 
 
 def concatenate(parts: Sequence[Experience]) -> Experience:
@@ -82,7 +114,19 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
         statistics=[work for part in parts for work in part.statistics],
         seconds=sum(part.seconds for part in parts),
         episodes=[episode for part in parts for episode in part.episodes],
+        owners=_concatenate_owners(parts),
+        own_prompts=[ids for part in parts for ids in part.own_prompts],
     )
+
+
+def _concatenate_owners(parts: Sequence[Experience]) -> np.ndarray | None:
+    owners, start = [], 0
+    for part in parts:
+        if part.owners is None:
+            return None
+        owners.append(start + part.owners)
+        start += len(part.texts)
+    return np.concatenate(owners)
 
 
 def choose(experience: Experience, groups: np.ndarray) -> Experience:
@@ -91,13 +135,22 @@ def choose(experience: Experience, groups: np.ndarray) -> Experience:
     `groups` are the indices of the prompts to keep, ascending.
     """
     rows = rows_of(groups, experience.group_size)
-    scores = experience.scores
+    scores, of_rollout = experience.scores, rows
+    if (owners := experience.owners) is not None:
+        number = np.full(len(experience.texts), -1)
+        number[rows] = np.arange(len(rows))
+        of_rollout = np.flatnonzero(number[owners] >= 0)
+        experience = dataclasses.replace(
+            experience,
+            owners=number[owners[of_rollout]],
+            own_prompts=[experience.own_prompts[row] for row in of_rollout],
+        )
     return dataclasses.replace(
         experience,
         prompts=[experience.prompts[group] for group in groups],
         places=[experience.places[group] for group in groups],
         texts=[experience.texts[row] for row in rows],
-        rollout=jax.tree.map(lambda x: x[rows], experience.rollout),
+        rollout=jax.tree.map(lambda x: x[of_rollout], experience.rollout),
         episodes=[experience.episodes[row] for row in rows] if experience.episodes else [],
         scores=dataclasses.replace(
             scores,

@@ -105,11 +105,15 @@ def save_checkpoint(run: Run) -> None:
             "prompts": run.prompts_digest,
         },
     )
+    if run.setup.kept is not None:
+        run.setup.kept.forget(min(run.checkpoints.steps))
 
 
 def finish(run: Run) -> None:
     """Writes what a finished run leaves, summary.json last, and says so."""
     run.checkpoints.wait()  # A finished run never has an adapter without its checkpoint.
+    if run.setup.kept is not None:
+        run.setup.kept.forget(None)
     if run.log is None:
         return
     if run.adapter_step != run.progress.step:
@@ -171,6 +175,7 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """The `count` completions of a step to show, as completions.jsonl has them."""
     experience, prompts = result.experience, result.experience.row_prompts
+    lengths, finished = experience.lengths, experience.finished
     return [
         {
             "prompt": prompts[row].text,
@@ -179,8 +184,8 @@ def sample_rows(
             "reward": float(experience.scores.total[row]),
             **{f"reward/{name}": float(v[row]) for name, v in experience.scores.parts.items()},
             "advantage": float(result.advantages[row]),
-            "tokens": int(experience.rollout.sampled_lengths[row]),
-            "finished": bool(experience.rollout.finished[row]),
+            "tokens": int(lengths[row]),
+            "finished": bool(finished[row]),
             **(_conversation(experience.episodes[row]) if experience.episodes else {}),
         }
         for row in _rows_to_show(result, group_size, count, order)
@@ -199,7 +204,7 @@ def sample_lines(
             prompts[row].problem.question,
             experience.texts[row],
             experience.scores.total[row],
-            finished=bool(experience.rollout.finished[row]),
+            finished=bool(experience.finished[row]),
             columns=columns,
         )
     ]

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from qerl_jax.data.environment_config import contracts_of, make_environments
-from qerl_jax.data.environments import RunEnvironments
 from qerl_jax.data.from_config import EVAL, load_problems, order_of, training_prompts
 from qerl_jax.data.order import Order
+from qerl_jax.data.prompt_rollout import AnyEnvironments
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import tokens_of_examples
@@ -37,7 +37,14 @@ from qerl_jax.rl.train_step import (
     init_state,
     make_optimizer,
 )
-from qerl_jax.rollout.config import EngineConfig, SamplingConfig, rollout_prompts, turn_config
+from qerl_jax.rollout.config import (
+    EngineConfig,
+    SamplingConfig,
+    has_agents,
+    has_turns,
+    rollout_prompts,
+    turn_config,
+)
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.sampler import Sampler
@@ -233,7 +240,7 @@ def _collect_config(
     rewards: Mapping[str, tuple[Reward, float]],
     sampler: Sampler,
     order: Order,
-    environments: RunEnvironments | None,
+    environments: AnyEnvironments | None,
 ) -> CollectConfig:
     """Options of a step's completions."""
     penalty, buffer = None, config.rl.overlong_buffer
@@ -267,6 +274,11 @@ def _replays_routes(config: ConfigDict, architecture: ModelConfig) -> bool:
         raise UserError(
             f"rl.routing_check_every={every}, but no routes are replayed: {reason}; pass "
             "rl.routing_check_every=0"
+        )
+    if replays and has_agents(config):
+        raise UserError(
+            "rl.routing_replay=rollout: the experts of what agents send are not recorded; pass "
+            "rl.routing_replay=none"
         )
     return replays
 
@@ -312,7 +324,7 @@ def _samplers(
             compact="once",
         )
     # What an environment says at its reset changes the prompts.
-    examples = () if config.environment.function else config.data.examples
+    examples = () if has_turns(config) else config.data.examples
     evaluation = dataclasses.replace(
         steps,
         sampling=dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens),
@@ -330,7 +342,7 @@ def _samplers(
 
 def longest_prompt(config: ConfigDict, prompts: Mapping[str, Sequence[Prompt]]) -> int:
     """How many tokens of a prompt the memory is planned for."""
-    if config.environment.function:
+    if has_turns(config):
         return config.data.max_prompt_tokens  # An environment may say something at its reset.
     return max(len(prompt.ids) for split_prompts in prompts.values() for prompt in split_prompts)
 

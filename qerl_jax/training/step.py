@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,21 @@ from qerl_jax.training.experience import Experience, Peers
 KEY_NOISE, KEY_ROLLOUT, KEY_MINI_BATCHES = 0, 1, 2  # folded into the key of a step
 
 
+type Collected = tuple[Experience, dict[str, float], Cursor]
+
+
+class Kept(Protocol):
+    """The part of `kept_sessions.KeptSessions` that steps use."""
+
+    def collect(self, step: int, sample: Callable[[], Collected], /) -> Collected:
+        """Returns what was collected for a step, or collects it now."""
+        ...
+
+    def forget(self, first: int | None, /) -> None:
+        """Removes what is before the step `first`; None removes all."""
+        ...
+
+
 class Method(NamedTuple):
     """The parts of a run that need no model.
 
@@ -80,6 +95,8 @@ class StepSetup:
     buffer_tokens: int  # positions of a buffer of the update
     mesh: Mesh | None  # devices of the run; None for one device
     processes: Peers  # processes of the run
+    # The sessions of agents that a run before it was resumed has scored; None without agents.
+    kept: Kept | None = dataclasses.field(default=None, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +161,8 @@ def take_step(
     # --- 3. Sample and score --------------------------------------------------------------------
     temperature = setup.method.temperature(progress.step)
     sampler = setup.collect.sampler.at_temperature(temperature)
-    experience, sampling_metrics, cursor = collect(
+    sample = functools.partial(
+        collect,
         jax.random.fold_in(key, KEY_ROLLOUT),
         Policy(noisy | setup.rollout_head, trainable.lora),
         setup.train_prompts,
@@ -153,6 +171,9 @@ def take_step(
         processes=setup.processes,
         on_progress=on_rollout,
         on_wait=on_wait,
+    )
+    experience, sampling_metrics, cursor = (
+        sample() if setup.kept is None else setup.kept.collect(progress.step, sample)
     )
     on_update()
     began = time.perf_counter()
@@ -258,9 +279,9 @@ def _advantages(setup: StepSetup, scores: Scores) -> np.ndarray:
 def _batch(setup: StepSetup, experience: Experience, advantages: np.ndarray) -> TrainBatch:
     rollout, config = experience.rollout, setup.config
     return make_batch(
-        [prompt.ids for prompt in experience.row_prompts],
+        experience.prompt_ids,
         rollout,
-        advantages,
+        experience.of_rows(advantages),
         mask_truncated=config.rl.mask_truncated,
         aggregation=setup.update.loss.aggregation,
         pad_id=setup.collect.sampler.tokenizer.pad_id,

@@ -16,7 +16,7 @@ from qerl_jax.memory.update_plan import recomputation
 from qerl_jax.policy import kl_control
 from qerl_jax.policy.sharding import check_mesh
 from qerl_jax.rewards.from_config import check_rewards
-from qerl_jax.rollout.config import rollout_prompts
+from qerl_jax.rollout.config import has_agents, rollout_prompts
 from qerl_jax.system.command import command_name
 from qerl_jax.system.import_path import names_function
 
@@ -148,9 +148,10 @@ def _check_mini_batches(config: ConfigDict) -> None:
 
 
 def _check_environment(config: ConfigDict) -> None:
-    """Refuses what does not work with an environment."""
-    if not environment_functions(config):
+    """Refuses what does not work with an environment, or with agents."""
+    if not environment_functions(config) and not has_agents(config):
         return
+    _check_agents(config, config.mesh.data * config.mesh.tensor)
     if config.rollout.max_new_tokens < 2 or config.eval.max_new_tokens < 2:
         raise UserError(
             "environment.function needs rollout.max_new_tokens and eval.max_new_tokens of at least "
@@ -161,6 +162,27 @@ def _check_environment(config: ConfigDict) -> None:
         raise UserError(
             f"environment.context_tokens={context} is less than "
             f"environment.turn_tokens={config.environment.turn_tokens}: raise it, or 0"
+        )
+
+
+def _check_agents(config: ConfigDict, devices: int) -> None:
+    """Refuses what does not work with agents."""
+    if not has_agents(config):
+        return
+    names = "function", "agent", "verifiers"
+    given = [f"environment.{name}" for name in names if config.environment[name]]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)}: a run has one of them, leave out the others")
+    if devices > 1:
+        raise UserError(
+            f"{given[0]} on {devices} devices: agents work on one device, pass mesh.data=1 and "
+            "mesh.tensor=1"
+        )
+    if SPLIT_LOSS.holds(config):
+        raise UserError(
+            f"{given[0]} with the denominators of micro-batches, rl.loss='bnpo' or "
+            "rl.aggregation='micro_batch': the rows of agents have no fixed number; take another "
+            "loss, such as 'dapo'"
         )
 
 

@@ -1,0 +1,131 @@
+"""The scored sessions of the steps since the last checkpoint, for a run that is resumed.
+
+When the requests of agents arrive depends on the time, so a step that is sampled again may be
+another one. A step whose sessions are scored is therefore kept in the run folder until a checkpoint
+has it. Nothing else in the folder could restore it, and steps without agents need no such file.
+"""
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qerl_jax.data.order import Cursor, read_cursor
+from qerl_jax.data.prompts import Prompt
+from qerl_jax.environments.episodes import Episode
+from qerl_jax.errors import UserError
+from qerl_jax.rewards.scored import Scores
+from qerl_jax.rollout.completions import Rollout
+from qerl_jax.rollout.progress import Statistics
+from qerl_jax.system.atomic import replace_file
+from qerl_jax.system.safe_files import read_bytes
+from qerl_jax.training.experience import Experience
+from qerl_jax.training.step import Collected
+
+_ROLLOUT = "tokens", "lengths", "finished", "logprobs", "entropies", "roles", "endings"
+_PART = "part/"  # of the names of rewards
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptSessions:
+    """The files of steps in a folder."""
+
+    folder: Path
+    prompts: Sequence[Prompt]  # the training prompts
+
+    def collect(self, step: int, sample: Callable[[], Collected]) -> Collected:
+        """Returns what was collected for a step, or collects it now and keeps it.
+
+        `step` is the number of steps before it, and `sample` is `training.collect.collect`.
+
+        Raises:
+            UserError: the file of the step is damaged.
+        """
+        path = self._path(step)
+        if path.exists():
+            try:
+                return self._read(path)
+            except (KeyError, TypeError, ValueError, IndexError, EOFError) as error:
+                raise UserError(
+                    f"{path} is damaged: remove it, and the sessions of its step are sampled again"
+                ) from error
+        collected = sample()
+        self.folder.mkdir(exist_ok=True)
+        with replace_file(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, allow_pickle=False, **_arrays(*collected))
+        return collected
+
+    def steps(self) -> list[int]:
+        """Returns the numbers of steps before those that are kept."""
+        return sorted(int(path.stem) for path in self.folder.glob("[0-9]*.npz"))
+
+    def forget(self, first: int | None) -> None:
+        """Removes steps before `first`, the oldest checkpoint; None removes all."""
+        for step in self.steps():
+            if first is None or step < first:
+                self._path(step).unlink(missing_ok=True)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"{step}.npz"
+
+    def _read(self, path: Path) -> Collected:
+        with np.load(io.BytesIO(read_bytes(path)), allow_pickle=False) as file:
+            arrays: dict[str, Any] = dict(file)
+        facts = json.loads(str(arrays["facts"]))
+        ends = np.cumsum(arrays["prompt_lengths"])[:-1]
+        own_prompts = np.split(arrays["own_prompts"], ends) if len(arrays["prompt_lengths"]) else []
+        parts = {
+            name.removeprefix(_PART): values
+            for name, values in arrays.items()
+            if name.startswith(_PART)
+        }
+        experience = Experience(
+            prompts=[self.prompts[place] for place in facts["places"]],
+            places=facts["places"],
+            texts=facts["texts"],
+            rollout=Rollout(**{name: arrays[name] for name in _ROLLOUT}),
+            scores=Scores(arrays["total"], parts, facts["errors"], facts["reward_seconds"]),
+            statistics=[Statistics(**work) for work in facts["statistics"]],
+            seconds=facts["seconds"],
+            episodes=[_episode(values) for values in facts["episodes"]],
+            owners=arrays["owners"],
+            own_prompts=[tuple(ids.tolist()) for ids in own_prompts],
+        )
+        return experience, facts["metrics"], read_cursor(facts["cursor"])
+
+
+def _arrays(
+    experience: Experience, metrics: dict[str, float], cursor: Cursor
+) -> dict[str, np.ndarray]:
+    """What a file holds, without objects that NumPy would have to unpickle."""
+    scores = experience.scores
+    facts = {
+        "places": [int(place) for place in experience.places],
+        "texts": experience.texts,
+        "errors": scores.errors,
+        "reward_seconds": scores.seconds,
+        "statistics": [dataclasses.asdict(work) for work in experience.statistics],
+        "seconds": experience.seconds,
+        "episodes": [dataclasses.asdict(episode) for episode in experience.episodes],
+        "metrics": metrics,
+        "cursor": cursor.to_json(),
+    }
+    assert experience.owners is not None
+    ids = [np.array(prompt, np.int32) for prompt in experience.own_prompts]
+    return {
+        **{name: getattr(experience.rollout, name) for name in _ROLLOUT},
+        "owners": experience.owners,
+        "own_prompts": np.concatenate([np.zeros(0, np.int32), *ids]),
+        "prompt_lengths": np.array([len(prompt) for prompt in ids], int),
+        "total": scores.total,
+        **{_PART + name: values for name, values in scores.parts.items()},
+        "facts": np.array(json.dumps(facts)),
+    }
+
+
+def _episode(values: dict[str, Any]) -> Episode:
+    return Episode(**values | {"parts": [(role, text) for role, text in values["parts"]]})

@@ -1,0 +1,184 @@
+"""Whole runs of a tiny model that agents talk to: rows, rewards, metrics, resume."""
+
+import concurrent.futures
+import shutil
+
+import agent_cases
+import jax
+import numpy as np
+import pytest
+import tiny_checkpoints
+import tiny_run
+from refusal import refused
+
+from qerl_jax.data.environment_config import serve_agents
+from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.training import setup, step
+from qerl_jax.training.loop import train
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }} "
+    "{% if message.role == 'assistant' %}<|im_end|> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}t1 t2{% endif %}"
+)
+AGENTS = {
+    "environment.agent": "agent_cases:converse",
+    "environment.max_turns": 3,
+    "environment.turn_tokens": 4,
+    "environment.reply_tokens": 6,
+    "rollout.max_new_tokens": 10,
+    "rollout.max_rows": 5,
+    "data.max_prompt_tokens": 12,
+    "rewards.correctness.function": "qerl_jax.rewards.functions:environment_reward",
+    "rewards.format.weight": 0.0,
+    "rewards.format.function": "test_agent_train:turns_of",
+    "eval.max_new_tokens": 8,
+    "checkpoint.every": 2,
+    "log.completions": 8,
+}
+
+
+def turns_of(completions, turns, environments, conversations):
+    """A reward that takes lists, and what an agent has handed in."""
+    assert [one[-1] for one in turns] == completions
+    assert all(one.words == 2 for one in environments)
+    for messages, texts in zip(conversations, turns, strict=True):
+        assert [m["content"] for m in messages if m["role"] == "assistant"] == texts
+        assert {m["role"] for m in messages[1::2]} <= {"user"}
+    return [len(one) for one in turns]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory, compile_cache):
+    """The inputs of runs, with a chat template whose turns end."""
+    tiny = tiny_run.write_tiny(tmp_path_factory.mktemp("talker"), compile_cache)
+    tiny_checkpoints.write_tokenizer(tiny.model, chat_template=TEMPLATE)
+    return tiny
+
+
+@pytest.fixture
+def agents(monkeypatch):
+    """Makes runs take a function as their agent: `agents(solve)`."""
+
+    def serve(solve):
+        def make(config, tokenizer):
+            return serve_agents(config, tokenizer, agent_cases.Threads(solve))
+
+        monkeypatch.setattr(setup, "make_environments", make)
+
+    return serve
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_sessions(talker, agents, tmp_path):
+    agents(agent_cases.converse)
+    run = train(talker.config(AGENTS), workdir=tmp_path / "run")
+    rows = tiny_run.results(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert 1 < row["environment/turns"] <= 3
+        assert row["environment/failures"] == 0
+        assert row["environment/rows"] == 1
+        assert row["environment/further_rows"] == row["environment/retries"] == 0
+        assert row["logprob_diff_mean"] < 1e-5 or row["sigma"]
+        assert row["reward/format"] == row["environment/turns"]
+        assert row["length"] <= 10
+    assert tiny_run.evaluations(run).keys() == {0, 2, 4}
+    for row in read_jsonl(run / "completions.jsonl"):
+        turns = row["conversation"]
+        assert [turn["role"] for turn in turns] == len(turns) // 2 * ["environment", "assistant"]
+        assert turns[0]["text"].endswith("t1 t2")
+        assert turns[-1]["text"] == row["completion"]
+        assert row["ending"] in ("done", "tokens")
+    assert np.isfinite([row["loss"] for row in rows]).all()
+
+
+def several_rows(session, job):
+    """An agent with parallel calls and a rewritten history; every third session fails."""
+    url = f"{session.base_url}/chat/completions"
+    first = {"role": "user", "content": job.columns["question"]}
+
+    def ask(*messages, **body):
+        status, answer = agent_cases.post(url, {"messages": messages} | body, session.key)
+        assert status == 200, answer
+        return answer["choices"][0]["message"]
+
+    reply = ask(first, max_tokens=3)
+    if job.number % 3 == 2:
+        raise RuntimeError("broken")
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        list(pool.map(ask, [{"role": "user", "content": f"t{n} t5"} for n in range(3)]))
+    ask(first, reply, {"role": "user", "content": "t7"}, max_tokens=2)
+    return float(job.number)
+
+
+@pytest.mark.slow
+def test_a_session_with_several_rows_trains_all_of_them(talker, agents, tmp_path, monkeypatch):
+    agents(several_rows)
+    changes = {"eval.every": 0, "steps": 2, "rewards.format.function": "tiny_run:low_fraction"}
+    changes |= {"rl.mini_batches": 2, "rl.updates_per_rollout": 2}
+    batches = []
+    make_batch = step.make_batch
+
+    def recorded(*arguments, **options):
+        batches.append(make_batch(*arguments, **options))
+        return batches[-1]
+
+    monkeypatch.setattr(step, "make_batch", recorded)
+    run = train(talker.config(AGENTS | changes), workdir=tmp_path / "run")
+    for row, batch in zip(tiny_run.results(run), batches, strict=True):
+        assert row["environment/failures"] == 2
+        assert row["environment/rows"] == (6 * 4 + 2) / 8
+        assert row["environment/further_rows"] == 6 * 3 / 8
+        assert len(batch.lengths) == 26
+        # The rows of a session have its advantage; those of failures have none.
+        assert sorted(np.unique(batch.advantages, return_counts=True)[1]) == [2, *[4] * 6]
+    assert (tmp_path / "run" / "sessions").is_dir()
+
+
+def test_a_resumed_run_repeats_what_was_scored(talker, agents, tmp_path, capsys):
+    """A step whose sessions are kept is the same bit for bit, and needs no agent."""
+    agents(several_rows)
+    changes = {"eval.every": 0, "steps": 3, "rewards.format.function": "tiny_run:low_fraction"}
+    config = talker.config(AGENTS | changes | {"checkpoint.every": 2})
+    whole = tmp_path / "whole"
+    kept = {}
+
+    def keep(row):
+        if row["step"] == 3:
+            kept["files"] = shutil.copytree(whole / "sessions", tmp_path / "sessions")
+
+    train(config, workdir=whole, on_step=keep)
+    assert [path.name for path in sorted((tmp_path / "sessions").iterdir())] == ["2.npz"]
+    assert not list((whole / "sessions").iterdir())
+    again = shutil.copytree(whole, tmp_path / "again")
+    shutil.rmtree(again / "checkpoints" / "3")
+    for name in ("summary.json", "adapter"):
+        path = again / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.copytree(tmp_path / "sessions", again / "sessions", dirs_exist_ok=True)
+
+    def no_agent(session, job):
+        raise AssertionError("it is not asked again")
+
+    agents(no_agent)
+    capsys.readouterr()
+    train(config, workdir=again)
+    assert "steps whose sessions are scored and kept: 3;" in capsys.readouterr().out
+    assert tiny_run.results(again) == tiny_run.results(whole)
+    jax.tree.map(np.testing.assert_array_equal, tiny_run.adapter(again), tiny_run.adapter(whole))
+    assert read_jsonl(again / "completions.jsonl") == read_jsonl(whole / "completions.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.data": 2}, "agents work on one device"),
+        ({"rl.loss": "bnpo"}, "no fixed number"),
+        ({"environment.function": "environment_cases:Echo"}, "a run has one of them"),
+        ({"environment.verifiers": "guess"}, "a run has one of them"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_what_does_not_work_is_refused(talker, tmp_path, changes, message):
+    refused(message, train, talker.config(AGENTS | changes), workdir=tmp_path / "run")
