@@ -4,8 +4,9 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-# Tables whose keys a task of reasoning_gym or a chat template reads; each counts as one field.
-TABLES = ("data.options", "data.chat_template_args")
+# Tables whose keys a task of reasoning_gym, verifiers or a chat template reads; each counts as one
+# field.
+TABLES = ("data.options", "data.chat_template_args", "environment.options")
 
 
 @dataclasses.dataclass

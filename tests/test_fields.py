@@ -97,7 +97,7 @@ RESUMED = {
         *("rollout.dequantize", "rollout.drafts", "train.buffer_tokens", "train.recompute"),
         *("train.micro_batch_rows", "mesh.data", "mesh.tensor"),
         *("rewards.NAME.time_limit", "rewards.NAME.retries", "rewards.NAME.token_env"),
-        *("environment.time_limit", "environment.processes"),
+        *("environment.time_limit", "environment.processes", "environment.session_time_limit"),
     },
     "source": {
         *("model.source", "data.source", "data.path", "data.eval_source", "data.eval_path"),
@@ -106,7 +106,7 @@ RESUMED = {
     "free": {
         *("steps", "checkpoint.every", "checkpoint.keep", "profile.start", "profile.stop"),
         *("log.completions", "log.tensorboard", "log.wandb", "log.trackio", "log.project"),
-        *("log.group", "log.print_completions", "rl.routing_check_every"),
+        *("log.group", "log.print_completions", "rl.routing_check_every", "environment.python"),
     },
 }
 

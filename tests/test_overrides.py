@@ -114,6 +114,11 @@ OTHERS = {
     "environment.host_cache_bytes": 1000,
     "environment.time_limit": 1.0,
     "environment.processes": 2,
+    "environment.python": "/absent/python",
+    "environment.harness": "bash",
+    "environment.options": {"max_concurrent_agents": 2},
+    "environment.tasks": 3,
+    "environment.session_time_limit": 5.0,
     "aqn.stages": 2,
     "aqn.sigma_start": 0.2,
     "aqn.sigma_end": 0.02,
@@ -208,7 +213,8 @@ def test_a_section_that_is_set_as_a_whole_stands_for_its_fields(tiny):
 
 def test_each_need_is_met_in_one_mode_and_not_in_another(tiny):
     talks = BUSY | {"environment.function": "my_env:Game"}
-    modes = (BUSY, BUSY | CURRICULUM, BUSY | SAPO, talks, *MODES.values())
+    tasks = BUSY | {"environment.verifiers": "tasks"}
+    modes = (BUSY, BUSY | CURRICULUM, BUSY | SAPO, talks, tasks, *MODES.values())
     configs = [with_changes(tiny.config(), changes) for changes in modes]
     for row in ROWS.values():
         if row.read_if and row.name not in SOURCES | TRACKED:

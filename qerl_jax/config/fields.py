@@ -137,6 +137,14 @@ _CONVERSATION = Condition(
     "an environment, environment.function, or agents",
     lambda c: bool(c.environment.function or c.environment.agent or c.environment.verifiers),
 )
+_ENVIRONMENT = Condition(
+    "an environment: environment.function", lambda c: bool(c.environment.function)
+)
+_AGENTS = Condition(
+    "agents: environment.agent or environment.verifiers",
+    lambda c: bool(c.environment.agent or c.environment.verifiers),
+)
+_TASKSET = Condition("environment.verifiers", lambda c: bool(c.environment.verifiers))
 _TRACKER = Condition("log.wandb or log.trackio", lambda c: c.log.wandb or c.log.trackio)
 _ADAMW = Condition("optimizer.name='adamw'", lambda c: c.optimizer.name == "adamw")
 
@@ -486,12 +494,50 @@ FIELDS: tuple[Section | Field, ...] = (
         "environment.agent",
         "",
         "'package.module:function', an agent that calls the policy through an endpoint of OpenAI's "
-        "form, see docs/agents.md. '': none",
+        "form, see docs/agents.md; or several, as environment.function. '': none",
     ),
     Field(
         "environment.verifiers",
         "",
         "A taskset of verifiers, whose agents call the policy, see docs/agents.md. '': none",
+    ),
+    Field(
+        "environment.python",
+        "",
+        "The Python interpreter that has the agent's packages, or verifiers and the taskset, such "
+        "as venv/bin/python. '': this one",
+        read_if=_AGENTS,
+        resume="free",
+    ),
+    Field(
+        "environment.harness",
+        "",
+        "The program that talks to the policy, by its id in verifiers, such as 'null' (a chat) or "
+        "'bash'. '': that of the taskset",
+        read_if=_TASKSET,
+    ),
+    Field(
+        "environment.options",
+        {},
+        "Further fields of the environment of verifiers. --config.environment.options="
+        "\"{'taskset': {'game': 'Hangman-v0'}}\" replaces all.",
+        read_if=_TASKSET,
+    ),
+    Field(
+        "environment.tasks",
+        1000,
+        "Most tasks of the taskset, the first ones, where data.path does not name some.",
+        limits=(1, 1_000_000),
+        read_if=_TASKSET,
+    ),
+    Field(
+        "environment.session_time_limit",
+        600.0,
+        "Seconds of an agent for an episode; after that its process is ended and the reward is "
+        "missing. 0: no limit",
+        limits=(0, LONGEST_LIMIT),
+        read_if=_AGENTS,
+        resume="memory",
     ),
     Field(
         "environment.max_turns",
@@ -540,14 +586,15 @@ FIELDS: tuple[Section | Field, ...] = (
         "Seconds of an environment for a reset, or for a turn with all calls of it; after that its "
         "process is ended and the reward of the row is missing. 0: no limit",
         limits=(0, LONGEST_LIMIT),
-        read_if=_CONVERSATION,
+        read_if=_ENVIRONMENT,
         resume="memory",
     ),
     Field(
         "environment.processes",
         128,
         "Most environments of a group of devices that are alive at the same time, each in a "
-        "process: a run has at most mesh.data times as many.",
+        "process: a run has at most mesh.data times as many. Of agents, the episodes that run at "
+        "the same time.",
         limits=(1, 10_000),
         read_if=_CONVERSATION,
         resume="memory",

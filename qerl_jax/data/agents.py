@@ -1,6 +1,8 @@
 """Rollouts of agents: their sessions begin, and what they did becomes rows, rewards and metrics."""
 
+import collections
 import dataclasses
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -50,6 +52,7 @@ class RunAgents:
     Attributes:
         max_prompt_tokens: tokens of the longest prompt that is prefilled as a whole.
         prompts: how the prompts of problems are written, which agents do not read.
+        gives_rewards: whether an agent may return a reward.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class RunAgents:
         *,
         max_prompt_tokens: int,
         time_limit: float | None,
+        gives_rewards: bool = True,
     ):
         """Takes the server and the runner, which end with this object or with the process.
 
@@ -68,7 +72,7 @@ class RunAgents:
         """
         self.prompts, self.max_prompt_tokens = prompts, max_prompt_tokens
         self._server, self._runner, self._tokenizer = server, runner, tokenizer
-        self._time_limit = time_limit
+        self._time_limit, self.gives_rewards = time_limit, gives_rewards
         self._finalizer = weakref.finalize(self, _close, runner, server)
 
     def close(self) -> None:
@@ -218,11 +222,18 @@ def made_up_episode(text: str) -> Episode:
 
 
 def session_metrics(episodes: Sequence[Episode], rows: int) -> dict[str, float]:
-    """Returns values to log of sessions, with the number of rows that are trained on."""
-    count = len(episodes)
-    return {
+    """Returns values to log of sessions, with the number of rows that are trained on.
+
+    The facts of agents that are numbers are among them, as means.
+    """
+    count, facts = len(episodes), collections.defaultdict[str, list[float]](list)
+    for episode in episodes:
+        for name, value in episode.facts.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                facts[name].append(value)
+    return {f"agent/{name}": sum(values) / len(values) for name, values in facts.items()} | {
         "environment/rows": rows / count,
-        # Conversations that did not go on from another one of their session.
+        # Conversations that did not continue another one of their session.
         "environment/further_rows": sum(max(0, one.rows - 1) for one in episodes) / count,
         "environment/retries": sum(one.retries for one in episodes) / count,
     }

@@ -15,23 +15,26 @@ from qerl_jax.environments.episodes import Contract, Environments, environment_o
 from qerl_jax.environments.gateway import Gateway, Runner
 from qerl_jax.environments.pool import CallError, Pool
 from qerl_jax.environments.replies import ReplyWriter
+from qerl_jax.environments.runners import ProcessRunner, Taskset, TasksetRunner, agent_runner
 from qerl_jax.environments.tools import tool_format
 from qerl_jax.errors import UserError
-from qerl_jax.weights.tokenizer import Tokenizer
+from qerl_jax.rollout.config import has_agents
+from qerl_jax.weights.tokenizer import Tokenizer, to_files
 
 _DESCRIBE_SECONDS = 120.0
-_SESSION_SECONDS = 600.0
 _WHOLE = "environment"  # the name where there is only one environment
 _opened: dict[tuple[tuple[str, str], ...], tuple[Pool, dict[str, Contract]]] = {}
 
 
-def environment_functions(config: ConfigDict) -> dict[str, str]:
-    """Returns the import paths of the environments by name; {} where the run has none.
+def environment_functions(config: ConfigDict, name: str = "function") -> dict[str, str]:
+    """Returns the import paths of the environments, or agents, by name; {} without any.
+
+    `name` is that of the field, `function` or `agent`.
 
     Raises:
         UserError: the field is malformed.
     """
-    text = config.environment.function
+    text = config.environment[name]
     if not text:
         return {}
     entries = [(_WHOLE, "=", text)]
@@ -42,7 +45,7 @@ def environment_functions(config: ConfigDict) -> dict[str, str]:
     well_formed = all(module.strip() and name.strip() for module, _, name in parts)
     if len(functions) != len(entries) or not all(functions) or not well_formed:
         raise UserError(
-            f"environment.function={text!r}: write package.module:Class, functions such as "
+            f"environment.{name}={text!r}: write package.module:Class, functions such as "
             "'my:search, my:add', or several environments with the names that the column "
             "`environment` has, such as 'sums=my_env:Sums, game=my_env:Game'"
         )
@@ -108,12 +111,52 @@ def tools_of(contracts: Mapping[str, Contract]) -> Callable[[Problem], Any]:
     return tools
 
 
+def taskset_of(config: ConfigDict) -> Taskset | None:
+    """Returns the taskset of verifiers whose tasks a run has; None for none."""
+    options = config.environment
+    taskset = Taskset(
+        name=options.verifiers,
+        python=options.python,
+        harness=options.harness,
+        options=options.options.to_dict(),
+        tasks=options.tasks,
+    )
+    return taskset if taskset.name else None
+
+
+def make_runner(config: ConfigDict, tokenizer: Tokenizer) -> ProcessRunner:
+    """Makes what starts the episodes of a run's agents; its first processes are started.
+
+    Raises:
+        UserError: an agent or a taskset cannot be imported, or is none.
+    """
+    options = config.environment
+    if taskset := taskset_of(config):
+        with_tools = tokenizer.for_tools()
+        try:
+            form = tool_format(with_tools.chat_template or "")
+        except UserError:  # Its conversations have no tools.
+            form = ""
+        tokens = {
+            "template_args": config.data.chat_template_args.to_dict(),
+            "eos_ids": list(tokenizer.eos_ids),
+            "tool_form": form,
+        }
+        files = to_files(tokenizer)
+        return TasksetRunner(taskset, tokens, files, processes=options.processes)
+    functions = environment_functions(config, "agent")
+    return agent_runner(functions, python=options.python, processes=options.processes)
+
+
 def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> AnyEnvironments | None:
     """Makes the environments of a run; None where it has none.
 
     Raises:
-        UserError: the chat template cannot write what they say.
+        UserError: the chat template cannot write what they say; or agents cannot be started.
     """
+    if has_agents(config):
+        runner = make_runner(config, tokenizer)
+        return serve_agents(config, tokenizer, runner, gives_rewards=runner.gives_rewards)
     if not config.environment.function:
         return None
     pool, contracts = _open(environment_functions(config))
@@ -148,8 +191,12 @@ def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> AnyEnvironmen
     )
 
 
-def serve_agents(config: ConfigDict, tokenizer: Tokenizer, runner: Runner) -> RunAgents:
+def serve_agents(
+    config: ConfigDict, tokenizer: Tokenizer, runner: Runner, *, gives_rewards: bool = True
+) -> RunAgents:
     """Starts the server of the agents of a run, which a runner starts.
+
+    `gives_rewards` says whether an agent may return a reward.
 
     Raises:
         UserError: packages are missing, or the server does not start.
@@ -166,5 +213,6 @@ def serve_agents(config: ConfigDict, tokenizer: Tokenizer, runner: Runner) -> Ru
         tokenizer,
         prompt_config(config.data, chat_template_args=arguments),
         max_prompt_tokens=config.data.max_prompt_tokens,
-        time_limit=config.environment.get("session_time_limit", _SESSION_SECONDS) or None,
+        time_limit=config.environment.session_time_limit or None,
+        gives_rewards=gives_rewards,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from qerl_jax.data.environment_config import taskset_of
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.system.atomic import write_atomic
 from qerl_jax.system.paths import cache_folder, needs_cache
@@ -17,7 +18,7 @@ _DIGITS = 24
 
 
 def with_problems(config: ConfigDict, problems: Iterable[Mapping[str, Any]] | None) -> ConfigDict:
-    """Returns a config whose training problems are those of a list.
+    """Returns a config whose training problems are those of a list, or the tasks of a taskset.
 
     They are written to a file of the cache that is named after their content, so that a resumed
     run, an evaluation and an export read the same problems.
@@ -25,17 +26,21 @@ def with_problems(config: ConfigDict, problems: Iterable[Mapping[str, Any]] | No
     Args:
         config: the resolved config, which stays as it is.
         problems: a dict for each problem, with `question` (a text or a list of chat messages), and
-            `answer` if a reward compares with one; other columns reach the rewards by name. None
-            returns the config.
+            `answer` if a reward compares with one; other columns reach the rewards by name. With
+            None they are the tasks of `environment.verifiers`, where the config names no file and
+            no mixture; without a taskset the config is returned.
 
     Raises:
         UserError: the config is a text; the list is empty, or an entry is no dict, or not what JSON
-            can hold; or the cache cannot be written.
+            can hold; the taskset cannot be loaded; or the cache cannot be written.
     """
     if isinstance(config, str):
         raise UserError(
             f"config is {config!r:.60}: pass what get_config returns, as get_config('qwen2.5-7b')"
         )
+    taskset = taskset_of(config)
+    if problems is None and taskset and not (config.data.path or config.data.mixture):
+        problems = taskset.rows()
     if problems is None:
         return config
     if isinstance(problems, str | bytes | Mapping):

@@ -14,14 +14,29 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from qerl_jax.environments import worker
 from qerl_jax.errors import UserError
 from qerl_jax.system.import_path import allow_working_directory
 
-_START_SECONDS = 120.0  # for the imports of the user's modules
+_START_SECONDS = 300.0  # for the imports of the user's modules
 _LONGEST_MESSAGE = 64 << 20  # bytes
+_FINDS = (
+    "name a class, package.module:Class, or a function, that Python finds: start where the file of "
+    "the module lies, or add that folder to PYTHONPATH"
+)
+_PACKAGE = Path(__file__).parents[1]
+# Importing the whole package needs JAX.
+_IN_ANOTHER = """
+import socket, sys, types
+package = types.ModuleType("qerl_jax")
+package.__path__ = [sys.argv[1]]
+sys.modules["qerl_jax"] = package
+from qerl_jax.environments import worker
+worker.main(socket.socket(fileno=int(sys.argv[2])))
+"""
 
 
 class CallError(Exception):
@@ -92,14 +107,59 @@ def wait_for_any(processes: Iterable[Process], seconds: float) -> None:
     poll.poll(math.ceil(1000 * max(0.0, seconds)))
 
 
+def _start_parent(
+    python: str, connection: socket.socket, variables: Mapping[str, str], *, field: str
+) -> subprocess.Popen[bytes]:
+    """Starts the process that imports and forks, with its end of a connection.
+
+    Another interpreter has packages of its own, for another version of Python perhaps: it gets the
+    user's folders, and of this project the modules of its processes alone.
+    """
+    if python:
+        start = ["-c", _IN_ANOTHER, str(_PACKAGE), str(connection.fileno())]
+        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    else:
+        start = ["-m", worker.__name__, str(connection.fileno())]
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    try:
+        return subprocess.Popen(
+            [python or sys.executable, "-P", *start],
+            pass_fds=[connection.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **variables, "PYTHONPATH": path},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise UserError(
+            f"environment.python={python}: {error.strerror}: pass the path of the Python "
+            f"interpreter that has what {field} names, such as /path/of/venv/bin/python"
+        ) from error
+
+
 class Pool:
     """Processes with environments; each serves one episode at a time, of any thread."""
 
-    def __init__(self, functions: Mapping[str, str]):
+    def __init__(
+        self,
+        functions: Mapping[str, str],
+        *,
+        field: str = "environment.function",
+        remedy: str = _FINDS,
+        python: str = "",
+        variables: Mapping[str, str] | None = None,
+    ):
         """Starts the parent of the processes, which imports the user's modules.
 
-        `functions` are import paths of classes, `package.module:Class`, by name; or of functions
-        that are tools, separated by commas.
+        Args:
+            functions: import paths of classes, `package.module:Class`, by name; or of functions
+                that are tools, separated by commas.
+            field: the field of the config that names them.
+            remedy: what to do where one cannot be imported.
+            python: another Python interpreter, of 3.11 or later, which has the modules and needs
+                nothing of this project; '' for this one.
+            variables: further environment variables.
 
         Raises:
             UserError: a module cannot be imported, or has no such class.
@@ -108,18 +168,9 @@ class Pool:
         self._idle: list[Process] = []
         self._all: set[Process] = set()
         allow_working_directory()
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._control, other = socket.socketpair()
-        self._parent = subprocess.Popen(
-            [sys.executable, "-P", "-m", worker.__name__, str(other.fileno())],
-            pass_fds=[other.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,
-        )
-        other.close()
+        with other:
+            self._parent = _start_parent(python, other, variables or {}, field=field)
         self._control.settimeout(_START_SECONDS)
         try:
             worker.send(self._control, dict(functions))
@@ -130,16 +181,14 @@ class Pool:
                 raise
             paths = ", ".join(functions.values())
             raise UserError(
-                f"environment.function: importing {paths} ended the process, or took more than "
-                f"{_START_SECONDS:g} s: try it alone, python -c 'import MODULE'"
+                f"{field}: importing {paths} ended the process, or took more than "
+                f"{_START_SECONDS:g} s: try it alone, {python or 'python'} -c 'import MODULE'"
             ) from failure
         if error:
             self.close()
-            raise UserError(
-                f"environment.function={error}: name a class, package.module:Class, or a function, "
-                "that Python finds: start where the file of the module lies, or add that folder to "
-                "PYTHONPATH"
-            )
+            paths, reason = error
+            named = field if "=" in field else f"{field}={paths}"
+            raise UserError(f"{named}: {reason}: {remedy}")
 
     def take(self) -> Process:
         """Returns a process that is free, and starts one if all are busy.

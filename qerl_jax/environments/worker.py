@@ -21,6 +21,7 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import pickle
 import random
@@ -179,7 +180,7 @@ def main(control: socket.socket) -> None:
     for number in _heard_signals():
         signal.signal(number, _ignore)
     _supervise(os.getppid())
-    makers, error = {}, ""
+    makers, error = {}, None
     for name, paths in receive(control).items():
         try:
             found = []
@@ -188,7 +189,7 @@ def main(control: socket.socket) -> None:
                 found.append(getattr(importlib.import_module(module), attribute))
             makers[name] = found if len(found) > 1 else found[0]
         except BaseException as failure:
-            error = f"{paths}: {_line(failure)}"
+            error = paths, _line(failure)
             break
     # Modules may close the standard streams, whose numbers a connection would get, and ignore
     # SIGCHLD or reap what has ended.
@@ -389,9 +390,35 @@ class _Host:
         environment, reward = self._environment, None
         if hasattr(environment, "get_reward"):
             reward = _awaited(environment.get_reward())
-        values = dict(getattr(environment, "__dict__", {}))
-        facts = {k: v for k, v in values.items() if not k.startswith("_") and _is_data(v)}
+        facts = _facts(getattr(environment, "__dict__", {}))
         return {"reward": None if reward is None else float(reward), "facts": facts}
+
+    def describe_agent(self, name: str) -> dict[str, Any]:
+        """Refuses what cannot be called as an agent, and says whether it may return a reward."""
+        agent = self._makers[name]
+        if not callable(agent):
+            raise TypeError(f"it is {agent!r:.60}, and no function")
+        if inspect.isgeneratorfunction(agent) or inspect.isasyncgenfunction(agent):
+            raise TypeError("it yields; return a reward")
+        returned = inspect.signature(agent).return_annotation
+        return {"rewards": returned not in (None, "None")}
+
+    def rows(self, name: str) -> dict[str, Any]:
+        """Returns the rows of problems that a function lists."""
+        return {"rows": self._makers[name]()}
+
+    def solve(
+        self, name: str, columns: Mapping[str, Any], seed: int, session: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Runs the episode of an agent; the environment variables of SDKs name its session."""
+        os.environ["OPENAI_BASE_URL"] = session["base_url"]
+        os.environ["OPENAI_API_KEY"] = session["api_key"]
+        for variable in ("NO_PROXY", "no_proxy"):  # A proxy does not reach this machine.
+            hosts = [os.environ.get(variable, ""), "127.0.0.1", "localhost"]
+            os.environ[variable] = ",".join(filter(None, hosts))
+        _seed(seed)
+        result = _call(self._makers[name], {"seed": seed, **columns, **session})
+        return _outcome(result)
 
     def _make(self, name: str, columns: Mapping[str, Any]) -> Any:
         make: Any = self._makers[name]
@@ -439,6 +466,40 @@ def _functions(make: Any) -> dict[str, Callable[..., Any]]:
     if not functions:
         raise TypeError("the list of tools is empty")
     return functions
+
+
+def _outcome(result: Any) -> dict[str, Any]:
+    """The reward and the facts in what an agent returned.
+
+    It is a number, None where rewards of the run decide alone, a dict with `reward` and facts, or
+    a pair of a reward and a dict.
+    """
+    reward, facts = result, {}
+    if isinstance(result, Mapping):
+        facts = dict(result)
+        reward = facts.pop("reward", None)
+    elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        reward, facts = result
+    try:
+        if isinstance(reward, str | bytes):
+            raise TypeError
+        reward = None if reward is None else float(reward)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"it returned {result!r:.60}, expected a number, None, or one of them and a dict"
+        ) from None
+    if reward is not None and not math.isfinite(reward):
+        raise ValueError(f"its reward is {reward}")
+    return {"reward": reward, "facts": _facts(facts)}
+
+
+def _facts(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """The values that rewards may read, by name."""
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(name, str) and not name.startswith("_") and _is_data(value)
+    }
 
 
 def _is_data(value: Any) -> bool:

@@ -216,9 +216,14 @@ _FIELDS: dict[str, _Field] = {
     "config.environment.host_cache_bytes": _BYTES,
     "config.environment.agent": _TEXT,
     "config.environment.function": _TEXT,
+    "config.environment.harness": _TEXT,
     "config.environment.max_turns": _COUNT,
+    "config.environment.options": _OBJECT,
     "config.environment.processes": _COUNT,
+    "config.environment.python": _TEXT,
     "config.environment.reply_tokens": _COUNT,
+    "config.environment.session_time_limit": _LIMIT,
+    "config.environment.tasks": _COUNT,
     "config.environment.time_limit": _LIMIT,
     "config.environment.turn_tokens": _COUNT,
     "config.environment.verifiers": _TEXT,
@@ -247,4 +252,10 @@ _FIELDS: dict[str, _Field] = {
 # Facts that only some runs have: a calibrated base, rewards in Python, a run that has begun; and
 # fields that runs of earlier versions lack.
 _OPTIONAL = {"calibration", "calibration.digest", "python_rewards", "trackers"}
-_OPTIONAL |= {"config.environment.host_cache_bytes"}
+_OPTIONAL |= {
+    f"config.environment.{name}"
+    for name in (
+        *("agent", "harness", "host_cache_bytes", "options", "python", "session_time_limit"),
+        *("tasks", "verifiers"),
+    )
+}

@@ -48,7 +48,7 @@ from qerl_jax.run.metrics import check_trackers, read_steps
 from qerl_jax.system.paths import user_path
 from qerl_jax.training.begin import check_origin
 from qerl_jax.training.saving import policy_folder
-from qerl_jax.training.setup import check_method, longest_prompt
+from qerl_jax.training.setup import check_agent_rewards, check_method, longest_prompt
 from qerl_jax.training.validate import check_extension, validate
 from qerl_jax.weights import tokenizer
 from qerl_jax.weights.checkpoint import open_checkpoint, read_architecture
@@ -86,6 +86,7 @@ def dry_run(
     architecture, model_tokenizer = read_description(config.model.source)
     check_positions(config, architecture)
     environments = make_environments(config, model_tokenizer)
+    check_agent_rewards(config, environments, rewards)
     prompts = encode_problems(config, model_tokenizer, problems)
     write(_describe_prompts(prompts, order_of(config, prompts)))
     first = training_prompts(prompts)[0]
@@ -99,7 +100,10 @@ def dry_run(
     check_fits(plan, config, architecture)
     tried = _try_turns(key, config, prompts, model_tokenizer, environments)
     write(visible(_try_rewards(config, rewards, tried)))
-    shown = f"the first training prompt:\n{first.text}\n\nits answer: {first.problem.answer}\n"
+    shown = f"the first training prompt:\n{first.text}"
+    if isinstance(environments, RunAgents):
+        shown = f"the first problem, whose prompt its agent writes:\n{first.problem.question}"
+    shown += f"\n\nits answer: {first.problem.answer}\n"
     write(visible(shown))  # Problems and template may come from another person.
     write("dry run: nothing was started and no folder was made")
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from qerl_jax.data.agents import RunAgents
 from qerl_jax.data.environment_config import contracts_of, make_environments
 from qerl_jax.data.from_config import EVAL, load_problems, order_of, training_prompts
 from qerl_jax.data.order import Order
@@ -145,14 +146,34 @@ def _check_environment_rewards(
     config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]
 ) -> None:
     """Refuses an environment that gives rewards which no reward of the run reads."""
-    contracts = contracts_of(config)
+    if any(contract.rewards for contract in contracts_of(config).values()):
+        _check_read(f"environment.function={config.environment.function}", rewards)
+
+
+def check_agent_rewards(
+    config: ConfigDict,
+    environments: AnyEnvironments | None,
+    rewards: Mapping[str, tuple[Reward, float]],
+) -> None:
+    """Refuses agents that return rewards which no reward of the run reads.
+
+    Raises:
+        UserError: there are such.
+    """
+    if isinstance(environments, RunAgents) and environments.gives_rewards:
+        names = (f"{name}={config.environment[name]}" for name in ("agent", "verifiers"))
+        name = next(name for name in names if not name.endswith("="))
+        _check_read(f"environment.{name}", rewards, "; or annotate an agent without one, -> None")
+
+
+def _check_read(
+    given: str, rewards: Mapping[str, tuple[Reward, float]], otherwise: str = ""
+) -> None:
     needed = {name for reward, _ in rewards.values() for name in call_of(reward).needed}
-    gives = [name for name, contract in contracts.items() if contract.rewards]
-    if gives and not needed & set(CONVERSATION_COLUMNS):
+    if not needed & set(CONVERSATION_COLUMNS):
         raise UserError(
-            f"environment.function={config.environment.function} gives rewards that no reward of "
-            "the run reads: pass --config.rewards.correctness.function="
-            "qerl_jax.rewards.functions:environment_reward"
+            f"{given} gives rewards that no reward of the run reads: pass --config.rewards."
+            f"correctness.function=qerl_jax.rewards.functions:environment_reward{otherwise}"
         )
 
 
@@ -200,6 +221,8 @@ def assemble(
     )
     check_fits(plan, config, model.config)
     sampler, eval_sampler = _samplers(config, model, plan, prompts)
+    environments = make_environments(config, model.tokenizer)
+    check_agent_rewards(config, environments, rewards)
     return Setup(
         config=config,
         method=method,
@@ -213,7 +236,7 @@ def assemble(
             rewards,
             sampler,
             order_of(config, prompts),
-            make_environments(config, model.tokenizer),
+            environments,
         ),
         update=UpdateConfig(
             model=model.config,

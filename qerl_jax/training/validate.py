@@ -173,6 +173,12 @@ def _check_agents(config: ConfigDict, devices: int) -> None:
     given = [f"environment.{name}" for name in names if config.environment[name]]
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)}: a run has one of them, leave out the others")
+    if config.environment.verifiers and not config.environment.python:
+        raise UserError(
+            f"environment.verifiers={config.environment.verifiers} without environment.python, the "
+            "interpreter that has verifiers: uv venv vf --python 3.12 && uv pip install --python "
+            "vf/bin/python verifiers==0.4.0, and pass environment.python=vf/bin/python"
+        )
     if devices > 1:
         raise UserError(
             f"{given[0]} on {devices} devices: agents work on one device, pass mesh.data=1 and "
