@@ -461,7 +461,8 @@ FIELDS: tuple[Section | Field, ...] = (
         "auto",
         "Speculative decoding whose tokens are those without it: guesses of a row's next tokens, "
         "from what its group has written, are checked in one decode step. 'auto': on a GPU in "
-        "bfloat16, for models whose layers all have attention and a dense MLP.",
+        "bfloat16, for models whose layers all have attention and a dense MLP. Rows of agents have "
+        "no drafts.",
         choices=("auto", "on", "off"),
         resume="memory",
     ),

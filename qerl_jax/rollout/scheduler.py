@@ -455,7 +455,7 @@ class Scheduler:
             self._completions.temperature,
         )
         self._state = dataclasses.replace(state, layers=layers)
-        self._begin_history(rows, (count, shapes.cache_positions))
+        self._begin_history(rows, (count, self._shapes.cache_positions))
         self._enqueue(rows, np.arange(len(rows)), dataclasses.replace(samples, routes=routes))
 
     def _extend_layers(
