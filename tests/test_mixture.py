@@ -175,7 +175,8 @@ def logged(order, prompts, count, steps, known=True):
                 for _ in range(group)
             ],
             scores=types.SimpleNamespace(total=np.zeros(rows), parts={}),
-            rollout=types.SimpleNamespace(sampled_lengths=np.ones(rows), finished=np.ones(rows)),
+            lengths=np.ones(rows),
+            finished=np.ones(rows),
             episodes=(),
         )
         progress = types.SimpleNamespace(step=step)

@@ -17,9 +17,9 @@ _COLUMNS = 100
 SECTIONS = frozenset(row.name for row in FIELDS if isinstance(row, Section))
 # What happens to a field when a run is resumed, see `fields.Field`.
 _RESUME = {
-    "memory": "A run that goes on may have another value: it moves only memory or time.",
-    "source": "A run that goes on may have another value, for the same weights and problems.",
-    "free": "A run that goes on may have another value.",
+    "memory": "A resumed run may have another value: it moves only memory or time.",
+    "source": "A resumed run may have another value, for the same weights and problems.",
+    "free": "A resumed run may have another value.",
 }
 # What TRL and transformers call a field, where the name is not like that of the field.
 _OTHER_NAMES = {

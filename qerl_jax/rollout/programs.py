@@ -129,16 +129,7 @@ def operations(
         arguments = key, dense(), on_devices(result("fuse_adapter")), state(rows)
         return *arguments, _cache_rows(rows, shapes), np.float32(1)
 
-    add(
-        "decode",
-        [(rows,) for rows in shapes.batch_sizes],
-        functions.decode_chunk,
-        {"config": config, "steps": steps},
-        chunk,
-        others=cache + histories,
-    )
-    if shapes.histories:
-        _add_drafts(add, functions, shapes, config, chunk, state)
+    _add_chunks(add, functions, shapes, config, chunk, state)
     _add_compactions(add, functions.gather_rows, shapes, model, state)
 
     def made(name: Any) -> Any:
@@ -148,7 +139,7 @@ def operations(
     return table
 
 
-def _add_drafts(
+def _add_chunks(
     add: Callable[..., None],
     functions: Any,
     shapes: RolloutShapes,
@@ -156,8 +147,19 @@ def _add_drafts(
     chunk: Callable[[int], tuple],
     state: Callable[[int], decode.DecodeState],
 ) -> None:
-    """Adds the chunks with drafts, and what brings the tokens of rows to the device."""
+    """Adds the chunks without drafts and with them, and what brings tokens to the device."""
     own = shapes.cache_positions, *(shapes.histories or ())
+    others = shapes.batch_sizes[0], shapes.dtype, *own
+    add(
+        "decode",
+        [(rows,) for rows in shapes.batch_sizes],
+        functions.decode_chunk,
+        {"config": config, "steps": shapes.chunk_steps},
+        chunk,
+        others=others,
+    )
+    if not shapes.histories:
+        return
     for size in shapes.drafts:
         add(
             "draft",
@@ -165,7 +167,7 @@ def _add_drafts(
             functions.draft_chunk,
             {"config": config, "steps": shapes.draft_steps, "positions": size[1]},
             lambda rows, _: chunk(rows),
-            others=(shapes.batch_sizes[0], shapes.dtype, *own),
+            others=others,
         )
     widths = [(count, shapes.prompt_widths[-1]) for count in shapes.insert_sizes]
     widths += [(count, shapes.cache_positions) for count in dict(shapes.extensions)]

@@ -169,16 +169,14 @@ def plan_shapes(
     # Chunks have equal lengths. The first token of a row is sampled from its prefill.
     chunks = -(-(sampling.max_new_tokens - 1) // engine.chunk_steps)
     steps = -(-(sampling.max_new_tokens - 1) // chunks) if chunks else 0
-    sessions = turns is not None and turns.sessions
-    if sessions:  # Few requests come at the same time.
+    if turns is not None and turns.sessions:  # Few requests come at the same time.
         prefill = min(prefill, -(-max_rows // _EXTEND_DIVISOR))
     # Each prefill has the same number of prompts.
     prefill = -(-num_prompts // -(-num_prompts // prefill))
     # The host sees which rows ended in the first chunk while the second one runs.
     smaller = _smaller_batches(max_rows, engine.compact) if chunks > 2 and not turns else ()
     batch_sizes, draft_batches, drafts = (max_rows, *smaller), (), ()
-    # Of agents, rows and their prompts come as they like: nothing is kept of them to guess from.
-    if steps and not sessions and uses_drafts(engine, model_config, compute):
+    if steps and not (turns and turns.sessions) and uses_drafts(engine, model_config, compute):
         if chunks > 2 and not turns:
             draft_batches = _batches_to_draft(batch_sizes[-1], engine.compact)
         drafts = draft_sizes(batch_sizes + draft_batches)
@@ -229,7 +227,7 @@ def uses_drafts(
     if engine.drafts != "auto":
         return engine.drafts == "on"
     on_gpu = jax.default_backend() == "gpu" if on_gpu is None else on_gpu
-    pays = rewinds and model_config.experts is None
+    pays = rewinds and not kinds.has_experts(model_config)
     return on_gpu and pays and compute == jnp.bfloat16
 
 
