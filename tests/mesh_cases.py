@@ -235,7 +235,7 @@ def conversations(shape):
     (key, lora), params = placed((tiny_rollout.KEY, lora), params, model, mesh_of(shape))
     prompts = [list(random_tokens(length, seed=length)) for length in LENGTHS]
     sampling, engine, _ = tiny_rollout.configs(
-        {"max_new_tokens": 14, "chunk_steps": 4, "prompt_width": 9, "max_rows": 1}
+        {"max_new_tokens": 14, "chunk_steps": 4, "prompt_width": 9, "max_rows": 1, "drafts": "on"}
     )
     sampler = Sampler(model, tiny_rollout.TinyTokenizer(range(20, 30)), sampling, engine, 2)
     sampler = dataclasses.replace(sampler, turns=tiny_rollout.TURNS)

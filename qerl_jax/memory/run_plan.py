@@ -371,8 +371,7 @@ def plan_rollout(
         shared=engine.shared_tokens > 0,
     )
     row, all_rows = kept_bytes(model, positions, dtype), num_prompts * longest.group_size
-    if uses_drafts(engine, model, compute):
-        row += history_bytes(positions)
+    history = history_bytes(positions) if uses_drafts(engine, model, compute) else 0
     sizes_of_rows = {
         "rows": max(1, rows),
         "reply_tokens": turns.longest_reply if turns else 0,
@@ -391,7 +390,7 @@ def plan_rollout(
     return RolloutPlan(
         policy_copy=policy_copy,
         dense_copy=dense_copy,
-        cache=max(1, rows) * row,
+        cache=max(1, rows) * (row + history),
         temporary=max(prefilled, decoding),
         rows=rows,
         all_rows=all_rows,

@@ -28,7 +28,7 @@ _STEP_MILLISECONDS = {1: 1.14, 8: 1.15, 32: 1.35, 64: 1.6, 128: 2.6}
 _DRAFTING_MILLISECONDS = 0.03
 # The share of first guesses that is expected to be right before any is known, how many guesses that
 # outweighs, and what is left of the weight of others after each chunk.
-_EXPECTED, _EXPECTED_WEIGHT, _DECAY = 0.45, 16.0, 0.9
+_EXPECTED, _EXPECTED_WEIGHT, _DECAY = 0.45, 16.0, 0.8
 
 
 def lengths_of(rows: int) -> tuple[int, ...]:

@@ -298,14 +298,13 @@ class Scheduler:
         """Brings the tokens of at most R rows to the device, of which a row has at most W."""
         if self._shapes.histories is None:
             return
-        places, tokens = np.full(size[0], self._num_histories, np.int32), np.full(size, NOTHING)
-        rollout = self._completions.rollout
+        places = np.full(size[0], self._num_histories, np.int32)
+        tokens, rollout = np.full(size, NOTHING, np.int32), self._completions.rollout
         for i, row in enumerate(rows):
-            written = rollout.tokens[row.number, : rollout.lengths[row.number]]
-            places[i] = row.number % self._num_histories
-            tokens[i, : len(row.prompt) + len(written)] = [*row.prompt, *written]
-        begin = self._programs["begin", *size]
-        history = begin(self._state.history, places, tokens.astype(np.int32))
+            prompt, length = len(row.prompt), rollout.lengths[row.number]
+            places[i], tokens[i, :prompt] = row.number % self._num_histories, row.prompt
+            tokens[i, prompt : prompt + length] = rollout.tokens[row.number, :length]
+        history = self._programs["begin", *size](self._state.history, places, tokens)
         self._state = dataclasses.replace(self._state, history=history)
 
     def _prefill(self) -> None:

@@ -5,7 +5,6 @@ on its shards, with the architecture of one device (`tensor_parallel.shard_of`).
 equal logits, keys and rows, so they sample equal tokens. The arguments are those of `decode`.
 """
 
-import dataclasses
 import functools
 import types
 from typing import Any
@@ -29,6 +28,7 @@ _STATE = DecodeState(
     last=WHOLE,  # pyrefly: ignore[bad-argument-type]
     ended=WHOLE,  # pyrefly: ignore[bad-argument-type]
     limits=WHOLE,  # pyrefly: ignore[bad-argument-type]
+    history=WHOLE,  # pyrefly: ignore[bad-argument-type]
 )
 
 
@@ -52,7 +52,7 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
         insert_rows=on_mesh(
             _unwrap_jit(decode.insert_rows),
             mesh,
-            out_specs=lambda _, state, *__, **___: (_specs_of_state(state), WHOLE),
+            out_specs=lambda *_, **__: (_STATE, WHOLE),
             static=("config",),
             donated=1,
         ),
@@ -65,7 +65,7 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
         decode_chunk=on_mesh(
             _unwrap_jit(decode.decode_chunk),
             mesh,
-            out_specs=lambda *arguments, **_: (_specs_of_state(arguments[3]), WHOLE),
+            out_specs=lambda *_, **__: (_STATE, WHOLE),
             static=("config", "steps"),
             donated=3,
             compiler_options=UNTUNED,
@@ -73,7 +73,7 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
         draft_chunk=on_mesh(
             _unwrap_jit(decode.draft_chunk),
             mesh,
-            out_specs=lambda *arguments, **_: (_specs_of_state(arguments[3]), WHOLE),
+            out_specs=lambda *_, **__: (_STATE, WHOLE),
             static=("config", "steps", "positions"),
             donated=3,
             compiler_options=UNTUNED,
@@ -124,12 +124,6 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
 
 def _unwrap_jit(function: Any) -> Any:
     return function.__wrapped__
-
-
-def _specs_of_state(state: DecodeState) -> DecodeState:
-    """The specs of a state like this one."""
-    # pyrefly: ignore[bad-argument-type]
-    return _STATE if state.history is None else dataclasses.replace(_STATE, history=WHOLE)
 
 
 def _specs_of_fused(
