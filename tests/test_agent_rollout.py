@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+import types
 
 import agent_cases
 import jax
@@ -11,7 +12,8 @@ import pytest
 from agent_cases import LONGEST, ask, errors_of, limits, policy, rollout, sampler, tokens
 from tiny_rollout import KEY, PROMPTS, TURNS, Dialog, conversation_logprobs
 
-from qerl_jax.environments.gateway import Gateway
+from qerl_jax.data.agents import AgentEpisodes
+from qerl_jax.environments.gateway import Gateway, TokenPrompt
 from qerl_jax.environments.roles import ENVIRONMENT, FAILURE, SAMPLED
 from qerl_jax.rollout.turns import Sessions
 
@@ -108,6 +110,30 @@ def test_long_prompts_and_small_limits_have_the_logprobs_of_the_whole_rows(model
     np.testing.assert_allclose(rollout_.logprobs[sampled], logprobs[sampled], atol=2e-5)
     np.testing.assert_allclose(rollout_.entropies[sampled], entropies[sampled], atol=2e-5)
     assert (rollout_.roles == ENVIRONMENT).any()
+
+
+def test_a_row_is_finished_by_its_last_turn_that_trains():
+    """A request without an answer, or an answer that lost, does not make it truncated."""
+
+    def episode(gateway, record):
+        first = ask(gateway, record, [1, 2])
+        if record.job.number == 0:  # Of the two answers the last one trains, in a row of its own.
+            ask(gateway, record, [1, 2, *first.ids, 3])
+            ask(gateway, record, [1, 2, *first.ids, 3])
+        else:
+            prompt = TokenPrompt([1, 2, *first.ids, 3])
+            gateway.ask(record, prompt, max_tokens=None, retry=False)
+        complete[record.job.number] = first.complete
+        return 0.0
+
+    complete = {}
+    gateway, last = rollout(episode, sessions=2, limit=limits(turn_tokens=0))
+    runner = types.SimpleNamespace(start=lambda *_: None)
+    server = types.SimpleNamespace(gateway=gateway)
+    rows = AgentEpisodes(server, runner, None, [None] * 2).rows(last.rollout, pad_id=0)
+    assert complete == {0: True, 1: True}
+    assert rows.owners.tolist() == [0, 0, 1]
+    assert rows.rollout.finished[[0, 2]].all()
 
 
 def test_a_session_has_several_rows_at_the_same_time():

@@ -334,6 +334,13 @@ def test_a_reward_that_nothing_reads_is_refused(talker, tmp_path):
     assert "the first problem, whose prompt its agent writes:\n" in "".join(said)
 
 
+def test_a_problem_must_name_one_of_several_agents(talker, tmp_path):
+    paths = "a=agent_functions:solve, b=agent_functions:rated"
+    config = talker.config(AGENTS | {"environment.agent": paths})
+    line = r"environment=None; environment\.agent names a, b: correct the column"
+    refused(line, lambda: dry_run(config, workdir=tmp_path / "run"))
+
+
 def test_a_taskset_needs_an_interpreter(talker):
     config = talker.config({"environment.verifiers": "tasks"})
     refused(r"environment\.verifiers=tasks without environment\.python", lambda: validate(config))

@@ -135,12 +135,9 @@ def test_the_token_route_answers_as_vllm_does():
         with urllib.request.urlopen(listed) as answered:
             (model,) = json.loads(answered.read())["data"]
         assert (model["id"], model["max_model_len"]) == ("policy", 4000)
-        # Under the path of the session, and with the secret of the run, there are the same routes.
+        # Under the path of the session there are the same routes.
         root = f"{session.root_url}/sessions/{session.id}/inference/v1/generate"
         assert post(root, {"token_ids": [7, 7]}, session.key)[0] == 200
-        named = {"X-Session-ID": session.id}
-        url = f"{session.root_url}/inference/v1/generate"
-        assert post(url, {"token_ids": [8, 8]}, engine.server.secret, named)[0] == 200
 
 
 def test_the_chat_route_has_token_ids_where_they_are_asked_for():
@@ -258,6 +255,10 @@ def test_an_answer_that_no_client_got_is_kept_for_the_next_one():
         assert len(engine.asked) == 1
 
 
+def tool(**function):
+    return {"type": "function", "function": {"name": "f"} | function}
+
+
 BAD_CHATS = {
     "two answers": ({"n": 2}, "n=2"),
     "stop": ({"stop": ["x"]}, "stop="),
@@ -281,6 +282,9 @@ BAD_CHATS = {
     "calls": ({"messages": [{"role": "assistant", "tool_calls": 7}]}, "tool_calls"),
     "tools": ({"tools": [{"name": "f"}]}, "tools"),
     "text for tools": ({"tools": "f"}, "tools"),
+    "a text for a schema": ({"tools": [tool(parameters="x")]}, "f.parameters"),
+    "a schema without properties": ({"tools": [tool(parameters={"properties": None})]}, "f.param"),
+    "options of a stream": ({"stream": True, "stream_options": [1]}, "stream_options=[1]"),
     "a long text": ({"messages": [user("x" * 5000)]}, "maximum context length is 4000"),
     "a megabyte": ({"messages": [user("x" * 1_000_000)]}, "maximum context length is 4000"),
 }
@@ -320,10 +324,8 @@ def test_only_its_key_opens_a_session():
             refused(post(url, {"messages": [user("hello")]}, key), 401, "Incorrect API key")
         refused(post(url, {"messages": [user("hello")]}, other.key), 401, "not that of the session")
         unknown = url.replace(session.id, "0" * 16)
-        secret = engine.server.secret
-        refused(post(unknown, {"messages": [user("hello")]}, secret), 404, "no session")
+        refused(post(unknown, {"messages": [user("hello")]}, session.key), 401, "0" * 16)
         root = f"{session.root_url}/v1/chat/completions"
-        refused(post(root, {"messages": [user("hello")]}, secret), 404, "no session")
         assert post(root, {"messages": [user("hello")]}, other.key)[0] == 200
         assert engine.gateway.records()[1].answers == 1
 

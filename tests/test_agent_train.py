@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import shutil
+import types
 
 import agent_cases
 import jax
@@ -11,9 +12,12 @@ import tiny_checkpoints
 import tiny_run
 from refusal import refused
 
+from qerl_jax.data import environment_config
 from qerl_jax.data.environment_config import serve_agents
+from qerl_jax.errors import UserError
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training import setup, step
+from qerl_jax.training.kept_sessions import KeptSessions
 from qerl_jax.training.loop import train
 
 TEMPLATE = (
@@ -168,6 +172,26 @@ def test_a_resumed_run_repeats_what_was_scored(talker, agents, tmp_path, capsys)
     assert tiny_run.results(again) == tiny_run.results(whole)
     jax.tree.map(np.testing.assert_array_equal, tiny_run.adapter(again), tiny_run.adapter(whole))
     assert read_jsonl(again / "completions.jsonl") == read_jsonl(whole / "completions.jsonl")
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04 and more", b"text"], ids=len)
+def test_damaged_sessions_are_named(tmp_path, data):
+    (tmp_path / "0.npz").write_bytes(data)
+    refused("0.npz is damaged: remove it", KeptSessions(tmp_path, []).collect, 0, None)
+
+
+def test_a_server_that_does_not_start_ends_the_runner(talker, monkeypatch):
+    """Its processes would run as long as the program that called the library."""
+    closed = []
+    runner = types.SimpleNamespace(gives_rewards=True, close=lambda: closed.append(True))
+
+    def serve(*_, gives_rewards):
+        raise UserError("no port")
+
+    monkeypatch.setattr(environment_config, "make_runner", lambda *_: runner)
+    monkeypatch.setattr(environment_config, "serve_agents", serve)
+    refused("no port", environment_config.make_environments, talker.config(AGENTS), None)
+    assert closed
 
 
 @pytest.mark.parametrize(

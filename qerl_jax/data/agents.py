@@ -203,7 +203,8 @@ class AgentEpisodes:
         ):
             array[is_past] = fill
         ended = [records[number].ending for number, _, _ in found]
-        whole = [row.turns[-1].complete and row.turns[-1].end == end for _, row, end in found]
+        # Further turns of the row may have no answer, or lost against another answer.
+        whole = [any(t.complete and t.end == end for t in row.turns) for _, row, end in found]
         finished = np.array([e != FAILURE and w for e, w in zip(ended, whole, strict=True)], bool)
         return SessionRows(
             dataclasses.replace(

@@ -90,13 +90,17 @@ def contracts_of(config: ConfigDict) -> dict[str, Contract]:
     return _open(functions)[1] if functions else {}
 
 
-def check_problems(problems: Sequence[Problem], names: Sequence[str]) -> None:
-    """Refuses problems whose column `environment` names no environment."""
+def check_problems(problems: Sequence[Problem], config: ConfigDict) -> None:
+    """Refuses problems whose column `environment` names no environment, or no agent."""
+    field, functions = "function", contracts_of(config)
+    if has_agents(config):
+        field, functions = "agent", environment_functions(config, "agent")
+    names = list(functions)
     for problem in problems:
         if len(names) > 1 and environment_of(problem.columns, names) not in names:
             raise UserError(
                 f"a problem has environment={problem.columns.get('environment')!r}; "
-                f"environment.function names {', '.join(names)}: correct the column"
+                f"environment.{field} names {', '.join(names)}: correct the column"
             )
 
 
@@ -156,7 +160,11 @@ def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> AnyEnvironmen
     """
     if has_agents(config):
         runner = make_runner(config, tokenizer)
-        return serve_agents(config, tokenizer, runner, gives_rewards=runner.gives_rewards)
+        try:
+            return serve_agents(config, tokenizer, runner, gives_rewards=runner.gives_rewards)
+        except BaseException:
+            runner.close()
+            raise
     if not config.environment.function:
         return None
     pool, contracts = _open(environment_functions(config))

@@ -47,7 +47,7 @@ def load_problems(
                 rows = [problem.columns for problem in split_problems]
                 check_columns(name, reward, rows, converses=has_turns(config))
     for split_problems in problems.values():
-        check_problems(split_problems, list(contracts_of(config)))
+        check_problems(split_problems, config)
     return problems
 
 

@@ -1,16 +1,14 @@
 """The HTTP server that agents reach the policy through: vLLM's token route and OpenAI's chat route.
 
-It listens on the loopback interface, in a thread of the process that trains, with a secret for the
-run and a key for each session. A request that cannot be answered gets the JSON of OpenAI's errors.
+It listens on the loopback interface, in a thread of the process that trains, with a secret key for
+each session. A request that cannot be answered gets the JSON of OpenAI's errors.
 """
 
 import asyncio
 import contextvars
-import hmac
 import importlib.util
 import json
 import math
-import secrets
 import socket
 import threading
 import time
@@ -44,7 +42,6 @@ class AgentServer:
     Attributes:
         gateway: the sessions.
         root_url: the address, without /v1.
-        secret: the bearer token of the run.
     """
 
     def __init__(self, gateway: Gateway, writer: ChatWriter):
@@ -61,8 +58,7 @@ class AgentServer:
             )
         import uvicorn
 
-        self.gateway, self.secret = gateway, secrets.token_urlsafe(24)
-        self._writer = writer
+        self.gateway, self._writer = gateway, writer
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.root_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
@@ -128,7 +124,7 @@ class AgentServer:
         from starlette.routing import Route
 
         def answers(
-            route: Callable[[SessionRecord | None, Request], Awaitable[Response]],
+            route: Callable[[SessionRecord, Request], Awaitable[Response]],
         ) -> Callable[[Request], Awaitable[Response]]:
             async def handle(request: Request) -> Response:
                 try:
@@ -138,24 +134,25 @@ class AgentServer:
 
             return handle
 
-        async def models(record: SessionRecord | None, request: Request) -> Response:
+        async def models(record: SessionRecord, request: Request) -> Response:
             limits = self.gateway.limits
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "qerl"}
             if limits is not None:
                 model["max_model_len"] = limits.context
             return JSONResponse({"object": "list", "data": [model]})
 
-        async def generate(record: SessionRecord | None, request: Request) -> Response:
+        async def generate(record: SessionRecord, request: Request) -> Response:
             body = await _json_of(request)
             ids, max_tokens = _token_request(body, self._writer.tokenizer.eos_ids)
             turn = await self._answer(record, request, TokenPrompt(ids), max_tokens)
             return JSONResponse(_token_response(turn))
 
-        async def chat(record: SessionRecord | None, request: Request) -> Response:
+        async def chat(record: SessionRecord, request: Request) -> Response:
             body = await _json_of(request)
             limits = self.gateway.limits
             context = 0 if limits is None else limits.context
             prompt = self._writer.prompt(body.get("messages"), _tools_of(body), context)
+            _check_stream(body)
             turn = await self._answer(record, request, prompt, _max_tokens_of(body))
             answer = _chat_response(turn, self._writer.reply(prompt, turn), body)
             if not body.get("stream"):
@@ -176,44 +173,31 @@ class AgentServer:
             ]
         return Starlette(routes=routes, exception_handlers={HTTPException: failed, 500: failed})
 
-    def _session_of(self, request: Any) -> SessionRecord | None:
-        """The session of a request, which its key, its path or X-Session-ID names.
+    def _session_of(self, request: Any) -> SessionRecord:
+        """The session of a request, which its key names, and its path may.
 
         Raises:
-            RequestError: the key is wrong, or there is no such session.
+            RequestError: the key is that of no session, or not that of the one in the path.
         """
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else ""
-        named = request.path_params.get("session") or request.headers.get("x-session-id")
-        own = self.gateway.find(key=key)
-        if own is None and not hmac.compare_digest(key.encode(), self.secret.encode()):
+        record = self.gateway.find(key.strip()) if scheme.lower() == "bearer" else None
+        if record is None:
             raise RequestError(
                 401,
                 "Incorrect API key provided: send that of the session as Authorization: Bearer; "
                 "those of earlier steps have ended",
                 "invalid_api_key",
             )
-        if "session" in request.path_params and own is not None and own.id != named:
+        if (named := request.path_params.get("session", record.id)) != record.id:
             raise RequestError(
-                401, f"the key is not that of the session {named}", "invalid_api_key"
+                401, f"the key is not that of the session {named!r:.80}", "invalid_api_key"
             )
-        if own is not None:
-            return own
-        record = self.gateway.find(session=named)
-        if named and record is None:
-            raise RequestError(404, f"there is no session {named!r:.80}", "session_not_found")
         return record
 
     async def _answer(
-        self, record: SessionRecord | None, request: Any, prompt: Prompt, max_tokens: int | None
+        self, record: SessionRecord, request: Any, prompt: Prompt, max_tokens: int | None
     ) -> Asked:
         """Waits for the answer to a request, while its client does."""
-        if record is None:
-            raise RequestError(
-                404,
-                "no session: send the key of one, or its id as X-Session-ID",
-                "session_not_found",
-            )
         retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         self.gateway.waits(record, 1)
         try:
@@ -308,6 +292,13 @@ def _max_tokens_of(body: Mapping[str, Any]) -> int | None:
         text = f"response_format={json.dumps(shape)[:200]} is not supported: ask for text"
         raise RequestError(400, text)
     return _number(body, "max_completion_tokens") or _number(body, "max_tokens")
+
+
+def _check_stream(body: Mapping[str, Any]) -> None:
+    """Refuses options of a stream that are none, before an answer is sampled."""
+    if not isinstance(options := body.get("stream_options") or {}, dict):
+        text = f"stream_options={json.dumps(options)[:200]}: an object is needed, or leave it out"
+        raise RequestError(400, text)
 
 
 def _tools_of(body: Mapping[str, Any]) -> Any:

@@ -47,6 +47,10 @@ class ChatWriter:
                 raise RequestError(
                     400, 'tools: {"type": "function", "function": {"name": ...}} is needed'
                 )
+            schema = function.get("parameters") or {}
+            if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
+                text = f"tools: {function['name']:.80}.parameters: a JSON schema with an object "
+                raise RequestError(400, f"{text}'properties' is needed, or leave it out")
         chat = [_message(message, number) for number, message in enumerate(messages)]
         return ChatPrompt(self, chat, tools or [], context)
 
@@ -104,7 +108,8 @@ class ChatWriter:
             marked = self.tokenizer.decode(ids, skip_special=False)
             opened = self.tokenizer.decode(turn.row.ids[: turn.start][-32:], skip_special=False)
             in_reasoning = opened.rstrip().endswith("<think>")
-            tools = [{"function": {"parameters": {}} | one["function"]} for one in prompt.tools]
+            functions = [one["function"] for one in prompt.tools]
+            tools = [{"function": f | {"parameters": f.get("parameters") or {}}} for f in functions]
             calls = read_calls(marked, self.form, in_reasoning=in_reasoning, tools=tools)
             reply = message_of(marked, calls, self.form, in_reasoning=in_reasoning)
             if readable := [call for call in calls if not call.error]:
@@ -165,7 +170,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     where = f"messages[{number}]"
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in _ROLES:
-        raise RequestError(400, f"{where}.role is {role!r}: system, user, assistant or tool")
+        raise RequestError(400, f"{where}.role is {role!r:.80}: system, user, assistant or tool")
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]

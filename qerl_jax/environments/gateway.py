@@ -422,10 +422,10 @@ class Gateway:
 
     # --- the server -------------------------------------------------------------------------------
 
-    def find(self, *, session: str | None = None, key: str | None = None) -> SessionRecord | None:
-        """Returns a session of this rollout by its id or its key."""
+    def find(self, key: str) -> SessionRecord | None:
+        """Returns the session of this rollout that a key belongs to."""
         with self._changed:
-            return self._by_id.get(session or "") if key is None else self._by_key.get(key)
+            return self._by_key.get(key)
 
     def ask(
         self, record: SessionRecord, prompt: Prompt, *, max_tokens: int | None, retry: bool

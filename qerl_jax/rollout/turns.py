@@ -70,11 +70,24 @@ class Requests(Protocol):
         ...
 
 
-class OneTurn:
+class _FixedRows:
+    """The rows of a rollout all of which are there when it begins."""
+
+    is_open = False  # whether further rows may come
+    forgets = False  # whether a row that waits may lose what it keeps
+
+    def arrivals(self) -> Sequence[Row]:
+        """Returns the rows that have come since the last call."""
+        return ()
+
+    def forget(self, row: Row) -> None:
+        """Tells that a row has lost what it keeps; is not called."""
+
+
+class OneTurn(_FixedRows):
     """Completions of one turn: a row ends with it."""
 
     keeps_cache = False  # whether a row keeps its slot when its turn has its last tokens
-    forgets = False  # whether a row that waits may lose what it keeps
     host_bytes = 0  # bytes of the host for what rows keep that wait without a slot
 
     def __init__(self, max_new_tokens: int) -> None:
@@ -92,24 +105,11 @@ class OneTurn:
         """Returns no reply."""
         return ()
 
-    def arrivals(self) -> Sequence[Row]:
-        """Returns the rows that have come since the last call; none of them."""
-        return ()
 
-    def forget(self, row: Row) -> None:
-        """Tells that a row has lost what it keeps."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether further rows may come."""
-        return False
-
-
-class Conversations:
+class Conversations(_FixedRows):
     """Completions of several turns, after each of which an environment replies or ends the row."""
 
     keeps_cache = True
-    forgets = False
 
     def __init__(self, dialog: Dialog, limits: TurnConfig, max_new_tokens: int) -> None:
         self._dialog, self._limits, self._max_new_tokens = dialog, limits, max_new_tokens
@@ -132,18 +132,6 @@ class Conversations:
     def replies(self, seconds: float) -> Sequence[Reply]:
         """Returns those of the environments."""
         return self._dialog.replies(seconds)
-
-    def arrivals(self) -> Sequence[Row]:
-        """Returns no row."""
-        return ()
-
-    def forget(self, row: Row) -> None:
-        """Is not called."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether further rows may come."""
-        return False
 
 
 class Sessions:

@@ -8,6 +8,7 @@ has it. Nothing else in the folder could restore it, and steps without agents ne
 import dataclasses
 import io
 import json
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from qerl_jax.training.step import Collected
 
 _ROLLOUT = "tokens", "lengths", "finished", "logprobs", "entropies", "roles", "endings"
 _PART = "part/"  # of the names of rewards
+_DAMAGED = KeyError, TypeError, ValueError, IndexError, EOFError, zipfile.BadZipFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class KeptSessions:
         if path.exists():
             try:
                 return self._read(path)
-            except (KeyError, TypeError, ValueError, IndexError, EOFError) as error:
+            except _DAMAGED as error:
                 raise UserError(
                     f"{path} is damaged: remove it, and the sessions of its step are sampled again"
                 ) from error

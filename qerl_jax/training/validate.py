@@ -154,8 +154,8 @@ def _check_environment(config: ConfigDict) -> None:
     _check_agents(config, config.mesh.data * config.mesh.tensor)
     if config.rollout.max_new_tokens < 2 or config.eval.max_new_tokens < 2:
         raise UserError(
-            "environment.function needs rollout.max_new_tokens and eval.max_new_tokens of at least "
-            "2"
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} and eval.max_new_tokens="
+            f"{config.eval.max_new_tokens}: environments and agents need at least 2 of each"
         )
     context = config.environment.context_tokens
     if 0 < context < config.environment.turn_tokens:
