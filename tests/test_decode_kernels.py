@@ -382,6 +382,7 @@ def test_sm90_attention_of_several_tokens_on_a_hopper_gpu(count, kv_heads, group
             np.testing.assert_array_equal(wide(new), wide(old))
 
 
+@pytest.mark.slow
 def test_sm90_attention_of_several_tokens_tests_itself(simulated, monkeypatch):
     attend = functools.partial(attention_sm90.attend_queries, interpret=simulated)
     assert self_test.queries_error(attend) < 4e-3

@@ -473,7 +473,7 @@ def test_bfloat16_and_adapters(family):
     ("family", "format"),
     [
         ("qwen3_moe", "bf16"),
-        ("qwen3_5_moe", "nvfp4"),
+        pytest.param("qwen3_5_moe", "nvfp4", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "nvfp4", marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", "bf16", marks=pytest.mark.slow),
     ],
