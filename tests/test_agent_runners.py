@@ -20,6 +20,7 @@ from qerl_jax.environments.gateway import Job
 from qerl_jax.environments.pool import Pool
 from qerl_jax.environments.runners import ProcessRunner, Taskset, agent_runner
 from qerl_jax.errors import UserError
+from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training.dry_run import dry_run
 from qerl_jax.training.loop import train
 from qerl_jax.training.validate import validate
@@ -309,6 +310,9 @@ def test_a_run_starts_its_agents(talker, tmp_path, capsys):
     line = "the agent failed in 4 of 8 sessions: RuntimeError: broken (agent_functions.py:"
     assert line in capsys.readouterr().err
     until(lambda: not processes() - before)
+    # The prompt of the run, which the policy has not read, is not shown as one.
+    shown = read_jsonl(tmp_path / "run" / "completions.jsonl")
+    assert {one["prompt"] for one in shown} <= {"t0 t4", "t1 t4"}
 
 
 def processes():

@@ -317,7 +317,8 @@ def _token_request(body: Mapping[str, Any], eos_ids: Any) -> tuple[list[int], in
     ids, options = body.get("token_ids"), body.get("sampling_params") or {}
     whole = isinstance(ids, list) and all(type(token) is int for token in ids)
     if not whole or not isinstance(options, dict):
-        raise RequestError(400, "token_ids: a list of token ids is needed")
+        text = "token_ids: a list of token ids, and sampling_params: an object, are needed"
+        raise RequestError(400, text)
     assert isinstance(ids, list)
     if body.get("features") or body.get("images") or body.get("multi_modal_data"):
         raise RequestError(400, "images are not supported: the policy reads text")

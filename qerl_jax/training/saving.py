@@ -176,9 +176,10 @@ def sample_rows(
     """The `count` completions of a step to show, as completions.jsonl has them."""
     experience, prompts = result.experience, result.experience.row_prompts
     lengths, finished = experience.lengths, experience.finished
+    by_agents = experience.owners is not None  # They write the prompts, see the conversation.
     return [
         {
-            "prompt": prompts[row].text,
+            "prompt": prompts[row].problem.question if by_agents else prompts[row].text,
             "completion": experience.texts[row],
             "answer": prompts[row].problem.answer,
             "reward": float(experience.scores.total[row]),
