@@ -177,6 +177,7 @@ def logged(order, prompts, count, steps, known=True):
             scores=types.SimpleNamespace(total=np.zeros(rows), parts={}),
             lengths=np.ones(rows),
             finished=np.ones(rows),
+            owners=None,
             episodes=(),
         )
         progress = types.SimpleNamespace(step=step)
