@@ -337,23 +337,12 @@ def _sum_tiles(
     """
     rows = len(newest)
 
-    def product(a, b):
-        def accumulate(acc):
-            plgpu.wgmma(acc, a, b)
-            plgpu.wgmma_wait(0)
-            return acc[...]
-
-        return pl.run_scoped(accumulate, plgpu.ACC((rows, b.shape[1]), jnp.float32))
-
     def over_columns(numbers, columns):
         return lax.broadcast_in_dim(numbers, (rows, columns), (0,))
 
-    def full(shape, value, layout):
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
     def add_tile(tile, carry):
         total, weight, largest = carry
-        scores = keys.use(tile, lambda stage: product(shared.queries, stage.T))
+        scores = keys.use(tile, lambda stage: _product(shared.queries, stage.T))
         position = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
         scores *= HEAD_DIM**-0.5 * _LOG2_E
         # No number, where a part has no key of a query.
@@ -363,12 +352,12 @@ def _sum_tiles(
         keep = jnp.exp2(largest - top)
         shared.weights[...] = weights.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        added = values.use(tile, lambda stage: product(shared.weights, stage))
+        added = values.use(tile, lambda stage: _product(shared.weights, stage))
         total = over_columns(keep, HEAD_DIM) * total + added
         return total, over_columns(keep, _TILE) * weight + weights, top
 
-    zeros = [full((rows, columns), 0.0, plgpu.Layout.WGMMA) for columns in (HEAD_DIM, _TILE)]
-    start = *zeros, full((rows,), _EMPTY, plgpu.Layout.WGMMA.reduce(1))
+    zeros = [_full((rows, columns), 0.0, plgpu.Layout.WGMMA) for columns in (HEAD_DIM, _TILE)]
+    start = *zeros, _full((rows,), _EMPTY, plgpu.Layout.WGMMA.reduce(1))
     return lax.fori_loop(keys.begin, keys.end, add_tile, start)
 
 
@@ -376,23 +365,12 @@ def _attend_to_tiles(keys: _Tiles, values: _Tiles, shared: _SharedMemory) -> jax
     """The main loop: an online softmax over the tiles; float32 [H, padded group]."""
     padded = shared.queries.shape[0]
 
-    def product(a, b):
-        def accumulate(acc):
-            plgpu.wgmma(acc, a, b)
-            plgpu.wgmma_wait(0)
-            return acc[...]
-
-        return pl.run_scoped(accumulate, plgpu.ACC((a.shape[0], padded), jnp.float32))
-
     def over_rows(numbers, rows):
         return lax.broadcast_in_dim(numbers, (rows, padded), (1,))
 
-    def full(shape, value, layout):
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
     def add_tile(tile, carry):
         total, weight, largest = carry
-        scores = keys.use(tile, lambda stage: product(stage, shared.queries.T))
+        scores = keys.use(tile, lambda stage: _product(stage, shared.queries.T))
         position = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
         scores *= HEAD_DIM**-0.5 * _LOG2_E
         scores = jnp.where(tile * _TILE + position <= keys.length, scores, _EMPTY)
@@ -401,14 +379,30 @@ def _attend_to_tiles(keys: _Tiles, values: _Tiles, shared: _SharedMemory) -> jax
         keep = jnp.exp2(largest - top)
         shared.weights.T[...] = _transposed(weights)
         plgpu.commit_smem()
-        added = values.use(tile, lambda stage: product(stage.T, shared.weights.T))
+        added = values.use(tile, lambda stage: _product(stage.T, shared.weights.T))
         total = over_rows(keep, HEAD_DIM) * total + added
         return total, over_rows(keep, _TILE) * weight + weights, top
 
-    zeros = [full((rows, padded), 0.0, plgpu.Layout.WGMMA) for rows in (HEAD_DIM, _TILE)]
-    start = *zeros, full((padded,), _EMPTY, plgpu.Layout.WGMMA.reduce(0))
+    zeros = [_full((rows, padded), 0.0, plgpu.Layout.WGMMA) for rows in (HEAD_DIM, _TILE)]
+    start = *zeros, _full((padded,), _EMPTY, plgpu.Layout.WGMMA.reduce(0))
     total, weight, _ = lax.fori_loop(0, keys.last + 1, add_tile, start)
     return total / over_rows(jnp.sum(weight, axis=0), HEAD_DIM)
+
+
+def _product(a: Any, b: Any) -> jax.Array:
+    """The product of two matrices in shared memory, in float32."""
+
+    def accumulate(acc):
+        plgpu.wgmma(acc, a, b)
+        plgpu.wgmma_wait(0)
+        return acc[...]
+
+    return pl.run_scoped(accumulate, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def _full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    """One float32 number everywhere, in a layout of registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def _transposed(value: jax.Array) -> jax.Array:
