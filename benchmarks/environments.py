@@ -12,9 +12,9 @@
 All write a part of benchmarks/results/environments.json. `rollout` decodes 64 episodes on 32
 slots, three turns of 512 tokens each, with replies that come at once and after 0.5 s: the time of
 the one relative to the other, the share of slots that waited, and how their tokens and log-probs
-agree, beside how those of two rollouts with instant replies do. The weights are random. `agents`
-does the same with agents that ask for the turns through the server, and compares a rollout beside
-the idle server with one before it was started.
+agree, and how those of two rollouts with instant replies do. The weights are random. `agents`
+does the same with agents that ask for the turns through the server, and compares a rollout while
+the server is idle with one before it was started.
 `step` takes GRPO steps as `benchmarks.step` does, of conversations with environments in processes
 of their own that answer at once, with as many rows for each group of devices. Several processes are
 started as those of `benchmarks.step` are.
