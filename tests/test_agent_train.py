@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_checkpoints
 import tiny_run
+from environment_cases import CHANGES, TEMPLATE
 from refusal import refused
 
 from qerl_jax.data import environment_config
@@ -20,25 +21,9 @@ from qerl_jax.training import setup, step
 from qerl_jax.training.kept_sessions import KeptSessions
 from qerl_jax.training.loop import train
 
-TEMPLATE = (
-    "{% for message in messages %}{{ message.content }} "
-    "{% if message.role == 'assistant' %}<|im_end|> {% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}t1 t2{% endif %}"
-)
-AGENTS = {
+AGENTS = {name: value for name, value in CHANGES.items() if name != "environment.function"} | {
     "environment.agent": "agent_cases:converse",
-    "environment.max_turns": 3,
-    "environment.turn_tokens": 4,
-    "environment.reply_tokens": 6,
-    "rollout.max_new_tokens": 10,
-    "rollout.max_rows": 5,
-    "data.max_prompt_tokens": 12,
-    "rewards.correctness.function": "qerl_jax.rewards.functions:environment_reward",
-    "rewards.format.weight": 0.0,
     "rewards.format.function": "test_agent_train:turns_of",
-    "eval.max_new_tokens": 8,
-    "checkpoint.every": 2,
-    "log.completions": 8,
 }
 
 
