@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import tiny_checkpoints
 import tiny_run
+from environment_cases import TEMPLATE
 from refusal import refused
 from runner_cases import Server, until
 
@@ -259,11 +260,6 @@ def test_another_interpreter_must_exist(tmp_path):
     refused(r"environment\.agent: importing m:f ended the process", lambda: start(no_python))
 
 
-TEMPLATE = (
-    "{% for message in messages %}{{ message.content }} "
-    "{% if message.role == 'assistant' %}<|im_end|> {% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}t1 t2{% endif %}"
-)
 AGENTS = {
     "environment.max_turns": 3,
     "environment.turn_tokens": 4,
@@ -316,12 +312,17 @@ def test_a_run_starts_its_agents(talker, tmp_path, capsys):
 
 
 def processes():
-    """The processes below this one that serve agents."""
+    """The processes that serve agents, but for those that other workers of pytest have started."""
+    own = f"PYTEST_XDIST_WORKER={os.environ.get('PYTEST_XDIST_WORKER', '')}\0".encode()
     found = set()
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
-                if b"environments.worker" in (entry / "cmdline").read_bytes():
+                serves = b"environments.worker" in (entry / "cmdline").read_bytes()
+                others = b"PYTEST_XDIST_WORKER=" in (
+                    environment := (entry / "environ").read_bytes()
+                )
+                if serves and (own in environment or not others):
                     found.add(entry.name)
     return found
 
