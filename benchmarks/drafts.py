@@ -4,11 +4,13 @@ r"""Measures rollouts of a real model with drafts and without, back to back.
         --new-tokens=512,2048 --rollouts=1x8,2x16,8x16
 
 Each rollout samples a number of prompts with a number of completions each: 2x16 are two prompts
-with 16 completions. The first rollouts of each kind are not timed, as a program is loaded when it
-first runs; then rollouts of the first problems of a file alternate between both ways until --groups
-groups have been sampled in each. All programs are compiled before. The policy has an adapter of
-rank --lora-rank, as it is before training. Several commands may run at the same time if the memory
-holds them (XLA_PYTHON_CLIENT_PREALLOCATE=false): they take turns in measuring.
+with 16 completions. The first rollouts of each kind are not timed: a program is loaded when it
+first runs, so they take all lengths of drafts in turn. Then rollouts of the first problems of a
+file are sampled in both ways, each of which is first in half of them, until --groups groups have
+been sampled in each. A rollout is timed from an idle device to an idle device. All programs are
+compiled before. The policy has an adapter of rank --lora-rank, as it is before training. Several
+commands may run at the same time if the memory holds them (XLA_PYTHON_CLIENT_PREALLOCATE=false):
+they take turns in measuring.
 
 Fields of a row, of which those of tokens and seconds are sums over its rollouts:
 
@@ -29,6 +31,7 @@ import dataclasses
 import itertools
 import time
 from typing import Any
+from unittest import mock
 
 from benchmarks import common
 from qerl_jax.commands import cli
@@ -88,20 +91,37 @@ def measure(subject: Any, prompts: list, groups: int, size: Any, samplers: list[
     import jax
     import numpy as np
 
+    from qerl_jax.rollout.drafts import DraftLength
     from qerl_jax.rollout.progress import draft_metrics
+
+    def idle() -> None:
+        jax.block_until_ready(jax.device_put(0) + 1)
+
+    def timed(sampler: Any, key: Any, chosen: list) -> tuple[Any, float]:
+        idle()
+        began = time.perf_counter()
+        end = collections.deque(sampler.steps(key, subject.policy, chosen), maxlen=1)[0]
+        idle()  # A chunk may still run for rows that have ended.
+        return end, time.perf_counter() - began
+
+    def in_turn(_: Any, rows: int, choices: list[int]) -> int:
+        return choices[number % len(choices)]
 
     (count, _), key = size, jax.random.key(0)
     seconds, tokens, work, equal = np.zeros((2, 0)), np.zeros((2, 0)), [], 0
     warm = [0] * _UNTIMED
     for number, first in enumerate(itertools.chain(warm, range(0, groups, count))):
         chosen = [prompts[i % len(prompts)] for i in range(first, first + count)]
-        ends = []
-        for sampler in samplers:
-            began = time.perf_counter()
-            run = sampler.steps(jax.random.fold_in(key, number), subject.policy, chosen)
-            ends.append((collections.deque(run, maxlen=1)[0], time.perf_counter() - began))
+        own_key = jax.random.fold_in(key, number)
         if number < _UNTIMED:
+            with mock.patch.object(DraftLength, "choose", in_turn):
+                for sampler in samplers:
+                    timed(sampler, own_key, chosen)
             continue
+        order = (0, 1) if number % 2 else (1, 0)
+        ends = [
+            end for _, end in sorted((way, timed(samplers[way], own_key, chosen)) for way in order)
+        ]
         (off, _), (on, _) = ends
         seconds = np.c_[seconds, [time for _, time in ends]]
         tokens = np.c_[tokens, [end.tokens for end, _ in ends]]
@@ -135,6 +155,7 @@ def run(options: argparse.Namespace) -> None:
 
     from benchmarks.rollout.subject import Subject, check_names, first_problems, model_name
     from pallas_kernels.gpu_lock import sole_use
+    from qerl_jax.compile.operation import commit
     from qerl_jax.errors import UserError
     from qerl_jax.policy import lora
     from qerl_jax.weights.load import load
@@ -148,9 +169,10 @@ def run(options: argparse.Namespace) -> None:
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     loaded = load(options.source, format=options.format, dtype=dtype)
     config = lora.LoraConfig(options.lora_rank, options.lora_rank)
-    adapter = lora.init(jax.random.key(0), loaded.config, config)
+    # Each rollout would commit them again, which takes longer than ten decode steps.
+    params, adapter = commit((loaded.params, lora.init(jax.random.key(0), loaded.config, config)))
     subject = Subject(
-        *(model_name(options.source), options.format, loaded.config, loaded.params),
+        *(model_name(options.source), options.format, loaded.config, params),
         lora_rank=options.lora_rank,
         lora=adapter,
         loaded=loaded,

@@ -14,6 +14,7 @@ from tiny_rollout import KEY, TinyTokenizer
 from pallas_kernels.decode import to_cache
 from qerl_jax.compile.operation import commit
 from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import decode, programs, shapes
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -112,6 +113,33 @@ def test_a_7b_policy_has_few_programs(max_rows, compact, counts, with_drafts, dr
         smaller, chunks, begins = with_drafts
         counts += {"compact": smaller, "draft": chunks, "begin": begins}
     assert collections.Counter(names) == counts
+
+
+@pytest.mark.parametrize(
+    ("model", "positions", "gathered", "calls"),
+    [
+        ("qwen2.5-1.5b", 704, 4, 14),
+        ("qwen2.5-1.5b", 2304, 2, 28),
+        ("qwen2.5-7b", 704, 2, 28),
+        ("qwen2.5-7b", 2304, 1, 56),
+        ("qwen3.5-4b", 704, 1, 64),
+    ],
+)
+def test_a_compaction_has_few_programs_as_far_as_logits_have_more_bytes(
+    model, positions, gathered, calls
+):
+    """XLA starts 32 programs before the first one has ended."""
+    config, dtype = ARCHITECTURES[model], jnp.dtype(jnp.bfloat16)
+    rows = jax.tree.leaves(kinds.row_shapes(config, positions, dtype))
+    assert shapes.gathered_arrays(config, positions, dtype) == gathered
+    largest = max(x.size * x.dtype.itemsize for x in rows)
+    assert gathered == 1 or gathered * largest <= shapes.logits_bytes(config)
+    planned = shapes.RolloutShapes(positions, (8, 4), 16, 1, (64,), (8,), dtype)
+    batches = programs.compactions(config, planned)
+    assert sorted(number for _, numbers in batches for number in numbers) == [*range(len(rows))]
+    assert len(batches) == calls
+    for _, numbers in batches:
+        assert len({(rows[number].shape, rows[number].dtype) for number in numbers}) == 1
 
 
 def test_a_rollout_leaves_no_arrays():

@@ -431,19 +431,27 @@ def test_a_chunk_holds_the_cache_once():
     assert memory.temp_size_in_bytes < size  # of one layer
 
 
-def test_a_compaction_holds_one_array_twice(monkeypatch):
-    held, gather_rows = [], decode.gather_rows
+@pytest.mark.parametrize(("calls", "together"), [(16, [1] * 6), (2, [3, 3]), (4, [2, 2, 2])])
+def test_a_compaction_holds_few_arrays_twice(calls, together, monkeypatch):
+    held, found, gather_rows = [], [], decode.gather_rows
 
-    def recording(x, indices):
-        held.append(sum(y.nbytes for y in jax.live_arrays() if y.shape[1:] == x.shape[1:]))
-        return gather_rows(x, indices)
+    def recording(arrays, indices):
+        row = arrays[0].shape[1:]
+        held.append(sum(y.nbytes for y in jax.live_arrays() if y.shape[1:] == row))
+        found.append(len(arrays))
+        return gather_rows(arrays, indices)
 
+    whole = rollout(**LONG | {"layers": 3})
     monkeypatch.setattr(decode, "gather_rows", recording)
-    rollout(**LONG | {"layers": 3})
-    row = POSITIONS * 2 * 16 * 4
-    assert held[0] == 2 * 3 * 12 * row
-    # Each array shrinks from 12 to 8 rows before the next one is gathered.
-    assert held[:6] == [(6 * 12 - 4 * n) * row for n in range(6)]
+    monkeypatch.setattr(shapes, "_COMPACTION_CALLS", calls)
+    monkeypatch.setattr(shapes, "logits_bytes", lambda _: 1 << 20)
+    again = rollout(**LONG | {"layers": 3})
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+    row, number = POSITIONS * 2 * 16 * 4, len(together)
+    assert found[:number] == together
+    # Arrays shrink from 12 to 8 rows before the next ones are gathered.
+    before = np.cumsum([0, *together[:-1]])
+    assert held[:number] == ((6 * 12 - 4 * before) * row).tolist()
 
 
 @pytest.mark.slow

@@ -173,12 +173,10 @@ def empty_state(
     """
     device, shards = head_sharding(sharding), model_config.shards
 
-    def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        first, *rest = shape.shape
-        return jnp.zeros((slots, shards * first, *rest), shape.dtype, device=device)
-
+    rows, treedef = jax.tree.flatten(kinds.row_shapes(model_config, cache_positions, dtype))
+    arrays = tuple(((slots, shards * x.shape[0], *x.shape[1:]), x.dtype) for x in rows)
     return DecodeState(
-        layers=jax.tree.map(empty, kinds.row_shapes(model_config, cache_positions, dtype)),
+        layers=treedef.unflatten(_zeros(arrays, device)()),
         lengths=jnp.zeros(slots, jnp.int32, device=sharding),
         rows=jnp.zeros(slots, jnp.int32, device=sharding),
         counts=jnp.zeros(slots, jnp.int32, device=sharding),
@@ -187,6 +185,12 @@ def empty_state(
         limits=jnp.zeros(slots, jnp.int32, device=sharding) if has_turns else None,
         history=histories and drafts.empty_history(*histories, cache_positions, sharding),
     )
+
+
+@functools.cache
+def _zeros(shapes, sharding):
+    """Makes zeros of all layers in one program; `jnp.zeros` for each takes ten milliseconds."""
+    return jax.jit(lambda: [jnp.zeros(*shape) for shape in shapes], out_shardings=sharding)
 
 
 @functools.partial(
@@ -565,9 +569,9 @@ begin_rows = jax.jit(drafts.begin, donate_argnames="history")
 
 
 @jax.jit
-def gather_rows(x: jax.Array, indices: jax.Array | np.ndarray) -> jax.Array:
-    """Returns N rows of an array [R, ...] by their int32 [N] indices."""
-    return x[indices]
+def gather_rows(arrays: list[jax.Array], indices: jax.Array | np.ndarray) -> list[jax.Array]:
+    """Returns N rows of arrays [R, ...] by their int32 [N] indices."""
+    return [x[indices] for x in arrays]
 
 
 def _recorded(routes, model_config):

@@ -11,10 +11,11 @@ make 80 and 54 of them. So prefill pads keys and values to one width, and compac
 state of the slots as it is.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.sharding import abstract_on, head_sharding, mesh_of
 from qerl_jax.rollout import decode, tensor_parallel
 from qerl_jax.rollout.decode import DecodeConfig
-from qerl_jax.rollout.shapes import RolloutShapes
+from qerl_jax.rollout.shapes import RolloutShapes, gathered_arrays
 
 
 class RolloutPrograms(NamedTuple):
@@ -182,37 +183,44 @@ def _add_chunks(
     )
 
 
-def compactions(shapes: Sequence[decode.RowShape]) -> list[str]:
-    """Returns for arrays with rows of these shapes the names of the programs that gather them.
+def compactions(model: ModelConfig, shapes: RolloutShapes) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns which arrays of a state are gathered at a time, by the name of the program.
 
-    Arrays with rows of one shape, as all keys and values, share a program.
+    They have one shape, as all keys and values have, and each shape has one program.
     """
-    different = list(dict.fromkeys(shapes))
-    names = ["compact", *(f"compact_{number}" for number in range(1, len(different)))]
-    return [names[different.index(shape)] for shape in shapes]
+    rows = jax.tree.leaves(kinds.row_shapes(model, shapes.cache_positions, shapes.dtype))
+    together = gathered_arrays(model, shapes.cache_positions, shapes.dtype)
+    numbers = collections.defaultdict[Any, list[int]](list)
+    for number, row in enumerate(rows):
+        numbers[row.shape, row.dtype].append(number)
+    names = ["compact", *(f"compact_{number}" for number in range(1, len(numbers)))]
+    return [
+        (name, batch)
+        for name, own in zip(names, numbers.values(), strict=True)
+        for batch in itertools.batched(own, together)
+    ]
 
 
 def _add_compactions(
     add: Callable[..., None],
-    gather_rows: Callable[..., jax.Array],
+    gather_rows: Callable[..., list[jax.Array]],
     shapes: RolloutShapes,
     model: ModelConfig,
     state: Callable[[int], decode.DecodeState],
 ) -> None:
-    """Adds the programs of `compactions`; each gathers the rows of an array of a state."""
-    row = jax.tree.leaves(kinds.row_shapes(model, shapes.cache_positions, shapes.dtype))
-    names = compactions([(array.shape, array.dtype) for array in row])
+    """Adds the programs of `compactions`; each gathers the rows of some arrays of a state."""
 
-    def arguments(number: int, rows: int, fewer: int) -> tuple[Any, np.ndarray]:
-        return jax.tree.leaves(state(rows).layers)[number], _int32(fewer)
+    def arguments(numbers: tuple[int, ...], rows: int, fewer: int) -> tuple[Any, np.ndarray]:
+        arrays = jax.tree.leaves(state(rows).layers)
+        return [arrays[number] for number in numbers], _int32(fewer)
 
-    for name in dict.fromkeys(names):
+    for name, numbers in dict(compactions(model, shapes)).items():
         add(
             name,
             itertools.pairwise(shapes.all_batches),
             gather_rows,
             {},
-            functools.partial(arguments, names.index(name)),
+            functools.partial(arguments, numbers),
             others=(shapes.cache_positions, shapes.dtype, model),
             of_any_policy=True,
         )

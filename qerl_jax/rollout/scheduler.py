@@ -82,6 +82,7 @@ class Scheduler:
         )
         self._num_histories = math.prod(self._shapes.histories or ())
         self._draft_length = DraftLength()
+        self._compactions = compactions(config.model, self._shapes)
         # The slot of each cache row. Before a compaction slots are cache rows.
         self._slots = np.arange(self._shapes.batch_sizes[0], dtype=np.int32)
         self._waiting = collections.deque(rows)
@@ -486,15 +487,15 @@ class Scheduler:
         return logits, layers, routes
 
     def _compact_cache(self, order: np.ndarray, sizes: tuple[int, int]) -> None:
-        """Gathers cache rows of the arrays of all layers, and frees these one after the other."""
+        """Gathers cache rows of the arrays of all layers, and frees these after each program."""
         arrays, treedef = jax.tree.flatten(self._state.layers)
-        names = compactions([decode.row_shape(array) for array in arrays])
-        programs = [self._programs[name, *sizes] for name in names]
-        gathered = [
-            _gather_and_free(program, order, array)
-            for program, array in zip(programs, arrays, strict=True)
-        ]
-        self._state = dataclasses.replace(self._state, layers=treedef.unflatten(gathered))
+        for name, numbers in self._compactions:
+            old = [arrays[number] for number in numbers]
+            new = self._programs[name, *sizes](old, order)
+            for number, before, after in zip(numbers, old, new, strict=True):
+                before.delete()
+                arrays[number] = after
+        self._state = dataclasses.replace(self._state, layers=treedef.unflatten(arrays))
 
     @functools.cached_property
     def _lora_layers(self) -> list[dict]:
@@ -532,10 +533,3 @@ def pad_prompts(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     return tokens, lengths
-
-
-def _gather_and_free(gather: Callable, indices: np.ndarray, x: jax.Array) -> jax.Array:
-    """Gathers rows of one array and frees the array, so that one at a time exists twice."""
-    rows = gather(x, indices)
-    x.delete()
-    return rows

@@ -1,5 +1,6 @@
 """Rows that decode together, and the few shapes of a rollout, from the memory of the device."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ _DRAFT_DIVISOR = 2  # steps of a chunk by those of a chunk with drafts
 _DRAFT_BATCHES = 16, 8, 4
 _HISTORIES = 4  # rows whose tokens are kept for drafts, for each one that decodes
 _LOGITS = 4  # copies of the logits that sampling with top-k and top-p holds
+# XLA starts at most 32 programs before the first one has ended. With more of them after a chunk in
+# flight, a compaction would wait for it, and then the device for the host.
+_COMPACTION_CALLS = 16
 _CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}
 
 
@@ -229,6 +233,19 @@ def uses_drafts(
     on_gpu = jax.default_backend() == "gpu" if on_gpu is None else on_gpu
     pays = rewinds and not kinds.has_experts(model_config)
     return on_gpu and pays and compute == jnp.bfloat16
+
+
+def gathered_arrays(model_config: ModelConfig, positions: int, dtype: jnp.dtype) -> int:
+    """Returns how many arrays of the cache a compaction gathers at a time.
+
+    They take no more memory than the logits of the rows. Their number divides the numbers of arrays
+    of each shape, so that each shape has one program.
+    """
+    arrays = jax.tree.leaves(kinds.row_shapes(model_config, positions, dtype))
+    fits = logits_bytes(model_config) // max(x.size * x.dtype.itemsize for x in arrays)
+    most = max(1, min(-(-len(arrays) // _COMPACTION_CALLS), fits))
+    common = math.gcd(*collections.Counter((x.shape, x.dtype) for x in arrays).values())
+    return max(number for number in range(1, most + 1) if common % number == 0)
 
 
 def draft_sizes(batch_sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -458,8 +475,9 @@ def moved_bytes(
 ) -> int:
     """Returns the bytes of the largest change of the cache between two chunks.
 
-    Without environments one array of the cache at a time is gathered for a smaller batch; with them
-    rows are extended, or one of them is copied to the host.
+    Without environments one array of the cache at a time is gathered for a smaller batch, or as
+    many as take no more than the logits; with them rows are extended, or one of them is copied to
+    the host.
 
     Args:
         model_config: the architecture.
