@@ -61,9 +61,9 @@ from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.run import statistics
 
 KEYS = ("model", "seed", "form")
-TRAINED, CALIBRATED = "trained", "calibrated"
+TRAINED, CALIBRATED, PLAIN = "trained", "calibrated", "plain onto nvfp4"
 _TEXTS = 128  # problems on whose completions the KL is measured
-_ROWS = 512  # that decode together
+_ROWS = 1024  # that decode together
 _KL_ROWS = 8
 
 type Kept = dict[str, UpdateRetention]
@@ -81,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--plain-samples",
         type=int,
         default=4,
-        help="completions per problem of plain merges (default: 4)",
+        help=f"completions per problem of the merge '{PLAIN}' (default: 4)",
     )
     add("--seconds", type=float, default=0, help="time limit of the command (default: none)")
     return parser
@@ -100,7 +100,7 @@ def merges(policy: LoadedPolicy) -> Iterator[tuple[str, dict, Kept]]:
     tokens = calibration_windows(policy, trusted=True)
     layers = calibrated_merge(policy.model, policy.lora, tokens, retention=kept)
     yield CALIBRATED, on_device(layers), kept
-    sources = {"plain onto nvfp4": ("nvfp4", policy.model), "bf16": ("bf16", policy.model)}
+    sources = {PLAIN: ("nvfp4", policy.model), "bf16": ("bf16", policy.model)}
     if not policy.base.packed:
         run, adapter = policy.adapter.parent, policy.adapter.name
         wide = open_policy(str(run), adapter=adapter, format="bf16")
@@ -258,7 +258,7 @@ def run(arguments: argparse.Namespace) -> None:
     passes: dict[str, list[np.ndarray]] = {name: [] for name in policies}
     for number in range(arguments.samples):
         for name, own in policies.items():
-            if name not in (TRAINED, CALIBRATED) and number >= arguments.plain_samples:
+            if name == PLAIN and number >= arguments.plain_samples:
                 continue
             began = time.perf_counter()
             passes[name].append(held.correct(own, number + 1))
