@@ -76,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("run", help="run folder with an adapter on a base in NVFP4")
     add("--problems", default="", help="FILE.jsonl (default: the problems that the run held out)")
+    add("--max-new-tokens", default="", help="limit of a completion (default: the run's)")
     add("--samples", type=int, default=16, help="completions per problem (default: 16)")
     add(
         "--plain-samples",
@@ -113,15 +114,18 @@ def merges(policy: LoadedPolicy) -> Iterator[tuple[str, dict, Kept]]:
 class Held:
     """Problems that the run of a policy has not seen."""
 
-    def __init__(self, policy: LoadedPolicy, problems: str):
+    def __init__(self, policy: LoadedPolicy, problems: str, limit: str):
         """Loads the problems of a file, or those that the run held out, and compiles a sampler.
+
+        `limit` replaces the one on the tokens of a completion, unless it is ''.
 
         Raises:
             UserError: they cannot be loaded.
         """
         assert policy.run is not None
         run, names = policy.run["config"], [problems] if problems else []
-        (task,) = make_tasks(names, run=run, overrides=TaskOverrides(), trusted=True)
+        overrides = TaskOverrides(max_new_tokens=(limit,) if limit else ())
+        (task,) = make_tasks(names, run=run, overrides=overrides, trusted=True)
         self.prompts = encode_prompts(
             task.problems,
             policy.model.tokenizer,
@@ -240,7 +244,7 @@ def run(arguments: argparse.Namespace) -> None:
         row |= {"device": jax.devices()[0].device_kind, **common.origin("benchmarks.merges")}
         common.merge(arguments.out, row, KEYS)
 
-    held = Held(policy, arguments.problems)
+    held = Held(policy, arguments.problems, arguments.max_new_tokens)
     texts = held.texts(policy.policy)
     add("base", divergence(policy, policy.base.params, *texts))
     nothing = jax.tree.map(jnp.zeros_like, policy.lora)
