@@ -296,6 +296,10 @@ def test_what_serve_compares(tmp_path):
         {"role": "system", "content": "Think."},
         {"role": "user", "content": "q!"},
     ]
+    shots = serve.messages_of(settings | {"examples": ["a", "b"], "system_prompt": ""}, "q")
+    assert [(one["role"], one["content"]) for one in shots] == [
+        ("user", "a!"), ("assistant", "b"), ("user", "q!")
+    ]  # fmt: skip
     served = [(r"\boxed{7.0}", 4, True), (r"\boxed{9}", 4, True)] * 10
     assert serve.scored(settings, rows, served) == [True, False] * 10
     # What counts in an evaluation: more than 0.5 is correct, a missing score is not.

@@ -102,9 +102,12 @@ def read_evaluation(
 
 def messages_of(settings: dict[str, Any], question: str) -> list[dict[str, str]]:
     """The chat messages of a question, as the evaluation has them."""
-    system = settings["system_prompt"]
-    user = {"role": "user", "content": question + settings["question_suffix"]}
-    return [{"role": "system", "content": system}, user] if system else [user]
+    from qerl_jax.data.prompts import example_turns
+
+    system, suffix = settings["system_prompt"], settings["question_suffix"]
+    turns = [("system", system)] if system else []
+    turns += [*example_turns(settings.get("examples", ()), suffix), ("user", question + suffix)]
+    return [{"role": role, "content": content} for role, content in turns]
 
 
 def scored(settings: dict[str, Any], problems: Rows, served: Served) -> list[bool]:
