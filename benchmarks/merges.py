@@ -61,9 +61,9 @@ from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.run import statistics
 
 KEYS = ("model", "seed", "form")
-TRAINED, CALIBRATED = "trained", "calibrated"
+TRAINED, CALIBRATED, PLAIN = "trained", "calibrated", "plain onto nvfp4"
 _TEXTS = 128  # problems on whose completions the KL is measured
-_ROWS = 512  # that decode together
+_ROWS = 1024  # that decode together
 _KL_ROWS = 8
 
 type Kept = dict[str, UpdateRetention]
@@ -76,12 +76,13 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("run", help="run folder with an adapter on a base in NVFP4")
     add("--problems", default="", help="FILE.jsonl (default: the problems that the run held out)")
+    add("--max-new-tokens", default="", help="limit of a completion (default: the run's)")
     add("--samples", type=int, default=16, help="completions per problem (default: 16)")
     add(
         "--plain-samples",
         type=int,
         default=4,
-        help="completions per problem of plain merges (default: 4)",
+        help=f"completions per problem of the merge '{PLAIN}' (default: 4)",
     )
     add("--seconds", type=float, default=0, help="time limit of the command (default: none)")
     return parser
@@ -100,7 +101,7 @@ def merges(policy: LoadedPolicy) -> Iterator[tuple[str, dict, Kept]]:
     tokens = calibration_windows(policy, trusted=True)
     layers = calibrated_merge(policy.model, policy.lora, tokens, retention=kept)
     yield CALIBRATED, on_device(layers), kept
-    sources = {"plain onto nvfp4": ("nvfp4", policy.model), "bf16": ("bf16", policy.model)}
+    sources = {PLAIN: ("nvfp4", policy.model), "bf16": ("bf16", policy.model)}
     if not policy.base.packed:
         run, adapter = policy.adapter.parent, policy.adapter.name
         wide = open_policy(str(run), adapter=adapter, format="bf16")
@@ -113,15 +114,18 @@ def merges(policy: LoadedPolicy) -> Iterator[tuple[str, dict, Kept]]:
 class Held:
     """Problems that the run of a policy has not seen."""
 
-    def __init__(self, policy: LoadedPolicy, problems: str):
+    def __init__(self, policy: LoadedPolicy, problems: str, limit: str):
         """Loads the problems of a file, or those that the run held out, and compiles a sampler.
+
+        `limit` replaces the one on the tokens of a completion, unless it is ''.
 
         Raises:
             UserError: they cannot be loaded.
         """
         assert policy.run is not None
         run, names = policy.run["config"], [problems] if problems else []
-        (task,) = make_tasks(names, run=run, overrides=TaskOverrides(), trusted=True)
+        overrides = TaskOverrides(max_new_tokens=(limit,) if limit else ())
+        (task,) = make_tasks(names, run=run, overrides=overrides, trusted=True)
         self.prompts = encode_prompts(
             task.problems,
             policy.model.tokenizer,
@@ -240,7 +244,7 @@ def run(arguments: argparse.Namespace) -> None:
         row |= {"device": jax.devices()[0].device_kind, **common.origin("benchmarks.merges")}
         common.merge(arguments.out, row, KEYS)
 
-    held = Held(policy, arguments.problems)
+    held = Held(policy, arguments.problems, arguments.max_new_tokens)
     texts = held.texts(policy.policy)
     add("base", divergence(policy, policy.base.params, *texts))
     nothing = jax.tree.map(jnp.zeros_like, policy.lora)
@@ -258,7 +262,7 @@ def run(arguments: argparse.Namespace) -> None:
     passes: dict[str, list[np.ndarray]] = {name: [] for name in policies}
     for number in range(arguments.samples):
         for name, own in policies.items():
-            if name not in (TRAINED, CALIBRATED) and number >= arguments.plain_samples:
+            if name == PLAIN and number >= arguments.plain_samples:
                 continue
             began = time.perf_counter()
             passes[name].append(held.correct(own, number + 1))

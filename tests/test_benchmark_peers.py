@@ -296,6 +296,10 @@ def test_what_serve_compares(tmp_path):
         {"role": "system", "content": "Think."},
         {"role": "user", "content": "q!"},
     ]
+    shots = serve.messages_of(settings | {"examples": ["a", "b"], "system_prompt": ""}, "q")
+    assert [(one["role"], one["content"]) for one in shots] == [
+        ("user", "a!"), ("assistant", "b"), ("user", "q!")
+    ]  # fmt: skip
     served = [(r"\boxed{7.0}", 4, True), (r"\boxed{9}", 4, True)] * 10
     assert serve.scored(settings, rows, served) == [True, False] * 10
     # What counts in an evaluation: more than 0.5 is correct, a missing score is not.
@@ -341,3 +345,12 @@ def test_llama_cpp_is_compared_by_tokens(monkeypatch, tmp_path):
     assert result["first_token"] == pytest.approx(1 / 3)
     with pytest.raises(UserError, match="stop strings"):
         serve.complete_with_llama_cpp(options, settings | {"stop": ["x"]}, problems)
+    # Answers that are kept are not asked for again.
+    options.answers, part = tmp_path / "a.jsonl", problems[:2]
+    assert serve.complete_with_llama_cpp(options, settings, part) == served[:2]
+    found["new0"] = found["new2"]
+    assert serve.complete_with_llama_cpp(options, settings, problems) == served
+    assert serve.complete_with_llama_cpp(options, settings, part) == served[:2]
+    assert [len(prompts) for prompts, _ in asked] == [3, 2, 1]
+    with pytest.raises(UserError, match="other problems"):
+        serve.complete_with_llama_cpp(options, settings, [problems[0] | {"question": "r"}])

@@ -431,8 +431,8 @@ def test_gguf_merged(form, byte_run, tmp_path, capsys):
     if has_file:
         text = (out / "Modelfile").read_text()
         assert text.startswith(f"FROM ./{file.name}\n")
-        assert 'PARAMETER stop "<|im_end|>"\n' in text
-        assert 'PARAMETER stop "ab"\n' in text
+        assert 'PARAMETER stop """<|im_end|>"""\n' in text
+        assert 'PARAMETER stop """ab"""\n' in text
         assert 'MESSAGE user """a!"""\nMESSAGE assistant """b"""\n' in text
         assert 'SYSTEM """ab <|im_end|>"""' in text
     again = load(str(file), format="stored", dtype="float32")
@@ -811,6 +811,7 @@ def test_an_export_is_not_overwritten(run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="exists already; remove it or choose another folder"):
         run_export(run, "merged", out=str(out))
     assert (out / "README.md").read_bytes() == before
+    refused("surrogate", run_export, run, "gguf", out=os.fsdecode(b"%s/a\xff" % bytes(tmp_path)))
 
 
 def test_a_place_that_cannot_be_written_is_refused_first(run, tmp_path, monkeypatch):

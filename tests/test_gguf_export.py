@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import subprocess
+import types
 
 import gguf
 import gguf_cases
@@ -244,6 +245,61 @@ def test_the_base_has_a_form_that_llama_cpp_runs(family, targets, changed, model
         for m in (policy.model, again)
     )
     np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.05)
+
+
+def read_as_ollama(text):
+    """The commands of a Modelfile, as Ollama reads them (parser/parser.go)."""
+
+    def value_of(quoted):
+        quoted = quoted.strip()
+        if not quoted.startswith('"'):
+            return quoted
+        marks = '"' * (3 if quoted.startswith('"""') else 1)
+        whole = len(quoted) >= 2 * len(marks) and quoted.endswith(marks)
+        return quoted[len(marks) : -len(marks)] if whole else None
+
+    commands = []
+    while text:
+        name, _, text = text.partition(" ")
+        if name in ("PARAMETER", "MESSAGE"):
+            kind, _, text = text.partition(" ")
+            name = f"{name} {kind}"
+        lines = (at for at, character in enumerate(text) if character in "\r\n")
+        end = next(at for at in lines if value_of(text[:at]) is not None)
+        commands.append((name, value_of(text[:end])))
+        text = text[end:].lstrip()
+    return commands
+
+
+def test_a_modelfile_holds_the_texts_of_the_run():
+    odd = [
+        'say "a\\n"',
+        '"""',
+        ' """x\n\ta\r\nb\n ',
+        '"',
+        '""\n\n"',
+        "é\n# c\nFROM x",
+        'a """ b\n""c""',
+    ]
+    lost = ['"""\na', 'a\n"""\nb', 'a""" \r\nb', '\n"""\t\n', ' """\na']
+
+    def written(stop, system, examples):
+        run = {"config": {"rollout": {"stop": stop}}}
+        prompt = types.SimpleNamespace(system_prompt=system, examples=examples, question_suffix="!")
+        model = types.SimpleNamespace(tokenizer=gguf_cases.tokenizer_of("qwen2"))
+        policy = types.SimpleNamespace(model=model, prompt=prompt, run=run)
+        text, lacks = gguf_files._modelfile("m.gguf", policy)
+        return read_as_ollama(text)[3:], lacks
+
+    ends = [("PARAMETER stop", text) for text in ("<|im_end|>", "<|endoftext|>", *odd)]
+    commands, lacks = written([*odd, *lost], odd[2], odd[:2])
+    messages = [("MESSAGE user", f"{odd[0]}!"), ("MESSAGE assistant", odd[1])]
+    assert commands == [*ends, ("SYSTEM", odd[2]), *messages]
+    assert len(lacks) == len(lost)
+    # Examples are whole or absent.
+    commands, lacks = written([], lost[0], [*odd[:2], lost[1], odd[3]])
+    assert commands == ends[:2]
+    assert ["system" in note for note in lacks] == [True, False]
 
 
 # --- llama.cpp ------------------------------------------------------------------------------------

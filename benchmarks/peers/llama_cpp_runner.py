@@ -7,7 +7,8 @@ tokenizer makes ids0, ids1 ... The first `scored` texts (default: all) get their
 [T, V] as text0, text1 ... With `new` above 0 every text is continued greedily by at most `new`
 tokens, new0, new1 ..., of which the last one may end the turn. `threads` are 1 unless they are
 given, because threads that wait for each other spin, which is slow on busy cores. The texts are
-decoded together.
+decoded together. Weights are repacked for the CPU only with `repack`: for one with AMX, whose code
+stops the process where an older GCC built it (llama.cpp's issue 20824).
 """
 
 import ctypes
@@ -30,6 +31,7 @@ class Decoder:
         llama_cpp.llama_log_set(_quiet, None)
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
+        options.use_extra_bufts = job.get("repack", False)
         self.model = llama_cpp.llama_model_load_from_file(job["model"].encode(), options)
         if not self.model:
             raise SystemExit(f"{job['model']}: llama.cpp does not load it")

@@ -19,7 +19,8 @@ difference on the same problems. It fails where 0 lies outside the interval of t
 Greedy completions differ at near-ties, so equal texts are only counted, and completions that begin
 with the same token. With --policy there is also `kl`, the mean KL(policy here, llama.cpp) in nats a
 token on some of our completions with their prompts, and the fraction of tokens `top1` at which both
-find the same one the likeliest.
+find the same one the likeliest. llama.cpp is slow: --answers=FILE.jsonl keeps its completions after
+every 50 problems, and a later call with the same evaluation and export continues after them.
 """
 
 import argparse
@@ -42,6 +43,7 @@ _PROMPT_TOKENS = 1024  # vLLM refuses a longer prompt
 _ROWS = 64
 _TRANSFORMERS_ROWS = 100  # A step of transformers takes as long for one row.
 _SCORE_SECONDS = 5.0  # for a call of the scorer, as in `experiments.evaluate`
+_LLAMA_CPP_ROWS = 50  # problems that llama.cpp completes in one process
 _KL_TEXTS = 6
 _LLAMA_CPP = pathlib.Path(__file__).with_name("llama_cpp_runner.py")
 _TRANSFORMERS = "torch==2.11.0 transformers==5.17.0 peft==0.21.2"
@@ -61,6 +63,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--base", type=user_path, required=True, help="folder of the exported base")
     add("--adapter", type=user_path, help="folder of the exported adapter (default: none)")
     add("--policy", default="", help="run whose last adapter llama.cpp is compared with")
+    add("--answers", type=user_path, help="file of llama.cpp's completions (default: none)")
+    add("--limit", type=int, default=0, help="number of problems (default: all)")
     return parser
 
 
@@ -98,9 +102,12 @@ def read_evaluation(
 
 def messages_of(settings: dict[str, Any], question: str) -> list[dict[str, str]]:
     """The chat messages of a question, as the evaluation has them."""
-    system = settings["system_prompt"]
-    user = {"role": "user", "content": question + settings["question_suffix"]}
-    return [{"role": "system", "content": system}, user] if system else [user]
+    from qerl_jax.data.prompts import example_turns
+
+    system, suffix = settings["system_prompt"], settings["question_suffix"]
+    turns = [("system", system)] if system else []
+    turns += [*example_turns(settings.get("examples", ()), suffix), ("user", question + suffix)]
+    return [{"role": role, "content": content} for role, content in turns]
 
 
 def scored(settings: dict[str, Any], problems: Rows, served: Served) -> list[bool]:
@@ -259,16 +266,38 @@ def complete_with_llama_cpp(
     if settings["stop"]:
         raise UserError("the evaluation has stop strings, which --engine=vllm alone knows")
     tokenizer, limit = _tokenizer_of(arguments.base), settings["max_new_tokens"]
-    found = _llama_cpp(arguments, _prompts(tokenizer, settings, problems), new=limit, scored=0)
-    answers = [found[f"new{number}"].tolist() for number in range(len(problems))]
-    return [
-        (
-            tokenizer.decode(tokens),
-            len(tokens),
-            len(tokens) < limit or tokens[-1] in tokenizer.eos_ids,
-        )
-        for tokens in answers
-    ]
+    served = _kept_answers(arguments.answers, problems)
+    while len(served) < len(problems):
+        part = problems[len(served) :][:_LLAMA_CPP_ROWS]
+        found = _llama_cpp(arguments, _prompts(tokenizer, settings, part), new=limit, scored=0)
+        answers = [found[f"new{number}"].tolist() for number in range(len(part))]
+        new = [
+            (
+                tokenizer.decode(tokens),
+                len(tokens),
+                len(tokens) < limit or tokens[-1] in tokenizer.eos_ids,
+            )
+            for tokens in answers
+        ]
+        served += new
+        if arguments.answers:
+            with arguments.answers.open("a") as file:
+                for row, answer in zip(part, new, strict=True):
+                    file.write(json.dumps([row["question"], *answer]) + "\n")
+    return served
+
+
+def _kept_answers(file: pathlib.Path | None, problems: Rows) -> Served:
+    """The completions of the first problems that a file of --answers holds; [] without one."""
+    from qerl_jax.errors import UserError
+
+    if file is None or not file.exists():
+        return []
+    rows = [json.loads(line) for line in file.read_text().splitlines()][: len(problems)]
+    asked = [row["question"] for row in problems[: len(rows)]]
+    if [question for question, *_ in rows] != asked:
+        raise UserError(f"{file}: holds answers to other problems; pass another --answers")
+    return [(text, number, ended) for _, text, number, ended in rows]
 
 
 def compare_with_llama_cpp(
@@ -355,6 +384,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     common.check_out(arguments.out)
     settings, problems = read_evaluation(arguments.evaluation, arguments.task, arguments.judge)
+    problems = problems[: arguments.limit or None]
     complete, requirements = ENGINES[arguments.engine]
     packages = rows.installed(requirements)
     served = complete(arguments, settings, problems)

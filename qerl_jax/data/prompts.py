@@ -103,7 +103,7 @@ def render_prompt(
     if system_prompt:
         chat.insert(0, ("system", system_prompt))
     start = int(chat[0][0] == "system")
-    chat[start:start] = _turns(config.examples, question_suffix)
+    chat[start:start] = example_turns(config.examples, question_suffix)
     messages = [{"role": role, "content": content} for role, content in chat]
     arguments = dict(config.chat_template_args)
     if "tools" in arguments:
@@ -118,8 +118,12 @@ def render_prompt(
     return text
 
 
-def _turns(examples: Sequence[str], question_suffix: str) -> list[tuple[str, str]]:
-    """The messages of solved examples."""
+def example_turns(examples: Sequence[str], question_suffix: str) -> list[tuple[str, str]]:
+    """Returns the messages of solved examples, pairs of a role and a content.
+
+    Raises:
+        UserError: the last example has no answer.
+    """
     if len(examples) % 2:
         raise UserError(
             f"data.examples has {len(examples)} texts, the last {examples[-1]!r:.60}: pass a "

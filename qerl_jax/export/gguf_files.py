@@ -13,7 +13,6 @@ So these weights of an MLP are written in Q8_0, or in BF16, and all others of th
 """
 
 import collections
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,7 +106,9 @@ def fill_merged(
     tensors = checkpoint_tensors(params, model.config, dtype="float32")
     fill_gguf(folder / file, tensors, model.config, model.tokenizer, kinds, name=name)
     if merge in DENSE:
-        (folder / MODELFILE).write_text(_modelfile(file, policy), encoding="utf-8")
+        text, lacks = _modelfile(file, policy)
+        (folder / MODELFILE).write_text(text, encoding="utf-8", newline="")
+        notes += lacks
     return GgufFiles([file], [_describe(kinds), *notes])
 
 
@@ -141,15 +142,41 @@ def _describe(kinds: Mapping[str, Kind]) -> str:
     return f"Tensors by number format: {', '.join(f'{k} ({n})' for k, n in counts.most_common())}."
 
 
-def _modelfile(model: str, policy: LoadedPolicy) -> str:
-    """Returns what `ollama create` reads; Ollama takes the chat template from the model."""
+def _modelfile(model: str, policy: LoadedPolicy) -> tuple[str, list[str]]:
+    """Returns what `ollama create` reads, and what it lacks; Ollama has the model's chat template.
+
+    A value is between three quotation marks, without escapes, and ends at a line that ends with
+    them (parser/parser.go of Ollama).
+    """
     tokenizer, prompt = policy.model.tokenizer, policy.prompt
     ends = [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids]
     ends += [] if policy.run is None else policy.run["config"]["rollout"]["stop"]
+    messages = [
+        ("MESSAGE assistant", text)
+        if number % 2
+        else ("MESSAGE user", text + prompt.question_suffix)
+        for number, text in enumerate(prompt.examples)
+    ]
+    groups = [
+        *(("a stop string", [("PARAMETER stop", end)]) for end in ends if end),
+        ("the system message", [("SYSTEM", prompt.system_prompt)] if prompt.system_prompt else []),
+        ("the solved examples", messages),
+    ]
     lines = [f"FROM ./{model}", "PARAMETER temperature 0", "PARAMETER repeat_penalty 1"]
-    lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in ends if end]
-    lines += [f'SYSTEM """{prompt.system_prompt}"""'] if prompt.system_prompt else []
-    for number, text in enumerate(prompt.examples):
-        role, suffix = ("assistant", "") if number % 2 else ("user", prompt.question_suffix)
-        lines.append(f'MESSAGE {role} """{text}{suffix}"""')
-    return "\n".join(lines) + "\n"
+    notes = []
+    for what, values in groups:
+        if any(_ends_early(value) for _, value in values):
+            notes.append(
+                f"The {MODELFILE} lacks {what} of the run, because it cannot hold a text in which "
+                'a line ends with """.'
+            )
+        else:
+            lines += [f'{name} """{value}"""' for name, value in values]
+    return "\n".join(lines) + "\n", notes
+
+
+def _ends_early(value: str) -> bool:
+    """Whether Ollama takes the end of an earlier line of a value for that of the value."""
+    ends = (at for at, character in enumerate(value) if character in "\r\n")
+    lines = (f'"""{value[:end]}'.strip() for end in ends)
+    return any(len(line) >= 6 and line.endswith('"""') for line in lines)

@@ -18,7 +18,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from qerl_jax.errors import UserError, check_limits, visible
+from qerl_jax.errors import UserError, check_limits, check_unicode, visible
 from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy, read_run, trusts_run
 from qerl_jax.evaluation.scorers import check_scorers, run_scorers
 from qerl_jax.evaluation.tasks import TaskOverrides
@@ -148,6 +148,8 @@ def export(config: ExportConfig) -> Path:
     _check_source(config)
     out = _out_folder(config)
     base_out = out.with_name(f"{out.name}-base") if config.with_base else None
+    for folder in (user_path(config.source).resolve(), out):  # The files of an export name them.
+        check_unicode(str(folder), ascii(str(folder)))
     for folder in filter(None, (out, base_out)):
         check_inside(user_path(config.source), folder)
         check_free(folder)
