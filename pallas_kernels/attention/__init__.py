@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import dense
@@ -45,7 +46,15 @@ def supports_attention(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return length % BLOCK == 0 and supports_device(q.dtype, head_dim)
 
 
-def attend_packed(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.Array:
+def attend_packed(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    *,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+) -> jax.Array:
     """Attention in which a token sees its own completion and its group's prompt, causally.
 
     The scale of the scores is 1 / sqrt(H). The softmax is computed in float32. The gradient by q, k
@@ -56,14 +65,18 @@ def attend_packed(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) 
         q: [T, N, H] queries.
         k: [T, K, H] keys; each is shared by N / K query heads that follow one another.
         v: [T, K, H] values.
-        segments: segments of the buffer, of `segments`.
+        segments: segments of the buffer, of `segments`; with positions where there is a window.
+        sinks: [N], a score of each query head without a value, which is one more term of the sum by
+            which the softmax divides; None for none. It has no gradient.
+        window: number of positions that a token sees, up to its own; 0 for all.
 
     Returns:
         [T, N, H] in the dtype of q.
     """
-    if supports_attention(q):
+    if supports_attention(q) and sinks is None and not window:
         return _attend_sm90(q, k, v, segments)
-    return checkpoint_name(dense.attend(q, k, v, segments), "attention")
+    limits = {"sinks": None if sinks is None else lax.stop_gradient(sinks), "window": window}
+    return checkpoint_name(dense.attend(q, k, v, segments, **limits), "attention")
 
 
 @jax.custom_vjp

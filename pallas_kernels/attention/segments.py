@@ -37,6 +37,8 @@ class Segments(NamedTuple):
         sums: int32 [T / 128, 2], the first slot of each divided tile of keys and its number of
             parts, or zeros.
         ends: int32 [T], the end of the run of queries that see each key.
+        positions: int32 [T], the position of each token in its row, which a window is by; None
+            where there is no window. It is not of `segments`.
     """
 
     ids: Array
@@ -44,6 +46,7 @@ class Segments(NamedTuple):
     query_runs: Array
     sums: Array
     ends: Array
+    positions: Array | None = None
 
 
 def segments(ids: np.ndarray) -> Segments:

@@ -2,13 +2,16 @@
 
 Its arrays are
 
-    router [E, D]                                   dense
+    router [E, D], router_bias [E]                  dense; biases: gpt-oss
     experts_gate_up [E 2F, D]                       of each expert the rows of gate, then of up
     experts_down [E D, F]
+    experts_gate_up_bias [E, 2, F]                  gpt-oss, of gate and of up
+    experts_down_bias [E, D]                        gpt-oss
     shared_gate_up [2 S, D], shared_down [D, S]     an expert of width S that every token has
     shared_gate [1, D]                              the sigmoid of its product multiplies that
 
-of which models without a shared expert lack the last three. The router multiplies in float32, and
+of which models without a shared expert lack the last three. The activation of gpt-oss is clamped,
+see `ModelConfig.swiglu_limit`. The router multiplies in float32, and
 of equal logits it takes the expert of the lower id. Router and routed experts are frozen; an
 adapter of routed experts has A [E, r, K] and B [E, N, r] by the name of a stack, so that gate and
 up share A.
@@ -37,7 +40,7 @@ from pallas_kernels.experts import (
     to_rows,
 )
 from qerl_jax.errors import UserError
-from qerl_jax.policy.config import ExpertsConfig, ModelConfig
+from qerl_jax.policy.config import SWIGLU_ALPHA, ExpertsConfig, ModelConfig
 from qerl_jax.policy.layers.linear import ROUTES, normed
 from qerl_jax.policy.layers.mlp import gated
 from qerl_jax.policy.layers.part import Array, Memory, Own, Stack, Weight
@@ -73,7 +76,10 @@ _EXPERTS_DOWN = Stack(
 MODULE: str = "mlp"
 WEIGHTS: tuple[Weight, ...] = (_GATE_UP, _DOWN)
 ARRAYS: dict[str, Array] = {
-    "router": Array(("gate.weight",)),
+    "router": Array(("gate.weight",), others=("router.weight",)),
+    "router_bias": Array(("router.bias",)),
+    "experts_gate_up_bias": Array(("experts.gate_up_proj_bias",)),
+    "experts_down_bias": Array(("experts.down_proj_bias",)),
     "shared_gate": Array(("shared_expert_gate.weight",)),
 }
 STACKS: tuple[Stack, ...] = (_EXPERTS_GATE_UP, _EXPERTS_DOWN)
@@ -89,7 +95,16 @@ def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """As in `part.Part`."""
-    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (_of(config).count, config.embed_dim)}
+    count, width = _of(config).count, _of(config).width
+    if config.other_biases:
+        return {
+            "router.weight": (count, config.embed_dim),
+            "router.bias": (count,),
+            # As `names.expert_tensors` has it, with gate and up apart.
+            "experts.gate_up_proj_bias": (count, 2, width),
+            "experts.down_proj_bias": (count, config.embed_dim),
+        }
+    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (count, config.embed_dim)}
     if _of(config).shared_width:
         shapes["shared_expert_gate.weight"] = (1, config.embed_dim)
     return shapes
@@ -167,6 +182,8 @@ def _route(own: Own, h: jax.Array, routes: jax.Array | None) -> tuple[jax.Array,
     if own.inputs is not None:
         own.inputs["router"] = h
     logits = _wide_product(h, own.layer["router"])
+    if own.config.other_biases:
+        logits = logits + own.layer["router_bias"].astype(jnp.float32)
     chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), experts.top_k)[1]
     # Computed again in the backward pass, they could be others.
     chosen = checkpoint_name(chosen, ROUTES)
@@ -199,17 +216,37 @@ def _routed(own: Own, h: jax.Array, weights: jax.Array, routes: jax.Array) -> ja
             y = y + grouped_lora(rows, own.adapters[stack.name], own_table)
         return y
 
+    def bias_of(stack: Stack) -> jax.Array:
+        """The bias of the expert of each row, float32 [R, N]."""
+        rows_of_tile = len(own_table.source) // len(own_table.owner)
+        bias = own.layer[f"{stack.name}_bias"].reshape(experts.count, -1)[own_table.owner]
+        return jnp.repeat(bias.astype(jnp.float32), rows_of_tile, axis=0)
+
     rows = to_rows(h.reshape(-1, width), own_table)
     gate_up = checkpoint_name(product(rows, _EXPERTS_GATE_UP), _GATE_UP.product)
-    gate, up = jnp.split(gate_up, 2, axis=-1)
     with jax.named_scope("mlp"):
         # A weight multiplies the input of down, so that its gradient does not read the result.
         row_weights = to_rows(weights.reshape(-1, 1), own_table)
-        hidden = (jax.nn.silu(gate) * up * row_weights).astype(dtype)
-    pairs = to_pairs(product(hidden, _EXPERTS_DOWN), own_table)
+        if own.config.other_biases:
+            gate_up = gate_up + bias_of(_EXPERTS_GATE_UP)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        hidden = (_activated(own.config, gate, up) * row_weights).astype(dtype)
+    y = product(hidden, _EXPERTS_DOWN)
+    if own.config.other_biases:
+        y = (y + row_weights * bias_of(_EXPERTS_DOWN)).astype(dtype)
+    pairs = to_pairs(y, own_table)
     with jax.named_scope("mlp"):
         added = pairs.reshape(-1, experts.top_k, width).sum(axis=1, dtype=jnp.float32)
     return added.astype(dtype).reshape(h.shape)
+
+
+def _activated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The activation of gate and up, see `ModelConfig.swiglu_limit`."""
+    if not config.swiglu_limit:
+        return jax.nn.silu(gate) * up
+    gate = jnp.minimum(gate, config.swiglu_limit)
+    up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
+    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
 
 
 @jax.custom_vjp

@@ -142,8 +142,9 @@ def other_tensors(config: ModelConfig, layer: int) -> dict[str, dict[str, tuple[
     for part in layer_of(config, layer):
         shapes = part.tensor_shapes(config)
         for name, array in part.ARRAYS.items():
-            if array.tensors[0] in shapes:
-                found[name] = {f"{part.MODULE}.{x}": shapes[x] for x in array.tensors}
+            for tensors in filter(None, (array.tensors, array.others)):
+                if tensors[0] in shapes:
+                    found[name] = {f"{part.MODULE}.{x}": shapes[x] for x in tensors}
     return found
 
 
