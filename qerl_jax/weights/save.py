@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig, text_config_json, to_hf_config
-from qerl_jax.policy.layers.kinds import fused_of, projection_shapes, stack_shapes
+from qerl_jax.policy.layers.kinds import STACKS, fused_of, projection_shapes, stack_shapes
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, dequantize
 from qerl_jax.system import json_file
 from qerl_jax.system.safe_files import read_bytes
@@ -152,8 +152,8 @@ def checkpoint_tensors(
     NVFP4 projections keep their bytes and get the names of compressed-tensors: weight_packed
     [N, K/2], weight_scale [N, K/16] and weight_global_scale [1]. Projections packed in another
     format are dequantized. Packed experts have these tensors for each of their projections; dense
-    ones are stored as the family publishes them, see `names.stacks_experts`. A tied head is left
-    out.
+    ones are stored as the family publishes them, see `names.stacks_experts`, and so are those of
+    gpt-oss in MXFP4, with the same bytes. A tied head is left out.
 
     Args:
         params: the parameter tree, on the device or in NumPy; `layers` may be an iterator, which
@@ -290,6 +290,10 @@ def _layer_tensors(
                 yield bias, others.pop(bias)
     for stack, expert_modules in names.expert_modules(model_config, number).items():
         weight, shape = layer[stack], stack_shapes(model_config, number)[stack]
+        if names.takes_turns(model_config):
+            sizes = shape[0], len(STACKS[stack].members), shape[1], shape[2]
+            yield from _experts_in_turn(names.stacked_tensor(number, stack), weight, sizes, dtype)
+            continue
         is_packed = isinstance(weight, QuantTensor) and weight.format == "nvfp4"
         if is_packed or not names.stacks_experts(model_config):
             rows = shape[0] * shape[1] // len(expert_modules)
@@ -304,6 +308,29 @@ def _layer_tensors(
         stored = _stored(layer[norm], norm, model_config)
         yield f"{names.layer_module(number, norm)}.weight", _dense(stored, of_norms)
     yield from others.items()
+
+
+def _experts_in_turn(
+    name: str, weight: Any, sizes: tuple[int, int, int, int], dtype: np.dtype
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of a stack [E N, K] of gpt-oss, which keeps the bytes of MXFP4.
+
+    The sizes are E, the number of members, N and K.
+    """
+    experts, members, rows, columns = sizes
+    if isinstance(weight, QuantTensor) and weight.format == "mxfp4":
+        stored = jax.device_get(checkpoint_order(weight))
+        parts = stored.packed, stored.scales.view(np.uint8)
+        codes, scales = (names.in_turn(x.reshape(experts, members, -1, x.shape[1])) for x in parts)
+        yield f"{name}_blocks", codes.reshape(*scales.shape, 16)
+        yield f"{name}_scales", scales
+        return
+    # One expert after the other, as float32 has twice the bytes of the tensor.
+    dense = [
+        next(_module_tensors("", part, dtype))[1].reshape(1, members, -1, columns)
+        for _, part in _parts(weight, dict.fromkeys(range(experts), rows))
+    ]
+    yield name, np.stack([names.in_turn(expert)[0].T for expert in dense])
 
 
 def _parts(weight: Any, rows: Mapping[Any, int]) -> Iterator[tuple[Any, Any]]:
@@ -344,6 +371,8 @@ def _other_tensors(
         elif names.is_wide(array) and not _fits(value, dtype):
             # Gates that a file stored in float32 stay so, which transformers and vLLM read as well.
             own_dtype = np.dtype(np.float32)
+        if names.takes_turns(model_config) and np.ndim(value) == 3:
+            value = names.in_turn(np.asarray(value))
         ends = list(itertools.accumulate(shape[0] for shape in tensors.values()))
         parts = np.split(_dense(value, own_dtype), ends[:-1])
         found |= dict(zip(tensors, parts, strict=True))
