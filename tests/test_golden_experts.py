@@ -16,10 +16,11 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.attention import rotary_angles
 from qerl_jax.policy.layers.part import NewTokens
-from qerl_jax.policy.quant import QuantTensor, dequantize
+from qerl_jax.policy.quant import QuantTensor, dequantize, tile_order
 from qerl_jax.rollout.scheduler import pad_prompts
 from qerl_jax.weights import names
 from qerl_jax.weights.load import load
+from qerl_jax.weights.save import checkpoint_tensors
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 ROWS, LAYERS = range(2), range(2)
@@ -263,3 +264,24 @@ def test_mxfp4_of_gpt_oss_has_the_values_of_transformers():
     ids = expected["ids_1"][None]
     logits = transformer.forward(model.params, None, ids, jnp.array([40]), config=model.config)
     np.testing.assert_allclose(logits[0], expected["logits_1"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["bf16", "mxfp4", "tiles"])
+def test_gpt_oss_is_written_byte_for_byte(form):
+    """Blocks and dense experts are those of the file, also from the order of the kernels."""
+    family, format = ("gpt_oss", "bf16") if form == "bf16" else ("gpt_oss_mxfp4", "mxfp4")
+    model = golden(family, format)[0]
+    layers = model.params["layers"]
+    if form == "tiles":
+        layers = [
+            {n: tile_order(x) if isinstance(x, QuantTensor) else x for n, x in layer.items()}
+            for layer in layers
+        ]
+        assert layers[0]["experts_gate_up"].tiles is not None
+    params = model.params | {"layers": layers}
+    written = dict(checkpoint_tensors(params, model.config, dtype="float32"))
+    stored = load_file(GOLDEN / family / "model.safetensors")
+    assert written.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert written[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(written[name], tensor, err_msg=name)

@@ -59,6 +59,16 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
+# That of gpt-oss as it is published, with experts in MXFP4.
+MXFP4_CONFIG: dict[str, Any] = {
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+    "quant_method": "mxfp4",
+}
 # Greedy decoding; a program that samples has the distribution of the policy itself.
 _SAMPLING = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 # Files that are copied from the folder from which a model was loaded.
@@ -181,6 +191,7 @@ def companion_files(
     ignore: Sequence[str] = (),
     dtype: str = "bfloat16",
     trained: bool = False,
+    blocks: bool = False,
 ) -> dict[str, bytes]:
     """Returns the companions of a checkpoint: config.json, generation_config.json, the tokenizer.
 
@@ -197,6 +208,7 @@ def companion_files(
         dtype: 'bfloat16' or 'float32', the dtype of every tensor that is not packed.
         trained: whether the policy was trained. Its scores are greedy, with the stop tokens of the
             tokenizer, and the policy is not what the base's repetition penalty makes of it.
+        blocks: whether the experts of gpt-oss are exported in MXFP4.
 
     Returns:
         Contents by file name.
@@ -205,15 +217,15 @@ def companion_files(
     if trained:
         assert model.tokenizer is not None, "a policy has a tokenizer"
         sampling = json.dumps(tokenizer_lib.token_ids(model.tokenizer) | _SAMPLING, indent=2)
-        files = companion_files(model, packed=packed, ignore=ignore, dtype=dtype)
+        options = {"packed": packed, "dtype": dtype, "blocks": blocks}
+        files = companion_files(model, ignore=ignore, **options)
         return files | {"generation_config.json": f"{sampling}\n".encode()}
     if not model.path.is_dir():
         assert model.tokenizer is not None, "only a folder can lack a tokenizer"
         return tokenizer_lib.to_files(model.tokenizer) | {
             "config.json": _config_json(
                 to_hf_config(model.config) | tokenizer_lib.token_ids(model.tokenizer),
-                packed=packed,
-                ignore=ignore,
+                _quantization(packed=packed, ignore=ignore, blocks=blocks),
                 dtype=dtype,
             )
         }
@@ -225,8 +237,10 @@ def companion_files(
     companions += [f"{tokenizer_lib.TEMPLATES}/{path.name}" for path in sorted(templates)]
     return {name: _read_companion(model.path, name) for name in companions} | {
         "config.json": content
-        if hf is whole and _matches_format(hf, packed=packed, dtype=dtype)
-        else _config_json(hf, packed=packed, ignore=ignore, dtype=dtype)
+        if hf is whole and _matches_format(hf, packed=packed, dtype=dtype, blocks=blocks)
+        else _config_json(
+            hf, _quantization(packed=packed, ignore=ignore, blocks=blocks), dtype=dtype
+        )
     }
 
 
@@ -395,10 +409,13 @@ def _dense(value: Any, dtype: np.dtype) -> np.ndarray:
     return np.asarray(jax.device_get(value)).astype(dtype, copy=False)
 
 
-def _matches_format(hf: Mapping[str, Any], *, packed: bool, dtype: str) -> bool:
+def _matches_format(hf: Mapping[str, Any], *, packed: bool, dtype: str, blocks: bool) -> bool:
     """Tells whether a config.json already describes what is exported."""
     stored_dtype = hf.get("dtype", hf.get("torch_dtype"))
     quantization = hf.get("quantization_config")
+    if blocks:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        return method == "mxfp4" and stored_dtype in (None, dtype)
     if not packed:
         return quantization is None and stored_dtype == dtype
     # A config that asks for quantized activations does not describe an export: only weights are
@@ -418,14 +435,21 @@ def _quantizes_only_weights(quantization: Any) -> bool:
         return False
 
 
+def _quantization(*, packed: bool, ignore: Sequence[str], blocks: bool) -> Mapping[str, Any] | None:
+    """Returns the quantization_config of an export, or None for a dense one."""
+    if blocks:
+        return MXFP4_CONFIG
+    ignored = [*QUANTIZATION_CONFIG["ignore"], *ignore]
+    return QUANTIZATION_CONFIG | {"ignore": ignored} if packed else None
+
+
 def _config_json(
-    hf: Mapping[str, Any], *, packed: bool, ignore: Sequence[str], dtype: str
+    hf: Mapping[str, Any], quantization: Mapping[str, Any] | None, *, dtype: str
 ) -> bytes:
     # transformers 5 renamed torch_dtype to dtype, and reads both.
     key = "dtype" if "dtype" in hf else "torch_dtype"
     fields = {**hf, key: dtype}
     fields.pop("quantization_config", None)
-    if packed:
-        ignored = [*QUANTIZATION_CONFIG["ignore"], *ignore]
-        fields["quantization_config"] = QUANTIZATION_CONFIG | {"ignore": ignored}
+    if quantization is not None:
+        fields["quantization_config"] = quantization
     return (json.dumps(fields, indent=2) + "\n").encode()
