@@ -245,6 +245,11 @@ class ModelConfig:
         }
         return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
 
+    @property
+    def packs_projections(self) -> bool:
+        """Whether a format of 4 bits packs projections, too; of gpt-oss it packs experts alone."""
+        return self.model_type != "gpt_oss"
+
     def of_layer(self, number: int) -> "ModelConfig":
         """Returns the architecture as a layer has it: without the window of other layers."""
         if not self.window or number in self.window_layers:

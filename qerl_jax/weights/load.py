@@ -25,7 +25,7 @@ import numpy as np
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.layers.kinds import ALL_FUSED, PACKED, STACKS
+from qerl_jax.policy.layers.kinds import ALL_FUSED, PACKED, STACKS, packed_of
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
 from qerl_jax.system.live_line import progress_line, waiting
 from qerl_jax.system.processor import available_cores
@@ -266,7 +266,7 @@ def _read_part(
     modules = [tensor.removesuffix(".weight") for tensor in tensors]
     if modules[0] in checkpoint.packed:
         weight = _read_packed(checkpoint, modules, stream)
-    elif name in PACKED and format != "bf16" and not checkpoint.packed:
+    elif name in packed_of(checkpoint.config) and format != "bf16" and not checkpoint.packed:
         weights = []
         for group in itertools.batched(tensors, len(PACKED[name])):
             bits = [send(tensor, DTYPES["bfloat16"], np.uint16) for tensor in group]
@@ -358,7 +358,7 @@ def check_formats(checkpoint: Checkpoint, format: str) -> None:
     """
     for layer in range(checkpoint.config.num_layers):
         arrays = names.stored_tensors(checkpoint.config, layer)
-        for name in (name for name in PACKED if name in arrays):
+        for name in (name for name in packed_of(checkpoint.config) if name in arrays):
             with name_in_errors(checkpoint, layer, name):
                 check_inputs(checkpoint.shapes[arrays[name][0]], format)
 

@@ -37,6 +37,13 @@ ALL_PROJECTIONS = tuple(name for members in ALL_FUSED.values() for name in membe
 PACKED = FUSED | {stack.name: stack.members for stack in STACKS.values()}
 
 
+def packed_of(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Returns the part of `PACKED` that a format of 4 bits packs in a model."""
+    if config.packs_projections:
+        return PACKED
+    return {name: members for name, members in PACKED.items() if name in STACKS}
+
+
 class Layer(NamedTuple):
     """The kinds of the two parts of a layer; layers of equal kinds share their programs."""
 
