@@ -73,34 +73,37 @@ def attend_packed(
     Returns:
         [T, N, H] in the dtype of q.
     """
-    if supports_attention(q) and sinks is None and not window:
-        return _attend_sm90(q, k, v, segments)
-    limits = {"sinks": None if sinks is None else lax.stop_gradient(sinks), "window": window}
-    return checkpoint_name(dense.attend(q, k, v, segments, **limits), "attention")
+    if sinks is not None:
+        sinks = lax.stop_gradient(sinks)
+    if supports_attention(q):
+        return _attend_sm90(q, k, v, segments, sinks, window)
+    attended = dense.attend(q, k, v, segments, sinks=sinks, window=window)
+    return checkpoint_name(attended, "attention")
 
 
-@jax.custom_vjp
-def _attend_sm90(q, k, v, segments):
-    return _forward(q, k, v, segments)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend_sm90(q, k, v, segments, sinks, window):
+    return _forward(q, k, v, segments, sinks, window)[0]
 
 
-def _forward(q, k, v, segments):
+def _forward(q, k, v, segments, sinks, window):
     # Mosaic GPU takes seconds to import, and only a Hopper GPU needs it.
     from pallas_kernels.attention import forward_sm90
 
-    out, lse = forward_sm90.attend(q, k, v, segments)
+    out, lse = forward_sm90.attend(q, k, v, segments, sinks=sinks, window=window)
     # The backward pass reads both, so a checkpoint policy saves both by one name.
     out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
-    return out, (q, k, v, segments, out, lse)
+    return out, (q, k, v, segments, out, lse, sinks)
 
 
-def _backward(saved, d_out):
+def _backward(window, saved, d_out):
     from pallas_kernels.attention import backward_sm90
 
-    q, k, v, segments, out, lse = saved
-    gradients = backward_sm90.gradients(q, k, v, segments, out, lse, d_out)
+    q, k, v, segments, out, lse, sinks = saved
+    gradients = backward_sm90.gradients(q, k, v, segments, out, lse, d_out, window=window)
     no_gradient = functools.partial(np.zeros, dtype=jax.dtypes.float0)
-    return *gradients, jax.tree.map(lambda x: no_gradient(x.shape), segments)
+    none = jax.tree.map(lambda x: no_gradient(x.shape), segments)
+    return *gradients, none, None if sinks is None else jnp.zeros_like(sinks)
 
 
 _attend_sm90.defvjp(_forward, _backward)
