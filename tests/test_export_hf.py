@@ -80,7 +80,9 @@ def mixture_export(family, form, folder, name="default", **options):
     return out, policy
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "qwen3_5_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)]
+)
 def test_a_mixture_is_merged(family, tmp_path):
     out, policy = mixture_export(family, "merged", tmp_path / "out")
     tensors = safetensors.read_folder(out)
@@ -166,7 +168,9 @@ def test_an_adapter_of_a_mixture_with_its_base(family, tmp_path):
     assert open_policy(str(out), base=str(GOLDEN / family)).lora is not None
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "qwen3_5_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)]
+)
 def test_an_adapter_of_routed_experts(family, tmp_path, capsys):
     """It is written as vLLM reads the family."""
     out, policy = mixture_export(family, "peft", tmp_path / "out", "stacked")

@@ -212,8 +212,17 @@ def test_the_kernels(heads, total, groups):
 LIMITED = packed_ids((5, 9, 0, 1), (1, 30), (40, 3, 7), (8,), total=130)
 
 
-@pytest.mark.parametrize("window", [0, 2, 6, 200])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("window", "has_sinks"),
+    [
+        (6, True),
+        (2, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((0, True), (2, True), (200, True), (6, False), (200, False))
+        ),
+    ],
+)
 def test_sinks_and_windows_of_the_dense_form(window, has_sinks, monkeypatch):
     """Also in blocks; windows are by the positions of rows, so a completion sees its prompt."""
     if window == 6:

@@ -41,6 +41,7 @@ PART_NUMBERS = 1 << 28
 PRODUCT_NUMBERS = 1 << 25
 
 MAX_RANK = 64  # of an adapter in the kernel; no larger one was tried
+SWIGLU_ALPHA = 1.702  # factor of the gate in the sigmoid of a clamped SwiGLU
 
 Weight = jax.Array | Fp4Weight | Fp4Tiles
 Adapter = tuple[jax.Array, jax.Array]  # A [E, r, K] and B [E, N, r]
@@ -98,6 +99,24 @@ class Gated(NamedTuple):
     down: Weight  # [E N, F]
     # Those of both weights as `grouped_lora` takes them; of one MLP A [r, K] and B [N, r''].
     adapters: tuple[Adapter | None, Adapter | None] = (None, None)
+    biases: tuple[jax.Array, jax.Array] | None = None  # of E experts: [E, 2, F] and [E, N]
+
+
+def activated(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """Returns silu(gate) up; with a limit (up + 1) gate sigmoid(1.702 gate).
+
+    The limit is that of gate and of the size of up, as in gpt-oss.
+    """
+    if not limit:
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
+
+
+def bias_of(bias: jax.Array, table: Table) -> jax.Array:
+    """Returns the bias float32 [R, N] of the expert of each row, of those [E, ...] of all."""
+    own = bias.reshape(len(bias), -1)[table.owner].astype(jnp.float32)
+    return jnp.repeat(own, len(table.source) // len(table.owner), axis=0)
 
 
 @jax.named_scope("experts")
@@ -109,8 +128,11 @@ def mlp(
     *,
     width: int,
     shared: Gated | None = None,
+    limit: float = 0.0,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (silu(gate) * up * w) W_down^T for the expert of each pair, of gate and up x W_e^T.
+
+    Where experts have biases, these are added to gate and up, and times w to the result.
 
     There are no derivatives.
 
@@ -121,14 +143,16 @@ def mlp(
         row_weights: float32 [P], the weight w of each pair.
         width: number F of outputs of gate.
         shared: an MLP that all tokens have, where `takes_shared`.
+        limit: that of `activated`.
 
     Returns:
         [R, N] in x's dtype, in which rows without a pair are undefined; and what the shared MLP
         computes, [T, N] or None.
     """
-    (gate_up, down, adapters), mixtures = experts, []
+    (gate_up, down, adapters, biases), mixtures = experts, []
     outputs = _outputs(down) * 2 * width // _outputs(gate_up)
-    if _fits_mlp(x, experts, table, width):
+    plain = biases is None and not limit
+    if plain and _fits_mlp(x, experts, table, width):
         mixtures.append((gate_up, down, table, row_weights, _for_kernel(adapters, x.dtype)))
         if shared is not None:
             whole = [own and (own[0][None], own[1][None]) for own in shared.adapters]
@@ -141,6 +165,8 @@ def mlp(
             return rows, others[0][: len(x)] if others else None
     assert shared is None, "`takes_shared` says where it may be given"
     own, after = adapters
+    if not plain:
+        return _limited(x, experts, table, row_weights, width, limit), None
     if own is None:
         hidden = gated_matmul(x, gate_up, table, row_weights, width=width)
     else:
@@ -149,6 +175,26 @@ def mlp(
         hidden = _gated(y + grouped_lora(rows, own, table), table, row_weights)
     y = grouped_matmul(hidden, down, table, outputs=outputs, zeros=after is not None)
     return y if after is None else y + grouped_lora(hidden, after, table), None
+
+
+def _limited(x, experts, table, row_weights, width, limit):
+    """`mlp` of experts with biases, or with a limit: XLA computes what is between the products."""
+    gate_up, down, adapters, biases = experts
+    outputs = _outputs(down) * 2 * width // _outputs(gate_up)
+    rows, weights = to_rows(x, table), to_rows(row_weights[:, None], table)
+
+    def product(rows, number, outputs):
+        y = grouped_matmul(rows, (gate_up, down)[number], table, outputs=outputs)
+        adapter = adapters[number]
+        return y if adapter is None else y + grouped_lora(rows, adapter, table)
+
+    y = product(rows, 0, 2 * width)
+    if biases is not None:
+        y = y + bias_of(biases[0], table)
+    gate, up = jnp.split(y, 2, axis=1)
+    hidden = activated(gate, up, limit)
+    y = product((hidden * weights).astype(x.dtype), 1, outputs)
+    return y if biases is None else (y + weights * bias_of(biases[1], table)).astype(x.dtype)
 
 
 def takes_shared(

@@ -30,7 +30,7 @@ _ARCHITECTURES = {
 # Where a file does not state them; Qwen3Moe divides the width by the heads then.
 _HEAD_DIMS = {"qwen3": 128, "qwen3_5": 256, "qwen3_5_moe": 256, "gpt_oss": 64}
 _BIASED = ("qwen2", "gpt_oss")  # families with biases of q, k and v, whatever their files say
-SWIGLU_ALPHA = 1.702  # factor of the gate in the sigmoid of a clamped SwiGLU
+_SWIGLU_ALPHA = 1.702  # as in `experts.activated`
 # Where a file of gpt-oss states no rope parameters.
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -470,7 +470,7 @@ def _expert_fields(experts: ExpertsConfig) -> dict[str, Any]:
 
 def _gpt_oss(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` that only gpt-oss has, with transformers' defaults."""
-    for key, expected in (("attention_bias", True), ("swiglu_alpha", SWIGLU_ALPHA)):
+    for key, expected in (("attention_bias", True), ("swiglu_alpha", _SWIGLU_ALPHA)):
         if hf.get(key, expected) != expected:
             raise UserError(
                 f"config.json: {key}={hf[key]!r:.50} is not supported for gpt_oss; supported: "

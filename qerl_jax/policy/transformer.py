@@ -548,7 +548,7 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
             cache.lengths,
             (cosines, sines),
             eps=config.norm_eps,
-            kind=Kind(mixer, None if shapes is None else Experts(*shapes)),
+            kind=Kind(mixer, None if shapes is None else Experts(*shapes), own_config.window),
             axis=TENSOR if config.shards > 1 else None,
         )
         layers.append(tree.unflatten(leaves))

@@ -182,11 +182,12 @@ def mix_extend(
         keys = keys.at[index].set(to_cache(k.swapaxes(1, 2), keys.dtype), mode="drop")
         values = values.at[index].set(to_cache(v.swapaxes(1, 2), values.dtype), mode="drop")
         kept = KeysValues(keys, values)
-        if decode.supports_layer(x.dtype, keys) and not _limits(own):
+        if decode.supports_layer(x.dtype, keys):
             # The module uses an API of jax that may change, and is loaded when needed.
             from pallas_kernels.decode import layer
 
-            attended = layer.attend_from(q, keys, values, new.positions, new.rows)
+            place = new.positions, new.rows
+            attended = layer.attend_from(q, keys, values, *place, **_limits(own))
         else:
             mine = rows_of(kept, new)
             seen = mine.keys.astype(q.dtype), mine.values.astype(q.dtype), new.positions
@@ -200,17 +201,12 @@ def _limits(own: Own) -> dict[str, Any]:
     return limits | ({"window": own.config.window} if own.config.window else {})
 
 
-def _is_plain(config: ModelConfig) -> bool:
-    """Whether no layer has sinks or a window, which the kernels and cuDNN lack."""
-    return not config.sinks and not config.window
-
-
 def seen_bytes(
     config: ModelConfig, itemsize: int, sizes: tuple[int, int, int], *, extends: bool
 ) -> int:
     """As in `part.Mixer`: scores, their weights, and the keys and values that they are made of."""
     rows, tokens, positions = sizes
-    plain = _is_plain(config)
+    plain = not config.sinks and not config.window  # cuDNN has neither.
     if not extends and itemsize == 2 and config.head_dim <= _CUDNN_DIM and plain:
         return 0
     scores = min(_SCORES, 4 * rows * tokens * config.num_heads * positions)
@@ -218,8 +214,7 @@ def seen_bytes(
     # Whatever the dtype of the cache is: float8 needs the newest device.
     shape = rows, config.num_kv_heads, positions, config.head_dim
     cache = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
-    kernel = plain and decode.supports_layer(jnp.dtype(jnp.bfloat16), cache)
-    if extends and itemsize == 2 and kernel:
+    if extends and itemsize == 2 and decode.supports_layer(jnp.dtype(jnp.bfloat16), cache):
         # The queries in another order, and their results in float32.
         return rows * tokens * config.num_heads * 6 * config.head_dim + itemsize * own
     # The keys and values of the rows; and again as they are stored, with half of the bits at most
@@ -236,7 +231,6 @@ def fuses(config: ModelConfig, dtype: jnp.dtype, kept: KeysValues) -> str:
         fits = fits and config.qk_norm and not config.attention_bias
     else:
         fits = rotated == config.head_dim
-    fits = fits and _is_plain(config)
     if not fits or not decode.supports_layer(dtype, kept.keys):
         return ""
     return "gated_attention" if config.gated_attention else "attention"

@@ -30,6 +30,8 @@ from pallas_kernels.experts import (
     DENSE_NUMBERS,
     PART_NUMBERS,
     PRODUCT_NUMBERS,
+    activated,
+    bias_of,
     grouped_lora,
     grouped_matmul,
     has_hopper_kernel,
@@ -40,7 +42,7 @@ from pallas_kernels.experts import (
     to_rows,
 )
 from qerl_jax.errors import UserError
-from qerl_jax.policy.config import SWIGLU_ALPHA, ExpertsConfig, ModelConfig
+from qerl_jax.policy.config import ExpertsConfig, ModelConfig
 from qerl_jax.policy.layers.linear import ROUTES, normed
 from qerl_jax.policy.layers.mlp import gated
 from qerl_jax.policy.layers.part import Array, Memory, Own, Stack, Weight
@@ -154,10 +156,13 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     )
 
 
-def fused_shapes(config: ModelConfig) -> tuple[int, int, int, bool] | None:
+def fused_shapes(config: ModelConfig) -> tuple[int, int, int, bool, float] | None:
     """As in `part.Mlp`."""
     experts = _of(config)
-    return experts.count, experts.top_k, experts.width, experts.normalized
+    return (
+        *(experts.count, experts.top_k, experts.width, experts.normalized),
+        config.swiglu_limit,
+    )
 
 
 def mlp(
@@ -216,37 +221,22 @@ def _routed(own: Own, h: jax.Array, weights: jax.Array, routes: jax.Array) -> ja
             y = y + grouped_lora(rows, own.adapters[stack.name], own_table)
         return y
 
-    def bias_of(stack: Stack) -> jax.Array:
-        """The bias of the expert of each row, float32 [R, N]."""
-        rows_of_tile = len(own_table.source) // len(own_table.owner)
-        bias = own.layer[f"{stack.name}_bias"].reshape(experts.count, -1)[own_table.owner]
-        return jnp.repeat(bias.astype(jnp.float32), rows_of_tile, axis=0)
-
     rows = to_rows(h.reshape(-1, width), own_table)
     gate_up = checkpoint_name(product(rows, _EXPERTS_GATE_UP), _GATE_UP.product)
     with jax.named_scope("mlp"):
         # A weight multiplies the input of down, so that its gradient does not read the result.
         row_weights = to_rows(weights.reshape(-1, 1), own_table)
         if own.config.other_biases:
-            gate_up = gate_up + bias_of(_EXPERTS_GATE_UP)
+            gate_up = gate_up + bias_of(own.layer["experts_gate_up_bias"], own_table)
         gate, up = jnp.split(gate_up, 2, axis=-1)
-        hidden = (_activated(own.config, gate, up) * row_weights).astype(dtype)
+        hidden = (activated(gate, up, own.config.swiglu_limit) * row_weights).astype(dtype)
     y = product(hidden, _EXPERTS_DOWN)
     if own.config.other_biases:
-        y = (y + row_weights * bias_of(_EXPERTS_DOWN)).astype(dtype)
+        y = (y + row_weights * bias_of(own.layer["experts_down_bias"], own_table)).astype(dtype)
     pairs = to_pairs(y, own_table)
     with jax.named_scope("mlp"):
         added = pairs.reshape(-1, experts.top_k, width).sum(axis=1, dtype=jnp.float32)
     return added.astype(dtype).reshape(h.shape)
-
-
-def _activated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The activation of gate and up, see `ModelConfig.swiglu_limit`."""
-    if not config.swiglu_limit:
-        return jax.nn.silu(gate) * up
-    gate = jnp.minimum(gate, config.swiglu_limit)
-    up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
-    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
 
 
 @jax.custom_vjp

@@ -160,7 +160,7 @@ class Part(Protocol):
 class Mlp(Part, Protocol):
     """A kind of MLP: `mlp`."""
 
-    def fused_shapes(self, config: ModelConfig) -> tuple[int, int, int, bool] | None:
+    def fused_shapes(self, config: ModelConfig) -> tuple[int, int, int, bool, float] | None:
         """Returns the fields of `decode.layer.Experts`, or None for a kind without experts."""
         ...
 
