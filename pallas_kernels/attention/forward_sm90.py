@@ -106,17 +106,14 @@ class _QueryTile(tiles.QueryTile):
             plgpu.barrier_arrive(self.v_empty.at[stage])
             return total, weight, top
 
-        weight, largest = 0.0, _LOWEST
-        if has_sink := hasattr(self, "sinks"):
-            weight, largest = 1.0, 0.0
-        largest = tiles.filled((ROWS,), largest, tiles.BY_ROW)
-        if has_sink:
-            largest += tiles.LOG2_E * self.sinks[self.head]
         start = (
             tiles.filled((ROWS, head_dim), 0.0, tiles.TILE),
-            tiles.filled((ROWS,), weight, tiles.BY_ROW),
-            largest,
+            tiles.filled((ROWS,), 0.0, tiles.BY_ROW),
+            tiles.filled((ROWS,), _LOWEST, tiles.BY_ROW),
         )
+        if hasattr(self, "sinks"):
+            one, zero = (tiles.filled((ROWS,), x, tiles.BY_ROW) for x in (1.0, 0.0))
+            start = start[0], one, zero + tiles.LOG2_E * self.sinks[self.head]
         total, weight, largest = lax.fori_loop(0, self.blocks.count, visit, start)
         q_sm[...] = (total * tiles.over_columns(1 / weight, head_dim)).astype(jnp.bfloat16)
         lse_sm[...] = largest + tiles.LOG2_E * jnp.log(weight)

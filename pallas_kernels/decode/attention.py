@@ -221,8 +221,10 @@ def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead
     length = read.length
     filled_blocks = _ceil_div(length, BLOCK)
     seen = Seen.of(length, window - 1) if window else Seen(length)
-    part_blocks = _ceil_div(filled_blocks - seen.first_block, parts)
-    first = seen.first_block + part * part_blocks
+    part_blocks = _ceil_div(filled_blocks - seen.first_block if window else filled_blocks, parts)
+    first = part * part_blocks
+    if window:
+        first += seen.first_block
     last = jnp.minimum(first + part_blocks, filled_blocks)
     blocks = (cache.load_keys(first), cache.load_values(first)) if ahead else None
 

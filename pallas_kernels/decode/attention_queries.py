@@ -189,11 +189,14 @@ class Chunk(NamedTuple):
         start = jnp.minimum(lax.rem(index, chunks) * computed, total - computed)
         first = row * total + start
         newest = inputs.newest[first + (computed - 1)]
-        filled, unseen = lax.div(newest, BLOCK) + 1, 0
+        filled = lax.div(newest, BLOCK) + 1
         if window:
             unseen = Seen.of(inputs.newest[first] + 1, window).first_block
-        of_part = lax.div(filled - unseen + (parts - 1), parts)
-        begin = unseen + part * of_part
+            of_part = lax.div(filled - unseen + (parts - 1), parts)
+            begin = unseen + part * of_part
+        else:
+            of_part = lax.div(filled + (parts - 1), parts)
+            begin = part * of_part
         end = jnp.minimum(begin + of_part, filled)
         queries = row, head, pl.ds(start, computed)
         return cls(
