@@ -29,7 +29,7 @@ from pallas_kernels.experts.table import (
     to_rows,
 )
 from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight, dispatch, layout
-from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
+from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 
 # Numbers of dequantized weights that exist at a time: 256 MiB in bfloat16. With a quarter of them a
 # layer of Qwen3.6-35B-A3B takes 1.15 instead of 0.79 ms for a token of 8 rows (H200), and an update
@@ -143,7 +143,7 @@ def mlp(
         row_weights: float32 [P], the weight w of each pair.
         width: number F of outputs of gate.
         shared: an MLP that all tokens have, where `takes_shared`.
-        limit: that of `activated`.
+        limit: the limit of gate and up, see `activated`; 0 for none.
 
     Returns:
         [R, N] in x's dtype, in which rows without a pair are undefined; and what the shared MLP
@@ -326,7 +326,8 @@ def _uses_hopper_kernel(x, weight, table, outputs):
         return False
     if x.dtype != jnp.bfloat16 or (isinstance(weight, jax.Array) and weight.dtype != x.dtype):
         return False
-    return outputs % 128 == _inputs(weight) % 128 == 0 and has_hopper_kernel()
+    unit = TILE_ROWS if isinstance(weight, Fp4Tiles) else 2 * TILE_ROWS  # Tiles have padding.
+    return outputs % unit == _inputs(weight) % unit == 0 and has_hopper_kernel()
 
 
 def _by_parts(x, weight, table, outputs, transposed):
@@ -342,7 +343,9 @@ def _by_parts(x, weight, table, outputs, transposed):
         experts = jnp.array([begin, min(begin + size, count)], jnp.int32)
         shapes = min(size, count - begin), outputs, transposed
         y = _multiply_part(x, weight, table, work, experts, y, shapes)
-    return y
+    assert y is not None, "there is an expert"
+    width = _inputs(weight) if transposed else outputs
+    return y if y.shape[1] == width else y[:, :width]
 
 
 @functools.partial(jax.jit, static_argnums=6)  # so that equal kernels are lowered once
@@ -352,7 +355,8 @@ def _multiply_part(x, weight, table, work, experts, y, shapes):
     from pallas_kernels.fp4_matmul import sm90
 
     count, outputs, transposed = shapes
-    num_sms, scales = device.num_sms(), None
+    # The kernel reads tiles of rows in twos, so of an odd number the first one after them, too.
+    rows, num_sms, scales = outputs // TILE_ROWS, device.num_sms(), None
     if isinstance(weight, Fp4Tiles):
         if not transposed:
             weight, scales = _split(weight)
@@ -361,9 +365,9 @@ def _multiply_part(x, weight, table, work, experts, y, shapes):
         x, codes, y = jax.lax.optimization_barrier((x, weight.codes, y))
         weight = sm90.dequantize(
             dataclasses.replace(weight, codes=codes),
-            inputs=_inputs(weight),
+            inputs=weight.codes.shape[1] * TILE_COLUMNS,
             num_sms=num_sms,
-            part=(experts[:1] * (outputs // TILE_ROWS), count * outputs // TILE_ROWS),
+            part=(experts[:1] * rows, count * rows + rows % 2),
         )
     static = {"outputs": outputs, "transposed": transposed, "num_sms": num_sms}
     return dense_sm90.product(x, weight, table, work, experts, y, scales, **static)
