@@ -113,9 +113,9 @@ def activated(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
     return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
 
 
-def bias_of(bias: jax.Array, table: Table) -> jax.Array:
-    """Returns the bias float32 [R, N] of the expert of each row, of those [E, ...] of all."""
-    own = bias.reshape(len(bias), -1)[table.owner].astype(jnp.float32)
+def bias_of(bias: jax.Array, table: Table, dtype: jnp.dtype) -> jax.Array:
+    """Returns the bias [R, N] of the expert of each row, of those [E, ...] of all, in a dtype."""
+    own = bias.reshape(len(bias), -1)[table.owner].astype(dtype)
     return jnp.repeat(own, len(table.source) // len(table.owner), axis=0)
 
 
@@ -190,11 +190,13 @@ def _limited(x, experts, table, row_weights, width, limit):
 
     y = product(rows, 0, 2 * width)
     if biases is not None:
-        y = y + bias_of(biases[0], table)
+        y = y + bias_of(biases[0], table, y.dtype)
     gate, up = jnp.split(y, 2, axis=1)
     hidden = activated(gate, up, limit)
     y = product((hidden * weights).astype(x.dtype), 1, outputs)
-    return y if biases is None else (y + weights * bias_of(biases[1], table)).astype(x.dtype)
+    return (
+        y if biases is None else (y + weights * bias_of(biases[1], table, x.dtype)).astype(x.dtype)
+    )
 
 
 def takes_shared(

@@ -227,12 +227,13 @@ def _routed(own: Own, h: jax.Array, weights: jax.Array, routes: jax.Array) -> ja
         # A weight multiplies the input of down, so that its gradient does not read the result.
         row_weights = to_rows(weights.reshape(-1, 1), own_table)
         if own.config.other_biases:
-            gate_up = gate_up + bias_of(own.layer["experts_gate_up_bias"], own_table)
+            gate_up = gate_up + bias_of(own.layer["experts_gate_up_bias"], own_table, dtype)
         gate, up = jnp.split(gate_up, 2, axis=-1)
         hidden = (activated(gate, up, own.config.swiglu_limit) * row_weights).astype(dtype)
     y = product(hidden, _EXPERTS_DOWN)
     if own.config.other_biases:
-        y = (y + row_weights * bias_of(own.layer["experts_down_bias"], own_table)).astype(dtype)
+        added = row_weights * bias_of(own.layer["experts_down_bias"], own_table, dtype)
+        y = (y + added).astype(dtype)
     pairs = to_pairs(y, own_table)
     with jax.named_scope("mlp"):
         added = pairs.reshape(-1, experts.top_k, width).sum(axis=1, dtype=jnp.float32)
