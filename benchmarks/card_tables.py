@@ -37,7 +37,7 @@ CARDS = {
 }
 STEP_ROWS = 128  # completions of a step in the preset's recipe
 _SIZES = ("1.5b", "3b", "7b", "14b", "32b", "72b")  # of Qwen2.5
-_MIXTURES = ("qwen3-30b-a3b", "qwen3.6-35b-a3b")
+_MIXTURES = ("qwen3-30b-a3b", "qwen3.6-35b-a3b", "gpt-oss-20b")
 
 
 def step_seconds(format: str, rows: int, bandwidth: float) -> float:

@@ -92,6 +92,8 @@ class Numbers(RandomText):
         del skip_special
         return " ".join(map(str, ids))
 
+    answer = decode
+
     def for_tools(self) -> "Numbers":
         """Returns the tokenizer: nothing here has tools."""
         return self

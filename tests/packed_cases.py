@@ -49,18 +49,33 @@ def draw_operands(length, heads, kv_heads, head_dim, ids, dtype=jnp.bfloat16):
     return q, k, v, jnp.where((ids >= 0)[:, None, None], d_out, 0)
 
 
-def oracle(q, k, v, d_out, ids):
+def row_positions(ids):
+    """The position of each token in its row: of a completion that after the prompt's."""
+    positions = np.zeros(len(ids), np.int32)
+    for number in set(ids.tolist()) - {-1}:
+        own = ids == number
+        prompt = 0 if number % 4096 == 0 else (ids == number // 4096 * 4096).sum()
+        positions[own] = prompt + np.arange(own.sum())
+    return positions
+
+
+def oracle(q, k, v, d_out, ids, sinks=None, window=0):
     """The attention and its gradients by q, k and v, in float64."""
     q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
     heads, head_dim = q.shape[1:]
     group = heads // k.shape[1]
-    visible = visibility(ids)
+    visible, positions = visibility(ids), row_positions(ids)
+    if window:
+        visible &= positions[:, None] - positions < window
     out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
     for head in range(heads):
         shared = head // group
         scores = np.where(visible, q[:, head] @ k[:, shared].T / head_dim**0.5, -np.inf)
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
+        top = scores.max(axis=1, keepdims=True)
+        weights, sink = np.exp(scores - top), 0.0
+        if sinks is not None:
+            sink = np.exp(np.float64(sinks[head]) - top)
+        weights /= weights.sum(axis=1, keepdims=True) + sink
         out[:, head] = weights @ v[:, shared]
         delta = (out[:, head] * d_out[:, head]).sum(axis=1, keepdims=True)
         d_scores = weights * (d_out[:, head] @ v[:, shared].T - delta) / head_dim**0.5

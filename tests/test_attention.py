@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_checkpoints import model_config
 
-from qerl_jax.policy.config import RopeScaling
+from qerl_jax.policy.config import RopeScaling, from_hf_config, to_hf_config
 from qerl_jax.policy.layers import attention as attention_lib
 from qerl_jax.policy.layers.attention import (
     attend,
@@ -84,6 +84,35 @@ def test_llama3_scaling():
     }
     frequencies = rotary_frequencies(config)
     np.testing.assert_allclose(frequencies[list(expected)], list(expected.values()), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "scaling", "factor", "expected"),
+    [  # gpt-oss-20b's, and one with rounded limits, computed by transformers 5.24
+        (
+            *(64, 150000.0, {"factor": 32.0, "truncate": False}, 1.3465735902799727),
+            (1.0, 0.15532298, 0.05081327, 0.019335, 0.00679496, 0.0010526022),
+        ),
+        (
+            *(32, 1e4, {"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}, 1.0259286501478284),
+            (1.0, 0.05623413, 0.0085, 0.0017392527, 0.00025000001, 4.4456985e-05),
+        ),
+    ],
+)
+def test_yarn_scaling(head_dim, theta, scaling, factor, expected):
+    """Frequencies and the factor of cosines and sines, which no other test of rotations has."""
+    original = 4096 if factor > 1.3 else 8192
+    by_dims = {} if factor > 1.3 else {"mscale": 0.7, "mscale_all_dim": 0.5}
+    hf = to_hf_config(model_config("gpt_oss", head_dim=head_dim, rope_theta=theta)) | {
+        "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": original}
+        | scaling
+        | by_dims
+    }
+    config = from_hf_config(hf)
+    frequencies = rotary_frequencies(config)[[0, 5, 8, 10, 12, 15]]
+    np.testing.assert_allclose(frequencies, expected, rtol=1e-5)
+    cosines, sines = rotary_angles(jnp.array([[0, 5000]]), config)
+    np.testing.assert_allclose(np.hypot(cosines, sines), factor, rtol=1e-6)
 
 
 def rotated(x, positions, config):

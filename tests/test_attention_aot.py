@@ -3,6 +3,7 @@
 uv run --group aot pytest -n 0 -m aot
 """
 
+import functools
 import re
 
 import h200
@@ -26,17 +27,25 @@ def compile_for_h200():
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"),
-    [(12, 2, 128), (28, 4, 128), (40, 8, 128), (9, 3, 64), (64, 8, 128), (16, 2, 256)],
+    ("heads", "kv_heads", "head_dim", "window"),
+    [
+        *((12, 2, 128, 0), (28, 4, 128, 0), (40, 8, 128, 0), (9, 3, 64, 0), (64, 8, 128, 0)),
+        *((16, 2, 256, 0), (64, 8, 64, 128)),
+    ],
 )
-def test_kernels(heads, kv_heads, head_dim, compile_for_h200, capfd):
+def test_kernels(heads, kv_heads, head_dim, window, compile_for_h200, capfd):
     q, k = array(TOKENS, heads, head_dim), array(TOKENS, kv_heads, head_dim)
     lse = array(heads, TOKENS, dtype=jnp.float32)
     packed = jax.tree.map(
         lambda x: array(*x.shape, dtype=x.dtype), segments(np.full(TOKENS, -1, np.int32))
     )
-    compile_for_h200(forward_sm90.attend, q, k, k, packed)
-    backward = compile_for_h200(backward_sm90.gradients, q, k, k, packed, q, lse, q)
+    attend, gradients = forward_sm90.attend, backward_sm90.gradients
+    if window:  # as gpt-oss has it, with sinks
+        packed = packed._replace(positions=packed.ids)
+        attend = functools.partial(attend, sinks=jnp.zeros(heads), window=window)
+        gradients = functools.partial(gradients, window=window)
+    compile_for_h200(attend, q, k, k, packed)
+    backward = compile_for_h200(gradients, q, k, k, packed, q, lse, q)
     report = "".join(capfd.readouterr())
     kernels = re.findall(r"Compiling entry function 'packed_attention_(\w*?)_?sm90", report)
     # Equal kernels are compiled once: those of the sums are the same for 40 and for 64 heads.

@@ -1,5 +1,6 @@
 """Reading and writing config.json."""
 
+import math
 import pathlib
 import re
 
@@ -13,6 +14,7 @@ from qerl_jax.policy.config import (
     MODEL_TYPES,
     ExpertsConfig,
     RopeScaling,
+    YarnScaling,
     from_hf_config,
     text_config_json,
     to_hf_config,
@@ -26,6 +28,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 
 
 def hf_config(model_type="qwen2", **changes):
@@ -158,6 +162,73 @@ def test_a_window_that_no_layer_uses_is_accepted():
 def test_hf_config_round_trip(model_type, scaling):
     config = model_config(model_type, rope_scaling=scaling, tie_embeddings=True)
     assert from_hf_config(to_hf_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_hidden_layers": 5, "sliding_window": 64, "swiglu_limit": 3.5, "head_dim": 32},
+        {"layer_types": ["full_attention"] * 36},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+        {
+            "max_position_embeddings": 32768,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "original_max_position_embeddings": 8192,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.5,
+            },
+        },
+    ],
+)
+def test_gpt_oss_of_transformers_own_class(changes):
+    """Its windows and YaRN are read as transformers computes them, and written to be so read."""
+    theirs = transformers.GptOssConfig(**changes)
+    config = from_hf_config(theirs.to_dict())
+    kinds = ["full_attention"] * config.num_layers
+    for number in config.window_layers:
+        kinds[number] = "sliding_attention"
+        assert config.of_layer(number).window == theirs.sliding_window
+    assert kinds == theirs.layer_types
+    full = kinds.index("full_attention")
+    assert config.of_layer(full).window == 0
+    assert config.experts == ExpertsConfig(128, 4, 2880, 0, normalized=True)
+    assert (config.swiglu_limit, config.head_dim) == (theirs.swiglu_limit, theirs.head_dim)
+    read = transformers.GptOssConfig(**to_hf_config(config))
+    for name in ("layer_types", "num_local_experts", "num_experts_per_tok", "intermediate_size"):
+        assert getattr(read, name) == getattr(theirs, name), name
+    assert from_hf_config(read.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention_bias": False}, "attention_bias=False is not supported for gpt_oss"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported for gpt_oss"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit is 0.0, must be positive"),
+        ({"swiglu_limit": None, "num_local_experts": 3}, "4 experts of a token are more than all"),
+        ({"sliding_window": 0}, "sliding_window is 0, must be positive"),
+        ({"layer_types": ["sliding_attention"]}, "must name one of sliding_attention, full_att"),
+        ({"layer_types": "sliding_attention"}, "layer_types is 'sliding_attention'"),
+        ({"num_hidden_layers": 1 << 60}, "layers are more than"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "original_max_position_embed"),
+        ({"rope_scaling": YARN | {"factor": 0.5}}, "YaRN by 0.5 between"),
+        ({"rope_scaling": YARN | {"beta_slow": 64}}, "YaRN by 2.0 between 64.0 and 32.0"),
+        ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor 0.0"),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "truncate is 1"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "from 0 positions"),
+    ],
+)
+def test_gpt_oss_that_is_not_supported(changes, named):
+    hf = hf_config("gpt_oss", num_local_experts=8, num_experts_per_tok=4)
+    assert from_hf_config(hf).rope_scaling == YarnScaling(
+        32.0, 32.0, 1.0, 4096, False, attention_factor=0.1 * math.log(32) + 1
+    )
+    assert len(refused(named, from_hf_config, hf | changes)) < 300
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def draw_inputs(rows, group, cache_shape, lengths, *, norm, biased, partials=3, 
     return inputs, factor
 
 
-def reference_attention(inputs, factor):
+def reference_attention(inputs, factor, **limits):
     """What `transformer` computes from a product that lacks its norm's factor and bias."""
     rows, kv_heads, _, head_dim = inputs.keys.shape
     heads = inputs.num_heads
@@ -156,7 +156,7 @@ def reference_attention(inputs, factor):
     keys = inputs.keys.at[new].set(to_cache(k[:, 0], inputs.keys.dtype))
     values = inputs.values.at[new].set(to_cache(v[:, 0], inputs.values.dtype))
     operands = (x.astype(jnp.float32) for x in (q, keys, values))
-    attended = attend_to_cache(*operands, inputs.lengths + 1)
+    attended = attend_to_cache(*operands, inputs.lengths + 1, **limits)
     return wide(attended).reshape(rows, -1), keys, values
 
 
@@ -217,14 +217,48 @@ def test_attention(dtype, qk_norm, kv_heads, group, positions, head_dim, num_sms
     assert_same_cache(caches[1], values)
 
 
-def run_several(inputs, a, attend, count, interpret):
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "positions", "window", "num_sms"),
+    [
+        (1, 3, 333, 130, 132),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, 8, 600, 128, 132), (2, 8, 300, 1, 1), (1, 9, 200, 64, 132))
+        ),
+    ],
+)
+def test_attention_with_sinks_and_a_window(kv_heads, group, positions, window, num_sms, interpret):
+    """Of rows shorter and longer than the window, which begins in any block."""
+    lengths = [0, positions - 1, positions // 2, 63, 64, 128, min(191, positions - 1)]
+    cache_shape, heads = (kv_heads, positions, 64), kv_heads * group
+    options = {"norm": False, "biased": True}
+    inputs, factor = draw_inputs(len(lengths), group, cache_shape, lengths, **options)
+    sinks, a = draw(10, heads, dtype=jnp.float32), draw(9, 32, heads * 64)
+
+    @jax.jit
+    def run(inputs):
+        options = {"eps": 1e-6, "num_sms": num_sms, "interpret": interpret}
+        parts, keys, values = attention.attend(inputs, window=window, **options)
+        options = {"dtype": inputs.qkv.dtype, "interpret": interpret}
+        return *attention.merge_parts(parts, a, sinks=sinks, **options), keys, values
+
+    attended, xa_partials, *caches = run(inputs)
+    expected, *right = reference_attention(inputs, factor, sinks=sinks, window=window)
+    assert_close(attended, expected)
+    assert_xa_partials(xa_partials, attended, a)
+    for cache, want in zip(caches, right, strict=True):
+        assert_same_cache(cache, want)
+
+
+def run_several(inputs, a, attend, count, interpret, sinks=None):
     """Attention of several tokens of each row, x A^T, and the updated keys and values."""
 
     @jax.jit
     def run(inputs):
         written = attention_queries.write(inputs, eps=1e-6, interpret=interpret)
         parts = attend(written, count=count)
-        options = {"heads": inputs.num_heads, "interpret": interpret}
+        options = {"heads": inputs.num_heads, "interpret": interpret, "sinks": sinks}
         merged = attention.merge_parts(parts, a, dtype=inputs.qkv.dtype, **options)
         return *merged, written.keys, written.values
 
@@ -238,7 +272,7 @@ def draw_several(count, group, cache_shape, lengths, **options):
     return inputs._replace(keys=inputs.keys[:rows], values=inputs.values[:rows]), factor
 
 
-def assert_several(inputs, factor, attended, keys, values):
+def assert_several(inputs, factor, attended, keys, values, **limits):
     """Compares with the definition, one token after the other; some of them are not written."""
     rows, positions = len(inputs.lengths), inputs.keys.shape[2]
     count, expected = len(factor) // rows, inputs
@@ -252,7 +286,7 @@ def assert_several(inputs, factor, attended, keys, values):
             sines=inputs.sines[own],
             lengths=jnp.where(written, inputs.lengths + token, positions),
         )
-        right, *caches = reference_attention(expected, factor[own])
+        right, *caches = reference_attention(expected, factor[own], **limits)
         seen = np.asarray(expected.lengths) < positions
         assert seen.any()
         # The last bit of a new key is an eighth of it in a cache of float8.
@@ -261,6 +295,21 @@ def assert_several(inputs, factor, attended, keys, values):
         expected = expected._replace(keys=caches[0], values=caches[1])
     assert_same_cache(keys, expected.keys)
     assert_same_cache(values, expected.values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(("positions", "window"), [(333, 130), (200, 5), (133, 64)])
+def test_several_tokens_with_sinks_and_a_window(positions, window, interpret):
+    lengths = [0, 1, 62, 128, positions - 4, positions - 1]
+    options = {"norm": False, "biased": True}
+    inputs, factor = draw_several(4, 8, (2, positions, 64), lengths, **options)
+    sinks, a = draw(10, 16, dtype=jnp.float32), draw(9, 32, 16 * 64)
+    attend = functools.partial(
+        attention_queries.attend, num_sms=132, window=window, interpret=interpret
+    )
+    attended, _, *caches = run_several(inputs, a, attend, 4, interpret, sinks)
+    assert_several(inputs, factor, attended, *caches, sinks=sinks, window=window)
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)

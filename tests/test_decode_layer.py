@@ -39,6 +39,8 @@ from qerl_jax.policy.quant import quantize, tile_order
         ("qwen2", PROJECTIONS, 3),
         pytest.param("qwen3", ("k_proj", "down_proj"), 8, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", (), 4, marks=pytest.mark.slow),
+        ("gpt_oss", ("q_proj", "o_proj"), 1),
+        pytest.param("gpt_oss with adapters of experts", ("k_proj",), 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_is_the_policys(kind, targets, count, interpret, monkeypatch):
@@ -50,6 +52,8 @@ def test_a_step_is_the_policys(kind, targets, count, interpret, monkeypatch):
         targets = tuple(f"shared_expert.{name}" for name in targets)
         targets += ("in_proj_qkv", "out_proj", "q_proj", "o_proj") if "qwen3_5" in kind else ()
         changes["experts"] = ExpertsConfig(40, 3, 16, shared_width=48, normalized=False)
+    if "gpt_oss" in kind:
+        changes["window"] = 4
     if "qwen3_5" in kind:  # A recurrent layer, and one whose attention has gates.
         states = RecurrentConfig(key_heads=1, value_heads=2, key_dim=128, value_dim=128, window=4)
         changes |= {"num_layers": 2, "recurrent_layers": (0,), "recurrent": states}
@@ -60,7 +64,7 @@ def test_a_step_is_the_policys(kind, targets, count, interpret, monkeypatch):
     params = jax.tree.map_with_path(
         lambda path, x: x if path[-1].key in unrounded else x.astype(jnp.bfloat16), params
     )
-    options = {"expert_rank": 3} if "shared" in kind else {}
+    options = {"expert_rank": 3} if "shared" in kind or "adapters" in kind else {}
     lora = tiny_model.random_lora(config, targets=targets, **options) if targets else None
     lora_layers = lora_lib.fuse(lora, config, jnp.bfloat16)
     prompts = tiny_model.random_tokens(3, 9)

@@ -539,6 +539,8 @@ class Written:
     def decode(self, ids, *, skip_special=True):
         return "".join(chr(i) if i else "" if skip_special else "|" for i in ids)
 
+    answer = decode
+
     def apply_chat_template(self, messages, *, add_generation_prompt=True, **_):
         parts = [f"<{m['role']}>{m['content']}|" for m in messages]
         return "".join(parts) + "<assistant>" * add_generation_prompt

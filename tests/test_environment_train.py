@@ -96,6 +96,22 @@ def test_a_run_trains_on_conversations(run):
     assert tiny_run.evaluations(run).keys() == {0, 2, 4}
 
 
+@pytest.mark.slow  # 60 s
+@pytest.mark.parametrize("drafts", ["off", "on"])
+def test_a_run_of_gpt_oss_trains_on_conversations(drafts, tmp_path, compile_cache):
+    """Rows outgrow the window in turns; the update has the log-probabilities of the rollout."""
+    tiny = tiny_run.write_tiny(tmp_path, compile_cache, model_type="gpt_oss", window=4)
+    tiny_checkpoints.write_tokenizer(tiny.model, chat_template=TEMPLATE)
+    changes = {"model.format": "mxfp4", "lora.targets": ("q_proj", "o_proj"), "steps": 3}
+    changes |= {"rollout.drafts": drafts, "aqn.schedule": "off"}
+    rows = tiny_run.results(train(tiny.config(CHANGES | changes), workdir=tmp_path / "run"))
+    for row in rows:
+        assert 1 < row["environment/turns"] <= 3
+        assert row["logprob_diff_mean"] < 1e-5
+        assert row["routes_differ"] == 0
+        assert row["grad_norm"] > 0
+
+
 def test_runs_are_summarized_for_the_page(run):
     part = environments.summarize_learning([str(run), str(run)])
     accuracies = tiny_run.evaluations(run)

@@ -131,12 +131,14 @@ def simulated_hopper(monkeypatch):
 
 
 @pytest.mark.slow  # 6 s
-def test_hopper_product_and_its_gradient(simulated_hopper, monkeypatch):
+@pytest.mark.parametrize(("outputs", "inputs"), [(256, 128), (192, 192), (128, 64), (64, 320)])
+def test_hopper_product_and_its_gradient(outputs, inputs, simulated_hopper, monkeypatch):
     """They are those of each pair with the whole dense weight of its expert.
 
-    Of four experts, in two parts, one has no tile, one has one, and others have an odd number.
+    Of four experts, in two parts, one has no tile, one has one, and others have an odd number. Of
+    gpt-oss both sizes are odd numbers of 64.
     """
-    count, outputs, inputs = 4, 256, 128
+    count = 4
     monkeypatch.setattr(api, "PART_NUMBERS", 2 * outputs * inputs)
     rng = np.random.default_rng(1)
     routes = rng.permutation(np.repeat([0, 2, 3], [30, 150, 70])).astype(np.int32)[:, None]

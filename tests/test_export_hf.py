@@ -80,22 +80,52 @@ def mixture_export(family, form, folder, name="default", **options):
     return out, policy
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "qwen3_5_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)]
+)
 def test_a_mixture_is_merged(family, tmp_path):
     out, policy = mixture_export(family, "merged", tmp_path / "out")
     tensors = safetensors.read_folder(out)
     stacked = "model.layers.0.mlp.experts.gate_up_proj" in tensors
-    assert stacked == (family == "qwen3_5_moe")  # as each family is published
+    assert stacked == (family != "qwen3_moe")  # as each family is published
     assert ("model.layers.0.mlp.experts.3.up_proj.weight" in tensors) != stacked
     config = transformers.AutoConfig.from_pretrained(out)
-    assert config.architectures == [
-        {"qwen3_moe": "Qwen3MoeForCausalLM"}.get(family, "Qwen3_5MoeForCausalLM")
-    ]
+    classes = {"qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM"}
+    assert config.architectures == [classes.get(family, "Qwen3_5MoeForCausalLM")]
     merged = load(str(out), format="stored", dtype="float32")
     for ours, theirs in zip(merged.params["layers"], policy.model.params["layers"], strict=True):
         for name in ("experts_gate_up", "experts_down", "router"):
             want = theirs[name].astype(ml_dtypes.bfloat16).astype(np.float32)
             np.testing.assert_array_equal(ours[name], want)
+
+
+@pytest.mark.parametrize("name", ["default", pytest.param("stacked", marks=pytest.mark.slow)])
+def test_a_merged_gpt_oss_keeps_its_blocks(name, tmp_path):
+    """Unless the adapter changes the experts, whose sum with it is dense then."""
+    base, adapter = GOLDEN / "gpt_oss_mxfp4", GOLDEN / "peft_experts" / "gpt_oss" / name
+    out = run_export(adapter, "merged", base=str(base), out=str(tmp_path / "out"))
+    written, stored = safetensors.read_folder(out), safetensors.read_folder(base)
+    quantized = json.loads((out / "config.json").read_text()).get("quantization_config")
+    if name == "stacked":
+        assert quantized is None
+        assert "model.layers.0.mlp.experts.gate_up_proj" in written
+    else:
+        assert quantized == json.loads((base / "config.json").read_text())["quantization_config"]
+        assert written.keys() == stored.keys()
+        packed = [name for name in stored if name.endswith(("_blocks", "_scales"))]
+        assert all(written[name].tobytes() == stored[name].tobytes() for name in packed)
+        assert len(packed) == 8
+    policy = open_policy(str(adapter), base=str(GOLDEN / "gpt_oss"), format="bf16", dtype="float32")
+    model = load(str(out), format="stored", dtype="float32")
+    found = forward(model.params, None, TOKENS, np.array([TOKENS.size]), config=model.config)
+    assert np.abs(found - logits(policy)).max() < 0.2
+    for form, number_format, words in (
+        ("nvfp4", "", "--format=nvfp4: a gpt_oss is exported by"),
+        ("gguf", "mxfp4", "--format=gguf: a gpt_oss is exported by"),
+        ("gguf", "bf16", "GGUF files of gpt_oss are read, not written"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run_export(adapter, form, base=str(base), out=str(tmp_path / form), merge=number_format)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
@@ -138,12 +168,14 @@ def test_an_adapter_of_a_mixture_with_its_base(family, tmp_path):
     assert open_policy(str(out), base=str(GOLDEN / family)).lora is not None
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "qwen3_5_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)]
+)
 def test_an_adapter_of_routed_experts(family, tmp_path, capsys):
     """It is written as vLLM reads the family."""
     out, policy = mixture_export(family, "peft", tmp_path / "out", "stacked")
     names = safetensors.read_file(out / "adapter_model.safetensors").keys()
-    stacked = family == "qwen3_5_moe"
+    stacked = family != "qwen3_moe"
     assert any(".experts.5.up_proj.lora_A" in name for name in names) != stacked
     again = open_policy(str(out), base=str(GOLDEN / family), format="bf16", dtype="float32")
     trees.assert_equal(again.lora, policy.lora)

@@ -177,7 +177,7 @@ def test_defaults_that_depend_on_the_model_or_on_a_field(experiment):
         row.name for row in ROWS.values() if isinstance(row.default, ModelDefault | LinkedDefault)
     }
     assert special == {
-        *("model.source", "model.calibration", "lora.targets"),
+        *("model.source", "model.format", "model.calibration", "lora.targets"),
         *("data.chat_template_args", "eval.max_new_tokens"),
     }
     assert {ROWS["model.source"].default.value(model) for model in MODELS}
@@ -190,7 +190,7 @@ def test_defaults_that_depend_on_the_model_or_on_a_field(experiment):
     shared = tuple(f"shared_expert.{name}" for name in PROJECTIONS[4:])
     recurrence = "in_proj_qkv", "in_proj_z", "out_proj"
     assert lora_targets("qwen3.6-35b-a3b") == (*PROJECTIONS[:4], *recurrence, *shared)
-    assert lora_targets("qwen3-30b-a3b") == PROJECTIONS[:4]
+    assert lora_targets("qwen3-30b-a3b") == lora_targets("gpt-oss-20b") == PROJECTIONS[:4]
     assert hybrid.data.chat_template_args.to_dict() == {"enable_thinking": True}
     config.rollout.max_new_tokens = 7
     assert config.eval.max_new_tokens == 7

@@ -11,9 +11,13 @@ import pytest
 from refusal import refused
 from tiny_checkpoints import model_config, random_tensors, write_gguf
 
-from qerl_jax.policy.config import RopeScaling
+from qerl_jax.policy.config import RopeScaling, YarnScaling
+from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.attention import rotary_frequencies
+from qerl_jax.policy.quant import dequantize
 from qerl_jax.weights import gguf, names
+from qerl_jax.weights.checkpoint import open_checkpoint
+from qerl_jax.weights.load import read_params
 
 F32 = np.dtype(np.float32)
 
@@ -225,3 +229,27 @@ def test_the_header_equals_the_one_that_the_gguf_package_reads(packaged, tmp_pat
         assert (ours.data.dtype, ours.data.shape) == (tensor.data.dtype, tensor.data.shape)
         assert ours.data[0].tobytes() == tensor.data[0].tobytes()
         assert ours.data[-1].tobytes() == tensor.data[-1].tobytes()
+
+
+@pytest.mark.parametrize("kind", [None, "MXFP4"])
+def test_gpt_oss_is_read(tmp_path, kind):
+    """Experts in MXFP4 keep their codes, whose order in a block of llama.cpp is another one."""
+    scaling = YarnScaling(4.0, 32.0, 1.0, 32, truncate=False, attention_factor=0.1 * np.log(4) + 1)
+    config = model_config("gpt_oss", swiglu_limit=7.0, rope_scaling=scaling)
+    quantization = kind and gguf_package.GGMLQuantizationType[kind]
+    path, tensors = write(tmp_path, config, quantization=quantization)
+    checkpoint = open_checkpoint(str(path))
+    assert checkpoint.config == config
+    assert checkpoint.packed_form == "mxfp4"
+    assert bool(checkpoint.packed) == bool(kind)
+    params = read_params(checkpoint, format="mxfp4" if kind else "bf16", dtype=F32)
+    for number, layer in enumerate(params["layers"]):
+        for array, stored in names.stored_tensors(config, number).items():
+            want = np.concatenate([tensors[name] for name in stored])
+            if kind and array in kinds.STACKS:
+                want = gguf_package.dequantize(
+                    gguf_package.quantize(want, quantization), quantization
+                )
+                np.testing.assert_array_equal(dequantize(layer[array], F32), want)
+            else:
+                np.testing.assert_array_equal(layer[array], want)

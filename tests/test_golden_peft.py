@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.trainable import current_policy
+from qerl_jax.weights import names
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import (
     fill_peft_adapter,
@@ -80,6 +81,7 @@ MIXTURE_TARGETS = {
         *("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"),
         *("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"),
     ),
+    "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }
 
 
@@ -118,7 +120,9 @@ def test_adapters_of_routed_experts(family, tmp_path):
     )
     adapter = load_peft_adapter(folder, model.config, options)
     assert_logits(model.params, adapter.lora, model.config, expected, "stacked")
-    save_peft_adapter(tmp_path / "stacked", adapter, options, base_model=family)
+    in_turn = names.takes_turns(model.config)
+    written = {"base_model": family, "in_turn": in_turn}
+    save_peft_adapter(tmp_path / "stacked", adapter, options, **written)
     files = [path / "adapter_model.safetensors" for path in (tmp_path / "stacked", folder)]
     assert files[0].read_bytes() == files[1].read_bytes()
     ours = json.loads((tmp_path / "stacked" / "adapter_config.json").read_text())

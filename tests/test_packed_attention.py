@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed_cases import draw_operands, errors, oracle, packed_ids, random_ids, visibility
+from packed_cases import (
+    draw_operands,
+    errors,
+    oracle,
+    packed_ids,
+    random_ids,
+    row_positions,
+    visibility,
+)
 from simulated_kernel import simulation
 
 from pallas_kernels.attention import (
@@ -17,7 +25,7 @@ from pallas_kernels.attention import (
     forward_sm90,
     segments,
 )
-from pallas_kernels.attention.segments import BLOCK, STEP
+from pallas_kernels.attention.segments import BLOCK, STEP, windowed
 
 ROUNDING = 4e-3  # relative error of results in bfloat16, of weights that are rounded, too
 
@@ -115,7 +123,7 @@ def test_a_long_prompt_tile_does_not_outlast_the_others():
 def test_shapes_depend_on_the_length_alone():
     layouts = [(), ((7,),), ((100, 280, 0, 280),), ((1, 600), (300, 30))]
     shapes = {
-        tuple(x.shape for x in segments(packed_ids(*groups, total=1000))) for groups in layouts
+        tuple(x.shape for x in segments(packed_ids(*groups, total=1000))[:5]) for groups in layouts
     }
     assert shapes == {((1000,), (8, 9), (16, 8), (8, 2), (1000,))}
 
@@ -160,18 +168,18 @@ def test_the_dense_form_of_padding_alone_is_finite():
     assert np.isfinite(np.asarray(attend_packed(*operands, segments(ids)), np.float32)).all()
 
 
-def simulate(heads, ids):
+def simulate(heads, ids, sinks=None, window=0):
     """The results of the simulated kernels, and their errors."""
     *operands, d_out = draw_operands(len(ids), *heads, ids)
-    packed = segments(ids)
+    packed = segments(ids)._replace(positions=row_positions(ids) if window else None)
     with simulation() as parameters:
-        run = functools.partial(forward_sm90.attend, interpret=parameters)
-        out, lse = jax.jit(run)(*operands, packed)
+        run = functools.partial(forward_sm90.attend, interpret=parameters, window=window)
+        out, lse = jax.jit(run)(*operands, packed, sinks=sinks)
     with simulation() as parameters:
-        run = functools.partial(backward_sm90.gradients, interpret=parameters)
+        run = functools.partial(backward_sm90.gradients, interpret=parameters, window=window)
         gradients = jax.jit(run)(*operands, packed, out, lse, d_out)
     results = out, *gradients
-    return results, errors(results, oracle(*operands, d_out, ids), ids)
+    return results, errors(results, oracle(*operands, d_out, ids, sinks, window), ids)
 
 
 @pytest.mark.parametrize(
@@ -199,3 +207,78 @@ def test_the_kernels(heads, total, groups):
     with np.errstate(invalid="ignore"):  # There is nothing to be off from.
         (_, *gradients), _ = simulate(heads, ids)
     assert all(not np.asarray(x, np.float32).any() for x in gradients)
+
+
+LIMITED = packed_ids((5, 9, 0, 1), (1, 30), (40, 3, 7), (8,), total=130)
+
+
+@pytest.mark.parametrize(
+    ("window", "has_sinks"),
+    [
+        (6, True),
+        (2, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((0, True), (2, True), (200, True), (6, False), (200, False))
+        ),
+    ],
+)
+def test_sinks_and_windows_of_the_dense_form(window, has_sinks, monkeypatch):
+    """Also in blocks; windows are by the positions of rows, so a completion sees its prompt."""
+    if window == 6:
+        monkeypatch.setattr(dense, "MAX_SCORES", 2**13)
+    sinks = np.array([0.5, -1.0, 2.0, 0.0], np.float32) if has_sinks else None
+    *operands, d_out = draw_operands(len(LIMITED), 4, 2, 16, LIMITED, jnp.float32)
+    packed = segments(LIMITED)._replace(positions=row_positions(LIMITED))
+    limits = {"sinks": None if sinks is None else jnp.asarray(sinks), "window": window}
+    out, pullback = jax.vjp(lambda *x: attend_packed(*x, packed, **limits), *operands)
+    expected = oracle(*operands, d_out, LIMITED, sinks, window)
+    assert max(errors((out, *pullback(d_out)), expected, LIMITED)) < 3e-6
+
+
+@pytest.mark.parametrize(
+    ("heads", "total", "groups", "window"),
+    [
+        ((2, 1, 64), 384, [(150, 40, 90), (60, 30)], 50),
+        *(
+            pytest.param(heads, total, groups, window, marks=pytest.mark.slow)
+            for heads, total, groups, window in (
+                ((2, 1, 64), 640, [(300, 200, 100)], 128),
+                ((2, 1, 64), 640, [(300, 200, 100)], 129),
+                ((2, 1, 64), 512, [(129, 200, 100)], 128),
+                ((2, 1, 128), 512, [(200, 100, 150)], 2),
+                ((2, 1, 256), 512, [(30, 150, 60), (90, 5)], 100),
+                ((4, 2, 64), 512, [(30, 40), (77, 90), (3, *[20] * 9)], 17),
+                ((2, 1, 64), 256, [(30, 70, 60), (90, 5)], 0),
+            )
+        ),
+    ],
+)
+def test_sinks_and_windows_of_the_kernels(heads, total, groups, window):
+    """Windows that end in a prompt, at the border of tiles, and within a tile."""
+    ids = packed_ids(*groups, total=total)
+    sinks = np.array([0.5, -1.0, 2.0, 0.0], np.float32)[: heads[0]]
+    assert max(simulate(heads, ids, sinks, window)[1]) < ROUNDING
+
+
+def test_a_window_leaves_blocks_out():
+    """Whatever the groups, the blocks that are visited hold all keys that a query sees."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        ids, window = random_ids(rng, 1024), int(rng.choice([1, 5, 64, 128, 129, 300]))
+        positions = row_positions(ids)
+        packed = segments(ids)._replace(positions=positions)
+        runs, whole = windowed(packed, window).key_runs, packed.key_runs
+        seen = visibility(ids) & (positions[:, None] - positions < window)
+        for row, before in zip(runs, whole, strict=True):
+            tile, prompt, prompt_blocks, *_, own, blocks, _, _ = (int(x) for x in row)
+            visited = np.zeros(1024 + 128, int)
+            last = min(prompt + 128 * prompt_blocks, own)
+            visited[prompt:last] += 1
+            visited[own : own + 128 * blocks] += 1
+            queries = slice(128 * tile, 128 * tile + 128)
+            live = ids[queries] >= 0
+            keys = seen[queries][live].any(axis=0)
+            assert (visited[:1024][keys] == 1).all()
+            assert prompt_blocks + blocks <= min(before[2] + before[6] + 2, window // 64 + 8)
+            assert row[[3, 4, 7, 8]].tolist() == [0] * 4

@@ -291,14 +291,15 @@ def test_a_run_learns(mixture, tmp_path):
 
 
 @pytest.mark.slow  # 90 s
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
 def test_adapters_of_experts_alone_learn(family, tmp_path, compile_cache):
     """The reward rises against a control; a killed run resumes, and its export is the policy."""
     layers = {"num_layers": 2, "recurrent_layers": (0,)} if family == "qwen3_5_moe" else {}
     tiny = tiny_run.write_tiny(tmp_path, compile_cache, model_type=family, **layers)
     changes = {"steps": 10, "aqn.schedule": "off", "optimizer.learning_rate": 2e-2, "eval.every": 0}
     changes |= {"rollout.prompts_per_step": 8, "rollout.group_size": 8, "checkpoint.every": 4}
-    changes |= {"lora.targets": (), "lora.expert_rank": 4}
+    form = "mxfp4" if family == "gpt_oss" else "nvfp4"
+    changes |= {"lora.targets": (), "lora.expert_rank": 4, "model.format": form}
     low = tiny_run.low_fraction
     runs = {
         name: train(
@@ -319,7 +320,7 @@ def test_adapters_of_experts_alone_learn(family, tmp_path, compile_cache):
 
     policy = open_policy(str(again))
     out = export(ExportConfig(str(again), "peft", out=str(tmp_path / "out"), score_problems=0))
-    exported = open_policy(str(out), base=str(tiny.model), format="nvfp4", dtype="float32")
+    exported = open_policy(str(out), base=str(tiny.model), format=form, dtype="float32")
     ids = np.arange(2, 14, dtype=np.int32)[None]
     logits = [
         transformer.forward(p.model.params, p.lora, ids, np.array([12]), config=p.model.config)

@@ -117,7 +117,7 @@ def test_user_defined_tokens_are_whole_but_not_special():
     ("changes", "named"),
     [
         ({"tokenizer.ggml.model": "llama"}, "'llama'"),
-        ({"tokenizer.ggml.pre": "gpt-4o"}, "'gpt-4o'"),
+        ({"tokenizer.ggml.pre": "deepseek-llm"}, "'deepseek-llm'"),
         ({"tokenizer.ggml.tokens": []}, "incomplete"),
         ({"tokenizer.ggml.token_type": [1]}, "incomplete"),
         ({"tokenizer.ggml.merges": ["a b c"]}, "malformed"),

@@ -49,6 +49,19 @@ def model_config(model_type="llama", **changes):
         shared = 16 if model_type == "qwen3_5_moe" else 0
         experts = config_lib.ExpertsConfig(6, 2, 16, shared, normalized=True)
         fields |= {"experts": experts, "mlp_dim": experts.active_width, "qk_norm": True}
+    if model_type == "gpt_oss":
+        experts = config_lib.ExpertsConfig(6, 2, 32, 0, normalized=True)
+        fields |= {
+            "experts": experts,
+            "mlp_dim": experts.active_width,
+            "rope_scaling": config_lib.YarnScaling(4.0, 32.0, 1.0, 32, True, 1.2),
+            "attention_bias": True,
+            "sinks": True,
+            "window": 8,
+            "window_layers": (0,),
+            "other_biases": True,
+            "swiglu_limit": 1.5,
+        }
     if model_type in config_lib.NESTED_TYPES:
         # As in Qwen3.5 the last layer of a group is attention; a key head has two value heads.
         fields |= {
@@ -189,7 +202,8 @@ def byte_tokens(*more):
 
 def gguf_name(name, arch="llama"):
     """Returns llama.cpp's name of a Hugging Face tensor, by the table of the gguf package."""
-    table = gguf.get_tensor_name_map(gguf.constants.MODEL_ARCH[arch.upper()], 8)
+    arch = gguf.constants.MODEL_ARCH[arch.upper().replace("-", "_")]
+    table = gguf.get_tensor_name_map(arch, 8)
     return table.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
 
 
@@ -214,7 +228,35 @@ def _as_qwen35(name, tensor, config):
     return tensor + 1 if part.endswith("norm.weight") and part == name else tensor
 
 
-ARCHITECTURES = {"qwen3_5": "qwen35", "qwen3_moe": "qwen3moe", "qwen3_5_moe": "qwen35moe"}
+def published_gpt_oss(config, tensors):
+    """Returns tensors by the names of `names.expert_tensors` as gpt-oss is published.
+
+    Dense experts are [E, K, N], packed ones blocks and scales, with gate and up in turn.
+    """
+    found = dict(tensors)
+    for layer in range(config.num_layers):
+        for stack, modules in names.expert_modules(config, layer).items():
+            base, members = names.stacked_tensor(layer, stack), len(kinds.STACKS[stack].members)
+            for suffix, stored in {"": "", "_packed": "_blocks", "_scale": "_scales"}.items():
+                if f"{modules[0]}.weight{suffix}" not in found:
+                    continue
+                parts = [found.pop(f"{module}.weight{suffix}") for module in modules]
+                parts = np.stack(parts).reshape(config.experts.count, members, *parts[0].shape)
+                rows = names.in_turn(parts)
+                if suffix == "_packed":
+                    rows = rows.reshape(*rows.shape[:2], -1, 16)
+                found[f"{base}{stored}"] = rows if suffix else rows.swapaxes(1, 2)
+        bias = f"{names.stacked_tensor(layer, 'experts_gate_up')}_bias"
+        found[bias] = names.in_turn(found[bias])
+    return {name: np.ascontiguousarray(tensor) for name, tensor in found.items()}
+
+
+ARCHITECTURES = {
+    "qwen3_5": "qwen35",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_5_moe": "qwen35moe",
+    "gpt_oss": "gpt-oss",
+}
 
 
 def write_gguf(
@@ -258,6 +300,20 @@ def write_gguf(
         "rope.freq_base": config.rope_theta,
     }
     if experts := config.experts:
+        if config.sinks:
+            scaling = config.rope_scaling
+            values |= {
+                "attention.sliding_window": config.window,
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": scaling.factor,
+                "rope.scaling.original_context_length": scaling.original_max_position,
+            }
+            tensors = {name.replace(".sinks", ".sinks.weight"): t for name, t in tensors.items()}
+            for name in [name for name in tensors if name.endswith("gate_up_proj_bias")]:
+                gate, up = tensors.pop(name).swapaxes(0, 1)
+                base = name.removesuffix("gate_up_proj_bias")
+                tensors |= {f"{base}gate_proj.bias": gate, f"{base}up_proj.bias": up}
+            tensors = {n.replace("down_proj_bias", "down_proj.bias"): t for n, t in tensors.items()}
         tensors = stacked(config, tensors, ["experts_down", "experts_gate_up"][: 1 + gate_up])
         tensors = {n: t[0] if "shared_expert_gate" in n else t for n, t in tensors.items()}
         values |= {
@@ -288,9 +344,10 @@ def write_gguf(
             if arch == "llama" and name.endswith(suffix):
                 halves = tensor.reshape(count, 2, -1, tensor.shape[1])
                 tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
-        if ".experts." in name:
+        if ".experts." in name and not name.endswith(".bias"):
             name = f"{name.removesuffix('.weight')}.weight"
-        if quantization is not None and "_proj.weight" in name:
+        # Of gpt-oss the experts alone, as it is published.
+        if quantization and "_proj.weight" in name and (not config.sinks or ".experts" in name):
             data = gguf.quantize(np.ascontiguousarray(tensor), quantization)
             writer.add_tensor(gguf_name(name, arch), data, raw_dtype=quantization)
         else:

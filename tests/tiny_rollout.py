@@ -40,6 +40,8 @@ class TinyTokenizer:
     def decode(self, ids):
         return self.text(ids)
 
+    answer = decode
+
     def has_special(self, text):
         return False
 

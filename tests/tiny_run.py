@@ -69,6 +69,8 @@ def write_model(folder, *, model_type="llama", **changes):
         ).astype(ml_dtypes.bfloat16)
         for name, shape in names.expected_shapes(config).items()
     }
+    if model_type == "gpt_oss":
+        tensors = tiny_checkpoints.published_gpt_oss(config, tensors)
     tiny_checkpoints.write_folder(folder, config, tensors)
     tiny_checkpoints.write_tokenizer(folder, chat_template=TEMPLATE)
     return folder

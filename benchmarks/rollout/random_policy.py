@@ -15,10 +15,10 @@ from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers.kinds import (
-    PACKED,
     array_shapes,
     fused_of,
     layer_of,
+    packed_of,
     projection_shapes,
     stack_shapes,
 )
@@ -100,7 +100,7 @@ def _random_layer(
     layer: dict = {name: _norm_scale(next(keys), size) for name, size in norms.items()}
     for fused, members in fused_of(model_config, number).items():
         rows, own_format = sum(shapes[name][0] for name in members), format
-        if fused not in PACKED:
+        if fused not in packed_of(model_config):
             own_format = "bf16"
         layer[fused] = _projection(next(keys), rows, shapes[members[0]][1], own_format, dtype)
         if fused == "qkv_proj" and "qkv_bias" in others:
@@ -113,9 +113,11 @@ def _random_layer(
         "a_log": lambda key, shape: jax.random.uniform(key, shape, minval=-5.0, maxval=-0.5),
         "dt_bias": lambda key, shape: normal(key, shape, jnp.float32, 1.0),
         "gated_norm": lambda key, shape: _norm_scale(key, shape[0]),
-        "router": lambda key, shape: normal(key, shape, dtype),
-        "shared_gate": lambda key, shape: normal(key, shape, dtype),
+        "sinks": lambda key, shape: normal(key, shape, dtype, 1.0),
     }
+    small = "router", "shared_gate", "router_bias", "o_bias"
+    small += "experts_gate_up_bias", "experts_down_bias"
+    random_arrays |= {name: lambda key, shape: normal(key, shape, dtype) for name in small}
     for name in (name for name in others if name not in layer):
         layer[name] = random_arrays[name](next(keys), others[name])
     return layer

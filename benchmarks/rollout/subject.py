@@ -59,6 +59,8 @@ class RandomText:
         del ids, skip_special
         return ""
 
+    answer = decode
+
     def has_special(self, text: str) -> bool:
         """No text holds a special token."""
         del text

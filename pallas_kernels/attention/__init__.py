@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import dense
@@ -45,7 +46,15 @@ def supports_attention(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return length % BLOCK == 0 and supports_device(q.dtype, head_dim)
 
 
-def attend_packed(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.Array:
+def attend_packed(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    *,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+) -> jax.Array:
     """Attention in which a token sees its own completion and its group's prompt, causally.
 
     The scale of the scores is 1 / sqrt(H). The softmax is computed in float32. The gradient by q, k
@@ -56,38 +65,45 @@ def attend_packed(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) 
         q: [T, N, H] queries.
         k: [T, K, H] keys; each is shared by N / K query heads that follow one another.
         v: [T, K, H] values.
-        segments: segments of the buffer, of `segments`.
+        segments: segments of the buffer, of `segments`; with positions where there is a window.
+        sinks: [N], a score of each query head without a value, which is one more term of the sum by
+            which the softmax divides; None for none. It has no gradient.
+        window: number of positions that a token sees, up to its own; 0 for all.
 
     Returns:
         [T, N, H] in the dtype of q.
     """
+    if sinks is not None:
+        sinks = lax.stop_gradient(sinks)
     if supports_attention(q):
-        return _attend_sm90(q, k, v, segments)
-    return checkpoint_name(dense.attend(q, k, v, segments), "attention")
+        return _attend_sm90(q, k, v, segments, sinks, window)
+    attended = dense.attend(q, k, v, segments, sinks=sinks, window=window)
+    return checkpoint_name(attended, "attention")
 
 
-@jax.custom_vjp
-def _attend_sm90(q, k, v, segments):
-    return _forward(q, k, v, segments)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend_sm90(q, k, v, segments, sinks, window):
+    return _forward(q, k, v, segments, sinks, window)[0]
 
 
-def _forward(q, k, v, segments):
+def _forward(q, k, v, segments, sinks, window):
     # Mosaic GPU takes seconds to import, and only a Hopper GPU needs it.
     from pallas_kernels.attention import forward_sm90
 
-    out, lse = forward_sm90.attend(q, k, v, segments)
+    out, lse = forward_sm90.attend(q, k, v, segments, sinks=sinks, window=window)
     # The backward pass reads both, so a checkpoint policy saves both by one name.
     out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
-    return out, (q, k, v, segments, out, lse)
+    return out, (q, k, v, segments, out, lse, sinks)
 
 
-def _backward(saved, d_out):
+def _backward(window, saved, d_out):
     from pallas_kernels.attention import backward_sm90
 
-    q, k, v, segments, out, lse = saved
-    gradients = backward_sm90.gradients(q, k, v, segments, out, lse, d_out)
+    q, k, v, segments, out, lse, sinks = saved
+    gradients = backward_sm90.gradients(q, k, v, segments, out, lse, d_out, window=window)
     no_gradient = functools.partial(np.zeros, dtype=jax.dtypes.float0)
-    return *gradients, jax.tree.map(lambda x: no_gradient(x.shape), segments)
+    none = jax.tree.map(lambda x: no_gradient(x.shape), segments)
+    return *gradients, none, None if sinks is None else jnp.zeros_like(sinks)
 
 
 _attend_sm90.defvjp(_forward, _backward)

@@ -21,6 +21,7 @@ def gradients(
     lse: jax.Array,
     d_out: jax.Array,
     *,
+    window: int = 0,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients by q [T, N, H], k and v [T, K, H], in bfloat16.
@@ -30,5 +31,6 @@ def gradients(
     """
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).T
     operands = q, k, v, d_out, lse, delta, segments
-    dq = dq_sm90.gradient(*operands, interpret=interpret)
-    return dq, *dkv_sm90.gradients(*operands, interpret=interpret)
+    options = {"window": window, "interpret": interpret}
+    dq = dq_sm90.gradient(*operands, **options)
+    return dq, *dkv_sm90.gradients(*operands, **options)

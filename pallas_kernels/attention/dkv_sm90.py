@@ -28,6 +28,7 @@ def gradients(
     delta: jax.Array,
     segments: Segments,
     *,
+    window: int = 0,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients by k and v, bfloat16 [T, K, H], of the arguments of `dq_sm90`."""
@@ -43,12 +44,14 @@ def gradients(
     def blocks(runs, unit):
         return _QueryBlocks(*(runs[unit, i] for i in range(6)), group=group)
 
+    segments, more = tiles.window_of(segments, window)
+    positions = {"positions_sm": plgpu.SMEM((stages, STEP), jnp.int32)} if window else {}
     operands = {"q": q, "k": k, "v": v, "d_out": d_out, "lse": lse, "delta": delta}
     dk, dv, dk_parts, dv_parts = tiles.launch(
         _KeyTile,
         "packed_attention_dkv_sm90",
         blocks=blocks,
-        operands=operands | {"runs": segments.query_runs, "ends": segments.ends},
+        operands=operands | {"runs": segments.query_runs, "ends": segments.ends} | more,
         # Of tiles that are not divided, and the sums of the parts of the others.
         results={"dk": gradient, "dv": gradient, "dk_parts": partial, "dv_parts": partial},
         shared={
@@ -59,9 +62,10 @@ def gradients(
             "lse_sm": plgpu.SMEM((stages, STEP), jnp.float32),
             "delta_sm": plgpu.SMEM((stages, STEP), jnp.float32),
             "tile_full": plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=2),
-            "full": plgpu.Barrier(num_barriers=stages, num_arrivals=4),
+            "full": plgpu.Barrier(num_barriers=stages, num_arrivals=5 if window else 4),
             "empty": plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS),
-        },
+        }
+        | positions,
         grid=(2 * count, kv_heads * parts),
         interpret=interpret,
     )
@@ -99,11 +103,14 @@ class _QueryBlocks:
         i += self.first
         return lax.div(i, self.blocks), lax.rem(i, self.blocks)
 
-    def masked(self, scores: jax.Array, block: Any, keys: jax.Array, ends: jax.Array) -> jax.Array:
+    def masked(
+        self, scores: jax.Array, block: Any, keys: jax.Array, ends: jax.Array, window: Any = None
+    ) -> jax.Array:
         """The scores [64, 64] of keys and queries, and -inf where a query does not see a key.
 
         `keys` and `ends` [64] are the index and the `Segments.ends` of each key, from the tile's
-        first.
+        first. A window are the positions from which on a query does not see a key [64], and in
+        shared memory the positions of the queries [64].
         """
 
         def hide():
@@ -111,6 +118,9 @@ class _QueryBlocks:
             query = tiles.iota(scores.shape, 1, tiles.TILE)
             seen = tiles.over_columns(keys - start, STEP) <= query
             seen &= query < tiles.over_columns(ends - start, STEP)
+            if window is not None:
+                position = plgpu.load(window[1], layout=tiles.BY_COLUMN)
+                seen &= tiles.over_rows(position, ROWS) < tiles.over_columns(window[0], STEP)
             return jnp.where(seen, scores, -jnp.inf)
 
         full = (block >= BLOCK // STEP) & (block < self.full_to)
@@ -153,6 +163,8 @@ class _KeyTile(tiles.Cta):
             plgpu.copy_gmem_to_smem(self.d_out.at[rows, head], self.d_out_sm.at[stage], full)
             plgpu.copy_gmem_to_smem(self.lse.at[head, rows], self.lse_sm.at[stage], full)
             plgpu.copy_gmem_to_smem(self.delta.at[head, rows], self.delta_sm.at[stage], full)
+            if hasattr(self, "positions"):
+                plgpu.copy_gmem_to_smem(self.positions.at[rows], self.positions_sm.at[stage], full)
 
         tiles.produce([(self.empty, copy)], self.blocks.count, self.q_sm.shape[0])
 
@@ -167,6 +179,9 @@ class _KeyTile(tiles.Cta):
         plgpu.copy_gmem_to_smem(self.v.at[rows, self.head], v_sm, full)
         keys = warpgroup * ROWS + tiles.iota((ROWS,), 0, tiles.BY_ROW)
         ends = plgpu.load(self.ends.at[rows], layout=tiles.BY_ROW, optimized=False) - first
+        limits = None
+        if hasattr(self, "limits"):
+            limits = plgpu.load(self.limits.at[rows], layout=tiles.BY_ROW, optimized=False)
         plgpu.barrier_wait(full)
         scale = head_dim**-0.5
 
@@ -176,7 +191,9 @@ class _KeyTile(tiles.Cta):
             q_sm, d_out_sm = self.q_sm.at[stage], self.d_out_sm.at[stage]
             plgpu.barrier_wait(self.full.at[stage])
             scores = tiles.product(k_sm, q_sm.T)
-            scores = self.blocks.masked(scores, self.blocks.head_and_block(i)[1], keys, ends)
+            window = None if limits is None else (limits, self.positions_sm.at[stage])
+            block = self.blocks.head_and_block(i)[1]
+            scores = self.blocks.masked(scores, block, keys, ends, window)
             lse = plgpu.load(self.lse_sm.at[stage], layout=tiles.BY_COLUMN)
             scores *= scale * tiles.LOG2_E
             weights = jnp.exp2(scores - tiles.over_rows(lse, ROWS))

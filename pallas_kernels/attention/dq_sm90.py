@@ -27,21 +27,25 @@ def gradient(
     delta: jax.Array,
     segments: Segments,
     *,
+    window: int = 0,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Returns the gradient by q, bfloat16 [T, N, H].
 
     `d_out` [T, N, H] is the gradient by the attention, `lse` float32 [N, T] the log-sum-exp in base
-    2, and `delta` float32 [N, T] are the sums of attention times its gradient.
+    2, and `delta` float32 [N, T] are the sums of attention times its gradient. Of sinks only the
+    former knows.
     """
     length, heads, head_dim = q.shape
     size, stages = (BLOCK, STAGES) if head_dim <= tiles.WIDE else (BLOCK // 2, 1)
+    segments, more = tiles.window_of(segments, window)
+    limits = {"limits_sm": plgpu.SMEM((stages, size), jnp.int32)} if window else {}
     operands = {"q": q, "k": k, "v": v, "d_out": d_out, "lse": lse, "delta": delta}
     (dq,) = tiles.launch(
         _QueryTile,
         "packed_attention_dq_sm90",
         blocks=functools.partial(KeyBlocks.load, size=size),
-        operands=operands | {"runs": segments.key_runs, "ends": segments.ends},
+        operands=operands | {"runs": segments.key_runs, "ends": segments.ends} | more,
         results={"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)},
         shared={
             "q_sm": tiles.operand(CONSUMERS, ROWS, head_dim),  # queries, and in the end the result
@@ -50,11 +54,12 @@ def gradient(
             "v_sm": tiles.operand(stages, size, head_dim),
             "ends_sm": plgpu.SMEM((stages, size), jnp.int32),
             "tile_full": plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=2),
-            "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=3 if window else 2),
             "v_full": plgpu.Barrier(num_barriers=stages),
             "k_empty": plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS),
             "v_empty": plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS),
-        },
+        }
+        | limits,
         grid=(length // BLOCK, heads),
         interpret=interpret,
     )
@@ -77,7 +82,7 @@ class _QueryTile(tiles.QueryTile):
             plgpu.load(x.at[self.head, rows], layout=tiles.BY_ROW, optimized=False)
             for x in (self.lse, self.delta)
         )
-        queries = first + tiles.iota((ROWS,), 0, tiles.BY_ROW)
+        queries, window = first + tiles.iota((ROWS,), 0, tiles.BY_ROW), self.window(rows)
         plgpu.barrier_wait(full)
         scale, size, stages = head_dim**-0.5, self.blocks.size, self.k_sm.shape[0]
 
@@ -86,7 +91,8 @@ class _QueryTile(tiles.QueryTile):
             k_sm, v_sm = self.k_sm.at[stage], self.v_sm.at[stage]
             plgpu.barrier_wait(self.k_full.at[stage])
             scores = tiles.product(q_sm, k_sm.T)
-            scores = self.blocks.masked(scores, i, queries, self.ends_sm.at[stage])
+            ends = self.ends_sm.at[stage]
+            scores = self.blocks.masked(scores, i, queries, ends, window(stage))
             scores *= scale * tiles.LOG2_E
             weights = jnp.exp2(scores - tiles.over_columns(lse, size))
             plgpu.barrier_wait(self.v_full.at[stage])

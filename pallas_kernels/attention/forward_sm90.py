@@ -28,22 +28,29 @@ def attend(
     v: jax.Array,
     segments: Segments,
     *,
+    sinks: jax.Array | None = None,
+    window: int = 0,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Does what `attend_packed` does.
 
     Returns bfloat16 [T, N, H], and the binary logarithm of each row's sum of the exponentials of
-    its scores, float32 [N, T].
+    its scores, that of its sink included, float32 [N, T].
     """
     length, heads, head_dim = q.shape
     size = BLOCK if head_dim <= tiles.WIDE else BLOCK // 2
     full = plgpu.Barrier(num_barriers=STAGES)
     empty = plgpu.Barrier(num_barriers=STAGES, num_arrivals=CONSUMERS)
+    segments, more = tiles.window_of(segments, window)
+    limits = {"limits_sm": plgpu.SMEM((STAGES, size), jnp.int32)} if window else {}
+    if sinks is not None:
+        more |= {"sinks": sinks.astype(jnp.float32)}
+    operands = {"q": q, "k": k, "v": v, "runs": segments.key_runs, "ends": segments.ends}
     out, lse = tiles.launch(
         _QueryTile,
         "packed_attention_sm90",
         blocks=functools.partial(KeyBlocks.load, size=size),
-        operands={"q": q, "k": k, "v": v, "runs": segments.key_runs, "ends": segments.ends},
+        operands=operands | more,
         results={
             "out": jax.ShapeDtypeStruct(q.shape, q.dtype),
             "lse": jax.ShapeDtypeStruct((heads, length), jnp.float32),
@@ -55,11 +62,12 @@ def attend(
             "ends_sm": plgpu.SMEM((STAGES, size), jnp.int32),
             "lse_sm": plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
             "q_full": plgpu.Barrier(num_barriers=CONSUMERS),
-            "k_full": dataclasses.replace(full, num_arrivals=2),
+            "k_full": dataclasses.replace(full, num_arrivals=3 if window else 2),
             "v_full": full,
             "k_empty": empty,
             "v_empty": empty,
-        },
+        }
+        | limits,
         grid=(length // BLOCK, heads),
         interpret=interpret,
     )
@@ -76,7 +84,7 @@ class _QueryTile(tiles.QueryTile):
         place = pl.ds(first, ROWS), self.head
         q_sm, lse_sm = self.q_sm.at[warpgroup], self.lse_sm.at[warpgroup]
         plgpu.copy_gmem_to_smem(self.q.at[place], q_sm, self.q_full.at[warpgroup])
-        queries = first + tiles.iota((ROWS,), 0, tiles.BY_ROW)
+        queries, window = first + tiles.iota((ROWS,), 0, tiles.BY_ROW), self.window(place[0])
         plgpu.barrier_wait(self.q_full.at[warpgroup])
         scale = head_dim**-0.5 * tiles.LOG2_E
 
@@ -85,7 +93,8 @@ class _QueryTile(tiles.QueryTile):
             stage = lax.rem(i, STAGES)
             plgpu.barrier_wait(self.k_full.at[stage])
             scores = tiles.product(q_sm, self.k_sm.at[stage].T)
-            scores = self.blocks.masked(scores, i, queries, self.ends_sm.at[stage])
+            ends = self.ends_sm.at[stage]
+            scores = self.blocks.masked(scores, i, queries, ends, window(stage))
             plgpu.barrier_arrive(self.k_empty.at[stage])
             top = jnp.maximum(largest, scale * jnp.max(scores, axis=1))
             weights = jnp.exp2(scale * scores - tiles.over_columns(top, self.blocks.size))
@@ -102,6 +111,9 @@ class _QueryTile(tiles.QueryTile):
             tiles.filled((ROWS,), 0.0, tiles.BY_ROW),
             tiles.filled((ROWS,), _LOWEST, tiles.BY_ROW),
         )
+        if hasattr(self, "sinks"):
+            one, zero = (tiles.filled((ROWS,), x, tiles.BY_ROW) for x in (1.0, 0.0))
+            start = start[0], one, zero + tiles.LOG2_E * self.sinks[self.head]
         total, weight, largest = lax.fori_loop(0, self.blocks.count, visit, start)
         q_sm[...] = (total * tiles.over_columns(1 / weight, head_dim)).astype(jnp.bfloat16)
         lse_sm[...] = largest + tiles.LOG2_E * jnp.log(weight)

@@ -8,6 +8,7 @@ nothing else: `key <= query < ends[key]`.
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 ALIGNMENT = 8  # the first key of a block is a multiple of it
@@ -37,6 +38,8 @@ class Segments(NamedTuple):
         sums: int32 [T / 128, 2], the first slot of each divided tile of keys and its number of
             parts, or zeros.
         ends: int32 [T], the end of the run of queries that see each key.
+        positions: int32 [T], the position of each token in its row, which a window is by; None
+            where there is no window. It is not of `segments`, see `windowed`.
     """
 
     ids: Array
@@ -44,6 +47,7 @@ class Segments(NamedTuple):
     query_runs: Array
     sums: Array
     ends: Array
+    positions: Array | None = None
 
 
 def segments(ids: np.ndarray) -> Segments:
@@ -82,6 +86,39 @@ def segments(ids: np.ndarray) -> Segments:
         sums=sums,
         ends=ends[:length].astype(np.int32),
     )
+
+
+def windowed(segments: Segments, window: int) -> Segments:
+    """Returns the segments with the blocks that queries visit where they see the last keys alone.
+
+    No block is full then. A query sees at most `window` keys up to its own, by their positions: in
+    its own run those of the tiles before its own, and of the prompt the last ones.
+    """
+    tile, prompt, prompt_blocks, _, _, own, blocks, _, _ = segments.key_runs.T
+    stop = own + blocks * BLOCK
+    first = (tile * BLOCK - (window - 1)) // BLOCK * BLOCK
+    is_later = first > own
+    # The prompt may end in the first block of the own run, which is left out then.
+    may_go_on = is_later & (prompt + prompt_blocks * BLOCK >= own)
+    missing = (own + BLOCK - prompt + (BLOCK - 1)) // BLOCK - prompt_blocks
+    prompt_blocks = prompt_blocks + missing * may_go_on
+    own = own + (first - own) * is_later
+    # The last block of a prompt may have one key, and two blocks without any may follow.
+    most = -(-(window - 1) // BLOCK) + 1 + 2 * may_go_on
+    left_out = (prompt_blocks - most) * (prompt_blocks > most)
+    none = 0 * tile
+    runs = [tile, prompt + left_out * BLOCK, prompt_blocks - left_out, none, none, own]
+    runs += [(stop - own) // BLOCK, none, none]
+    query_runs = segments.query_runs * (np.arange(8) != 5)  # without full blocks
+    return segments._replace(
+        key_runs=_stack(runs, segments.key_runs), query_runs=query_runs.astype(np.int32)
+    )
+
+
+def _stack(columns: list[Array], like: Array) -> Array:
+    """Stacks the columns of an array, with JAX where it is one of JAX."""
+    stacked = np if isinstance(like, np.ndarray) else jnp
+    return stacked.stack(columns, axis=1).astype(np.int32)
 
 
 def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.segments import ALIGNMENT, BLOCK
+from pallas_kernels.attention.segments import ALIGNMENT, BLOCK, Segments, windowed
 
 ROWS = 64  # rows of a consumer warpgroup's tile
 CONSUMERS = 2  # consumer warpgroups of a CTA
@@ -124,11 +124,14 @@ class KeyBlocks:
         full_of_prompt = (i >= self.prompt_from) & (i < self.prompt_to)
         return full_of_prompt | ((in_own >= self.full_from) & (in_own < self.full_to))
 
-    def masked(self, scores: jax.Array, i: Any, queries: jax.Array, ends: Any) -> jax.Array:
+    def masked(
+        self, scores: jax.Array, i: Any, queries: jax.Array, ends: Any, window: Any = None
+    ) -> jax.Array:
         """The scores [64, size] of the i-th block, and -inf where a query does not see a key.
 
         `queries` [64] has the index of each query, `ends` [size], in shared memory, the
-        `Segments.ends` of each key.
+        `Segments.ends` of each key. A window are the positions of the queries [64], and in shared
+        memory the positions [size] from which on a query does not see a key.
         """
 
         def hide():
@@ -138,6 +141,9 @@ class KeyBlocks:
             last = jnp.minimum(queries, bound) - self.first_key(i)
             seen = iota(scores.shape, 1, TILE) <= over_columns(last, self.size)
             seen &= over_columns(queries, self.size) < over_rows(end, ROWS)
+            if window is not None:
+                limit = plgpu.load(window[1], layout=BY_COLUMN)
+                seen &= over_columns(window[0], self.size) < over_rows(limit, ROWS)
             return jnp.where(seen, scores, -jnp.inf)
 
         return lax.cond(self.is_full(i), lambda: scores, hide)
@@ -177,6 +183,13 @@ class Cta(types.SimpleNamespace):
 class QueryTile(Cta):
     """A CTA with a tile of 128 queries of one head."""
 
+    def window(self, rows: Any) -> Callable[[Any], Any]:
+        """Returns the function from a stage to the window that `KeyBlocks.masked` takes."""
+        if not hasattr(self, "limits"):
+            return lambda stage: None
+        positions = plgpu.load(self.positions.at[rows], layout=BY_ROW, optimized=False)
+        return lambda stage: (positions, self.limits_sm.at[stage])
+
     def produce(self) -> None:
         """Copies the blocks of keys and values that the tile visits."""
         kv_head = lax.div(self.head, self.q.shape[1] // self.k.shape[1])
@@ -185,6 +198,8 @@ class QueryTile(Cta):
             keys, full = pl.ds(self.blocks.first_key(i), self.blocks.size), self.k_full.at[stage]
             plgpu.copy_gmem_to_smem(self.k.at[keys, kv_head], self.k_sm.at[stage], full)
             plgpu.copy_gmem_to_smem(self.ends.at[keys], self.ends_sm.at[stage], full)
+            if hasattr(self, "limits"):
+                plgpu.copy_gmem_to_smem(self.limits.at[keys], self.limits_sm.at[stage], full)
 
         def copy_values(i, stage):
             keys, full = pl.ds(self.blocks.first_key(i), self.blocks.size), self.v_full.at[stage]
@@ -192,6 +207,15 @@ class QueryTile(Cta):
 
         channels = [(self.k_empty, copy_keys), (self.v_empty, copy_values)]
         produce(channels, self.blocks.count, self.k_sm.shape[0])
+
+
+def window_of(segments: Segments, window: int) -> tuple[Segments, dict[str, Any]]:
+    """Returns the segments whose blocks a kernel visits, and its operands for a window."""
+    if not window:
+        return segments, {}
+    assert segments.positions is not None, "a window needs positions"
+    operands = {"positions": segments.positions, "limits": segments.positions + window}
+    return windowed(segments, window), operands
 
 
 def launch(

@@ -98,28 +98,36 @@ class AttentionParts(NamedTuple):
     # Or, in place of [M, N], key heads, tokens, and at least the query heads of each [K, M, G].
 
 
-def num_parts(keys: jax.Array | jax.ShapeDtypeStruct, num_sms: int) -> int:
+def num_parts(keys: jax.Array | jax.ShapeDtypeStruct, num_sms: int, *, window: int = 0) -> int:
     """Number of parts of each row of cached keys [M, K, S, H], so that all SMs have work."""
     m, kv_heads, positions, _ = keys.shape
+    positions = min(positions, window + BLOCK) if window else positions
     wanted = max(1, num_sms // (m * kv_heads))
     return min(_MAX_PARTS, wanted, pl.cdiv(positions, 2 * BLOCK))
 
 
 def attend(
-    inputs: AttentionInputs, *, eps: float, num_sms: int, interpret: bool = False
+    inputs: AttentionInputs,
+    *,
+    eps: float,
+    num_sms: int,
+    window: int = 0,
+    interpret: bool = False,
 ) -> tuple[AttentionParts, jax.Array, jax.Array]:
     """Writes the new key and value of every row to the cache, and attends to all positions.
 
-    Returns `num_parts` parts for `merge_parts`, and the updated keys and values.
+    With a window these are that many, the new one included. Returns `num_parts` parts for
+    `merge_parts`, and the updated keys and values.
     """
     m, _, _, head_dim = inputs.keys.shape
-    shape = num_parts(inputs.keys, num_sms), m, inputs.num_heads
+    shape = num_parts(inputs.keys, num_sms, window=window), m, inputs.num_heads
     parts = AttentionParts(
         sums=jax.ShapeDtypeStruct((*shape, head_dim), jnp.float32),
         weights=jax.ShapeDtypeStruct(shape, jnp.float32),
         largest=jax.ShapeDtypeStruct(shape, jnp.float32),
     )
-    return _run(inputs, parts, shape[0], eps=eps, num_sms=num_sms, interpret=interpret)
+    options = {"eps": eps, "num_sms": num_sms, "interpret": interpret}
+    return _run(inputs, parts, shape[0], window=window, **options)
 
 
 def attend_whole(
@@ -137,7 +145,7 @@ def attend_whole(
     return attended.reshape(m, -1), keys, values
 
 
-def _run(inputs, attended, parts, *, eps, num_sms, interpret):
+def _run(inputs, attended, parts, *, eps, num_sms, interpret, window=0):
     """Runs the kernel, whose CTAs have a part of a row for a key head each.
 
     `attended` has the shapes of what it writes: those of `AttentionParts`, or of their merged sum.
@@ -151,7 +159,9 @@ def _run(inputs, attended, parts, *, eps, num_sms, interpret):
     few = m * kv_heads * parts <= _CTAS_WITH_NEXT_BLOCK * num_sms
     ahead = few and _registers(group, *caches) <= _MOST_REGISTERS
     results, caches = warpgroup.run(
-        functools.partial(_attend_block, group=group, eps=eps, parts=parts, ahead=ahead),
+        functools.partial(
+            _attend_block, group=group, eps=eps, parts=parts, ahead=ahead, window=window
+        ),
         "attend",
         (m, kv_heads, parts),
         operands,
@@ -199,7 +209,7 @@ class _Sums(NamedTuple):
     largest: jax.Array  # float32 [heads, warps], the largest score in base 2
 
 
-def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead, **shared):
+def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead, window, **shared):
     """What one CTA does: a part of a row for one key head and the query heads that share it."""
     row, head, part = threads.cta
     shared = Shared(threads, **shared)
@@ -210,8 +220,11 @@ def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead
     # A row's filled blocks are divided into equal parts, however long the row is.
     length = read.length
     filled_blocks = _ceil_div(length, BLOCK)
-    part_blocks = _ceil_div(filled_blocks, parts)
+    seen = Seen.of(length, window - 1) if window else Seen(length)
+    part_blocks = _ceil_div(filled_blocks - seen.first_block if window else filled_blocks, parts)
     first = part * part_blocks
+    if window:
+        first += seen.first_block
     last = jnp.minimum(first + part_blocks, filled_blocks)
     blocks = (cache.load_keys(first), cache.load_values(first)) if ahead else None
 
@@ -221,7 +234,7 @@ def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead
     threads.meet()
     queries = shared.load_queries()
 
-    sums = sum_blocks(threads, cache, queries, (first, last), length, group, blocks)
+    sums = sum_blocks(threads, cache, queries, (first, last), seen, group, blocks)
     heads = head * group
     for start, numbers in shared.merge(sums, group):
         store_sums(threads, attended, numbers, (part, row, pl.ds(heads + start, len(numbers[1]))))
@@ -233,20 +246,33 @@ def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead
                 threads.store(cache.at[row, head, length, dims], half)
 
 
+class Seen(NamedTuple):
+    """The cached positions that queries see, from the first one and before the limit."""
+
+    limit: Any  # one for all, or int32 [heads, warps, 16]
+    first: Any = None  # the same; None for 0
+    first_block: Any = 0  # the block of the first one
+
+    @classmethod
+    def of(cls, limit: Any, count: int) -> "Seen":
+        """At most `count` positions before the limit, one for all."""
+        first = jnp.maximum(limit - count, 0)
+        return cls(limit, first, lax.div(first, BLOCK))
+
+
 def sum_blocks(
     threads: Warpgroup,
     cache: RowCache,
     queries: tuple[jax.Array, ...],
     filled: tuple[Any, Any],
-    limit: Any,
+    seen: Seen,
     group: int,
     blocks: Any,
 ) -> _Sums:
     """The softmax of queries over the cached positions of some blocks.
 
-    `filled` are the first block and the one after the last. A query sees the positions before the
-    limit, one for all or int32 [heads, warps, 16]. `blocks` are the keys and values of the first
-    block, if blocks are requested ahead, or None.
+    `filled` are the first block and the one after the last. `blocks` are the keys and values of the
+    first block, if blocks are requested ahead, or None.
     """
     ahead, head_dim = blocks is not None, cache.keys.shape[1]
 
@@ -259,7 +285,7 @@ def sum_blocks(
         following = jnp.minimum(block + 1, filled[1] - 1)
         keys = cache.load_keys(following) if ahead else None
         values = blocks[1] if ahead else cache.load_values(block)
-        positions = block * BLOCK, cache.start(block), limit
+        positions = block * BLOCK, cache.start(block), seen
         added, keep, weights = _add_scores(threads, sums, product, positions, head_dim)
         total = products.add_values(threads, sums.total, keep, weights, _bfloat16(values))
         blocks = (keys, cache.load_values(following)) if ahead else None
@@ -333,14 +359,16 @@ def _add_scores(
     """Adds the weights of a block to a softmax, whose sums of values still lack the block.
 
     `product` is float32 [heads, warps, 16], of queries and keys; the positions are the first one of
-    the block, the first one that was read, and the limit of `sum_blocks`. Returns the softmax, the
+    the block, the first one that was read, and those that are seen. Returns the softmax, the
     factors of the sums of values [heads, warps], and the weights.
     """
-    first, start, limit = positions
+    first, start, seen = positions
     layout = products.SCORES
     warp, index = (threads.iota(product.shape, axis, layout) for axis in (1, 2))
     position = start + product.shape[2] * warp + index
-    inside = (position >= first) & (position < limit)
+    inside = (position >= first) & (position < seen.limit)
+    if seen.first is not None:
+        inside &= position >= seen.first
     scores = jnp.where(inside, _score_scale(head_dim) * product, jnp.full_like(product, -jnp.inf))
     top = jnp.maximum(sums.largest, jnp.max(scores, axis=2))
     weights = jnp.exp2(scores - _over(top, scores.shape[2]))
@@ -480,6 +508,7 @@ def merge_parts(
     *,
     dtype: jnp.dtype,
     gates: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     heads: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -487,12 +516,15 @@ def merge_parts(
 
     Returns [M, N H] in a dtype, times the sigmoid of the gates [M, N H] if there are any, and
     partials of its x A^T with A [R, N H], as in `norms.DeferredNorm`, or None without A. The number
-    N of heads is that of the parts, unless these are [K, M, G].
+    N of heads is that of the parts, unless these are [K, M, G]. Sinks [N] are one more score of
+    each head, without a value.
     """
     count, m, head_dim = len(parts.sums), parts.sums.shape[-3], parts.sums.shape[-1]
     heads = parts.sums.shape[2] if heads is None else heads
 
     def compute_tile(refs, tile):
+        sink = None if sinks is None else _LOG2_E * refs["sinks"][tile.index]
+
         def of_head(name, part):
             if parts.sums.ndim == 4:
                 return refs[name].at[part, :, tile.index]
@@ -504,8 +536,12 @@ def merge_parts(
             for name in ("largest", "weights")
         ]
         top = functools.reduce(jnp.maximum, numbers[0])
+        if sink is not None:
+            top = jnp.maximum(top, sink)
         factors = [jnp.exp2(largest - top) for largest in numbers[0]]
         weight = sum(factor * number for factor, number in zip(factors, numbers[1], strict=True))
+        if sink is not None:
+            weight += jnp.exp2(sink - top)
         sums = [
             tile.over_columns(factor / weight) * tile.load_head(of_head("sums", part))
             for part, factor in enumerate(factors)
@@ -525,7 +561,9 @@ def merge_parts(
     outs = lora_shrink.shrink_tiles(
         "merge_parts",
         compute_tile,
-        parts._asdict() | ({} if gates is None else {"gates": gates}),
+        parts._asdict()
+        | ({} if gates is None else {"gates": gates})
+        | ({} if sinks is None else {"sinks": sinks.astype(jnp.float32)}),
         {"attended": jax.ShapeDtypeStruct((m, heads * head_dim), dtype)},
         a,
         (m, heads * head_dim),

@@ -26,6 +26,7 @@ from pallas_kernels.decode.attention import (
     AttentionInputs,
     AttentionParts,
     RowCache,
+    Seen,
     Shared,
     num_parts,
     store_sums,
@@ -67,7 +68,7 @@ class Queries(NamedTuple):
         newest = jnp.pad(jnp.repeat(newest.reshape(-1), group), (0, SPARE))
         return cls(queries, newest, rows, *cache)
 
-    def parts(self, num_sms: int, most: int) -> tuple[AttentionParts, int, int]:
+    def parts(self, num_sms: int, most: int, *, window: int = 0) -> tuple[AttentionParts, int, int]:
         """The shapes of the results of `attend`, the number of queries of a CTA, and of such CTAs.
 
         A CTA has at most some queries. Heads of the results are [K, R T G].
@@ -76,7 +77,7 @@ class Queries(NamedTuple):
         computed = min(most, total)
         chunks = pl.cdiv(total, computed)
         keys = jax.ShapeDtypeStruct((rows, *self.keys.shape[1:]), self.keys.dtype)
-        shape = num_parts(keys, num_sms // chunks), kv_heads, rows * total
+        shape = num_parts(keys, num_sms // chunks, window=window), kv_heads, rows * total
         numbers = jax.ShapeDtypeStruct(shape, jnp.float32)
         sums = jax.ShapeDtypeStruct((*shape, head_dim), jnp.float32)
         return AttentionParts(sums, numbers, numbers), computed, chunks
@@ -133,16 +134,21 @@ def _write_token(threads, operands, caches, queries, *, count, group, eps):
                 threads.store(target, to_cache(half, cache.dtype))
 
 
-def attend(inputs: Queries, *, count: int, num_sms: int, interpret: bool = False) -> AttentionParts:
-    """Attends from `count` tokens of each row, in parts whose heads are [K, M, G]."""
+def attend(
+    inputs: Queries, *, count: int, num_sms: int, window: int = 0, interpret: bool = False
+) -> AttentionParts:
+    """Attends from `count` tokens of each row, in parts whose heads are [K, M, G].
+
+    With a window a token sees that many positions, its own included.
+    """
     rows, kv_heads, _, head_dim = inputs.queries.shape
     most = _MOST if head_dim <= 128 else _MOST // 2
-    attended, computed, chunks = inputs.parts(num_sms, most)
+    attended, computed, chunks = inputs.parts(num_sms, most, window=window)
     # No cache of a rollout is so small.
     short = (0, 0), (0, 0), (0, max(0, BLOCK - inputs.keys.shape[2])), (0, 0)
     keys, values = (jnp.pad(cache, short) for cache in (inputs.keys, inputs.values))
     results = warpgroup.run(
-        _attend_chunk,
+        functools.partial(_attend_chunk, window=window),
         "attend_queries",
         (rows * chunks, kv_heads, len(attended.sums)),
         inputs._replace(keys=keys, values=values),
@@ -171,7 +177,9 @@ class Chunk(NamedTuple):
     end: Any  # block after the last one
 
     @classmethod
-    def of(cls, inputs: Queries, cta: Sequence[Any], parts: int, computed: int) -> "Chunk":
+    def of(
+        cls, inputs: Queries, cta: Sequence[Any], parts: int, computed: int, window: int = 0
+    ) -> "Chunk":
         """The chunk of a CTA, by its index: among those of all rows, its key head, and its part."""
         index, head, part = cta
         total = inputs.queries.shape[2]
@@ -182,8 +190,13 @@ class Chunk(NamedTuple):
         first = row * total + start
         newest = inputs.newest[first + (computed - 1)]
         filled = lax.div(newest, BLOCK) + 1
-        of_part = lax.div(filled + (parts - 1), parts)
-        begin = part * of_part
+        if window:
+            unseen = Seen.of(inputs.newest[first] + 1, window).first_block
+            of_part = lax.div(filled - unseen + (parts - 1), parts)
+            begin = unseen + part * of_part
+        else:
+            of_part = lax.div(filled + (parts - 1), parts)
+            begin = part * of_part
         end = jnp.minimum(begin + of_part, filled)
         queries = row, head, pl.ds(start, computed)
         return cls(
@@ -191,19 +204,20 @@ class Chunk(NamedTuple):
         )
 
 
-def _attend_chunk(threads, inputs, _, attended, **shared):
+def _attend_chunk(threads, inputs, _, attended, *, window, **shared):
     """What one CTA does."""
     _, head, part = threads.cta
     head_dim = inputs.queries.shape[3]
     shared = Shared(threads, **shared)
     computed = shared.weights.shape[0]
-    own = Chunk.of(inputs, threads.cta, attended.sums.shape[0], computed)
+    own = Chunk.of(inputs, threads.cta, attended.sums.shape[0], computed, window)
     layout, source = products.query_layout(head_dim), inputs.queries.at[own.queries]
     queries = tuple(threads.load(source.at[:, dims], layout) for dims in halves_of(head_dim))
     newest = inputs.newest.at[pl.ds(own.first, computed)]
     newest = threads.load(newest, products.SCORES.reduce((1, 2)))
     limit = lax.broadcast_in_dim(newest + 1, (computed, WARPS, BLOCK // WARPS), (0,))
     cache = RowCache(threads, *(ref.at[own.row, head] for ref in (inputs.keys, inputs.values)))
-    sums = sum_blocks(threads, cache, queries, (own.begin, own.end), limit, computed, None)
+    seen = Seen(limit, limit - window if window else None)
+    sums = sum_blocks(threads, cache, queries, (own.begin, own.end), seen, computed, None)
     for i, numbers in shared.merge(sums, computed):
         store_sums(threads, attended, numbers, (part, head, pl.ds(own.first + i, len(numbers[1]))))

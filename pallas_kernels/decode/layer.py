@@ -6,7 +6,7 @@ A layer has six steps. In each step the first line is taken whose conditions hol
     norm       add_rmsnorm                none
     qkv        qkv_proj                   none
     attention  attention_sm90             unsplit, Hopper GPU, bfloat16 cache, heads of 128
-               attend_whole               unsplit
+               attend_whole               unsplit, without sinks and a window
                attend, merge_parts        none
     output     o_proj+RMSNorm             M <= 64, o_proj FP4 and adapted, gate_up_proj+SwiGLU next,
                                           one device
@@ -20,8 +20,10 @@ A mixture of experts has these steps after attention:
     step       kernels                    conditions
     output     o_proj, add_rmsnorm        none; the norm also multiplies by the router
     route      route_experts              M <= 256
-    experts    experts_mlp                FP4 in tiles of eight rows (`experts.api`); the norm of
-                                          the next layer adds the pairs of each token up
+    experts    experts_mlp                FP4 in tiles of eight rows (`experts.api`), no biases;
+                                          the norm of the next layer adds the pairs of each
+                                          token up
+               two grouped products       none; XLA adds the biases, and clamps SwiGLU
     shared     experts_mlp                if all tokens have an expert, too, of the same width, FP4
                                           and with few ranks: the same kernel; the norm of the
                                           next layer adds it
@@ -131,6 +133,12 @@ class Own(NamedTuple):
     adapters: dict[str, Adapter]  # (A, B) of the projections that have an adapter, by name
     eps: float  # epsilon of the norms
     axis: str | None  # axis of a mesh whose devices have the layer together
+    window: int  # number of positions that a token sees, 0 for all
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What changes attention: 'sinks', and 'window'."""
+        return {"sinks": self.layer.get("sinks"), "window": self.window}
 
     def projection(self, name: str) -> Projection:
         """A projection of the layer."""
@@ -155,6 +163,7 @@ class Experts(NamedTuple):
     top_k: int  # experts of a token
     width: int  # width F of an expert
     normalized: bool  # whether the weights are a softmax over a token's experts, or over all
+    limit: float = 0.0  # of gate and up, see `experts.activated`; 0 for silu(gate) up
 
 
 class Kind(NamedTuple):
@@ -162,6 +171,7 @@ class Kind(NamedTuple):
 
     mixer: str = "attention"  # of `MIXERS`
     experts: Experts | None = None  # shapes of a mixture of experts; None for a layer with one MLP
+    window: int = 0  # number of positions that a token sees, its own included; 0 for all
 
 
 _PLAIN = Kind()
@@ -197,6 +207,8 @@ def decode_layer(
             A mixture of experts has in place of the last two products 'router' bfloat16 [E, D],
             'experts_gate_up' [E 2F, D], 'experts_down' [E D, F] and, if a shared expert of width S
             is there, 'shared_gate_up' [2 S, D], 'shared_down' [D, S] and 'shared_gate' [1, D].
+            It may have 'sinks' [N], 'o_bias' [D], 'router_bias' [E], 'experts_gate_up_bias'
+            [E, 2, F] and 'experts_down_bias' [E, D].
         adapters: (A, B) of the projections that have an adapter, by the name of the projection.
         residual: bfloat16 [M, D] twice, the residual and what is still to be added to it.
         kept: what rows keep of their tokens: cached keys and values [R, K, S, H], bfloat16 or
@@ -212,7 +224,7 @@ def decode_layer(
         The residual and what is still to be added to it, what the rows keep, and the experts of
         the tokens, int32 [M, k] or None.
     """
-    own = Own(layer, adapters, eps, axis)
+    own = Own(layer, adapters, eps, axis, kind.window)
     mixed, kept = MIXERS[kind.mixer](own, residual, kept, lengths, angles)
     if kind.experts is None:
         return _gated_mlp(own, mixed), kept, None
@@ -273,7 +285,7 @@ def _mix_by_attention(
         keys=keys,
         values=values,
     )
-    attended, keys, values = (_gated_attention if gated else _attention)(inputs, o, own.eps)
+    attended, keys, values = (_gated_attention if gated else _attention)(inputs, o, own)
     return Mixed(norm.residual, attended, o), (keys, values)
 
 
@@ -297,6 +309,8 @@ def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Ar
     """The MLP of a layer with experts, and the experts of the tokens, int32 [M, k]."""
     layer = own.layer
     product, scale = _project(mixed.activations, mixed.output), layer["post_attention_layernorm"]
+    if "o_bias" in layer:
+        product = product + layer["o_bias"]
     routed, shared = _gated(own, "experts_gate_up", "experts_down"), None
     adapted = own.projection("shared_gate_up") if "shared_gate_up" in layer else None
     if adapted is not None:
@@ -308,11 +322,12 @@ def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Ar
             shared = None
     norm = _norm(mixed.residual, product, scale, adapted, layer["router"])
     router = route.Router(experts.count, experts.top_k, experts.normalized, own.eps)
-    routing = _route(norm, layer.get("shared_gate"), router)
+    routing = _route(norm, layer, router)
     rows, y = mlp(
         *(routing.states, routed, routing.table, routing.weights),
         width=experts.width,
         shared=shared,
+        limit=experts.limit,
     )
     if adapted is not None:
         down = own.projection("shared_down")
@@ -324,15 +339,17 @@ def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Ar
 def _gated(own: Own, gate_up: str, down: str) -> Gated:
     """Gated MLPs of the layer by the names of their weights."""
     adapters = own.adapters.get(gate_up), own.adapters.get(down)
-    return Gated(own.layer[gate_up], own.layer[down], adapters)
+    biases = None
+    if f"{down}_bias" in own.layer:
+        biases = own.layer[f"{gate_up}_bias"], own.layer[f"{down}_bias"]
+    return Gated(own.layer[gate_up], own.layer[down], adapters, biases)
 
 
-def _route(
-    norm: DeferredNorm, shared_gate: jax.Array | None, router: route.Router
-) -> route.Routing:
+def _route(norm: DeferredNorm, layer: dict[str, Any], router: route.Router) -> route.Routing:
     """The experts of the tokens after a norm."""
     assert norm.logit_partials is not None, "the norm has the router's product"
-    scores = route.Scores(norm.scaled, norm.square_partials, norm.logit_partials, shared_gate)
+    gate, bias = layer.get("shared_gate"), layer.get("router_bias")
+    scores = route.Scores(norm.scaled, norm.square_partials, norm.logit_partials, gate, bias)
     with jax.named_scope("router"):
         if route.supports(scores, router) and _experts_agree():
             return route.route(scores, router)
@@ -403,23 +420,25 @@ def _supports(activations: Activations, projection: Projection, epilogue: Epilog
 
 
 def _attention(
-    inputs: AttentionInputs, o: Projection, eps: float
+    inputs: AttentionInputs, o: Projection, own: Own
 ) -> tuple[Activations, jax.Array, jax.Array]:
     """Attention, and the updated keys and values; the output projection reads the former."""
     if len(inputs.qkv) > len(inputs.lengths):
-        return _attention_of_several(inputs, o, eps)
-    options = {"eps": eps, "num_sms": num_sms()}
+        return _attention_of_several(inputs, o, own)
+    options, (sinks, window) = {"eps": own.eps, "num_sms": num_sms()}, own.limits.values()
     # The Hopper kernel makes x A^T too: after attention in one part nothing is left to do.
     unsplit = (
         isinstance(o.weight, Fp4Tiles)
         and fp4_matmul.device_kernel() == "mosaic"
         and len(inputs.qkv) <= MAX_ROWS_OF_PARTIALS
         and attention.num_parts(inputs.keys, num_sms()) == 1
+        and sinks is None
+        and not window
     )
     with jax.named_scope("attention"):
         if not unsplit:
-            parts, keys, values = attention.attend(inputs, **options)
-            merged = attention.merge_parts(parts, o.a, dtype=inputs.qkv.dtype)
+            parts, keys, values = attention.attend(inputs, window=window, **options)
+            merged = attention.merge_parts(parts, o.a, dtype=inputs.qkv.dtype, sinks=sinks)
             return Activations(*merged), keys, values
         if supports_sm90_attention(inputs.keys, inputs.num_heads):
             from pallas_kernels.decode import attention_sm90
@@ -431,27 +450,36 @@ def _attention(
 
 
 def _attention_of_several(
-    inputs: AttentionInputs, o: Projection, eps: float
+    inputs: AttentionInputs, o: Projection, own: Own
 ) -> tuple[Activations, jax.Array, jax.Array]:
     """As `_attention`, for several new tokens of each row."""
     with jax.named_scope("attention"):
-        written = attention_queries.write(inputs, eps=eps)
+        written = attention_queries.write(inputs, eps=own.eps)
         count = len(inputs.qkv) // len(inputs.lengths)
-        merged = _attend_queries(written, count, inputs.num_heads, o.a)
+        merged = _attend_queries(written, count, inputs.num_heads, o.a, **own.limits)
         return Activations(*merged), written.keys, written.values
 
 
 def _attend_queries(
-    inputs: Queries, count: int, num_heads: int, a: jax.Array | None
+    inputs: Queries,
+    count: int,
+    num_heads: int,
+    a: jax.Array | None,
+    *,
+    sinks: jax.Array | None = None,
+    window: int = 0,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attention of some tokens of each row [M, N H], and partials of x A^T or None."""
     attend = attention_queries.attend
-    if supports_sm90_attention(inputs.keys, num_heads) and _sm90_queries_agree():
+    if window:
+        attend = functools.partial(attend, window=window)
+    elif supports_sm90_attention(inputs.keys, num_heads) and _sm90_queries_agree():
         from pallas_kernels.decode import attention_sm90
 
         attend = attention_sm90.attend_queries
     parts = attend(inputs, count=count, num_sms=num_sms())
-    return attention.merge_parts(parts, a, dtype=inputs.queries.dtype, heads=num_heads)
+    options = {"dtype": inputs.queries.dtype, "heads": num_heads}
+    return attention.merge_parts(parts, a, sinks=sinks, **options)
 
 
 def attend_from(
@@ -460,6 +488,9 @@ def attend_from(
     values: jax.Array,
     positions: jax.Array,
     rows: jax.Array | None,
+    *,
+    sinks: jax.Array | None = None,
+    window: int = 0,
 ) -> jax.Array:
     """Attention of tokens to a live cache that has their keys, where `decode.supports_layer`.
 
@@ -470,6 +501,8 @@ def attend_from(
         positions: int32 [R, T] cache positions of the tokens, ascending, and S for padding after
             them. A token sees the positions up to its own; results of padding are undefined.
         rows: int32 [R], the row of the cache, B for one that is not there; None for all in order.
+        sinks: [N], a score of each head without a value; None for none.
+        window: number of positions that a token sees, its own included; 0 for all.
 
     Returns:
         bfloat16 [R, T, N, H].
@@ -488,16 +521,17 @@ def attend_from(
         keys,
         values,
     )
-    return _attend_queries(inputs, tokens, heads, None)[0].reshape(queries.shape)
+    limits = {"sinks": sinks, "window": window}
+    return _attend_queries(inputs, tokens, heads, None, **limits)[0].reshape(queries.shape)
 
 
 def _gated_attention(
-    inputs: AttentionInputs, o: Projection, eps: float
+    inputs: AttentionInputs, o: Projection, own: Own
 ) -> tuple[Activations, jax.Array, jax.Array]:
     """As `_attention`, where each query has a gate and the rotation may be partial."""
     with jax.named_scope("attention"):
-        inputs, gates = gated_attention.split(inputs, eps=eps)
-        parts, keys, values = attention.attend(inputs, eps=eps, num_sms=num_sms())
+        inputs, gates = gated_attention.split(inputs, eps=own.eps)
+        parts, keys, values = attention.attend(inputs, eps=own.eps, num_sms=num_sms())
         merged = attention.merge_parts(parts, o.a, dtype=gates.dtype, gates=gates)
         return Activations(*merged), keys, values
 

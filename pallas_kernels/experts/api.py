@@ -29,7 +29,7 @@ from pallas_kernels.experts.table import (
     to_rows,
 )
 from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight, dispatch, layout
-from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
+from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 
 # Numbers of dequantized weights that exist at a time: 256 MiB in bfloat16. With a quarter of them a
 # layer of Qwen3.6-35B-A3B takes 1.15 instead of 0.79 ms for a token of 8 rows (H200), and an update
@@ -41,6 +41,7 @@ PART_NUMBERS = 1 << 28
 PRODUCT_NUMBERS = 1 << 25
 
 MAX_RANK = 64  # of an adapter in the kernel; no larger one was tried
+SWIGLU_ALPHA = 1.702  # factor of the gate in the sigmoid of a clamped SwiGLU
 
 Weight = jax.Array | Fp4Weight | Fp4Tiles
 Adapter = tuple[jax.Array, jax.Array]  # A [E, r, K] and B [E, N, r]
@@ -98,6 +99,24 @@ class Gated(NamedTuple):
     down: Weight  # [E N, F]
     # Those of both weights as `grouped_lora` takes them; of one MLP A [r, K] and B [N, r''].
     adapters: tuple[Adapter | None, Adapter | None] = (None, None)
+    biases: tuple[jax.Array, jax.Array] | None = None  # of E experts: [E, 2, F] and [E, N]
+
+
+def activated(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """Returns silu(gate) up; with a limit (up + 1) gate sigmoid(1.702 gate).
+
+    The limit is that of gate and of the size of up, as in gpt-oss.
+    """
+    if not limit:
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
+
+
+def bias_of(bias: jax.Array, table: Table, dtype: jnp.dtype) -> jax.Array:
+    """Returns the bias [R, N] of the expert of each row, of those [E, ...] of all, in a dtype."""
+    own = bias.reshape(len(bias), -1)[table.owner].astype(dtype)
+    return jnp.repeat(own, len(table.source) // len(table.owner), axis=0)
 
 
 @jax.named_scope("experts")
@@ -109,8 +128,11 @@ def mlp(
     *,
     width: int,
     shared: Gated | None = None,
+    limit: float = 0.0,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (silu(gate) * up * w) W_down^T for the expert of each pair, of gate and up x W_e^T.
+
+    Where experts have biases, these are added to gate and up, and times w to the result.
 
     There are no derivatives.
 
@@ -121,14 +143,16 @@ def mlp(
         row_weights: float32 [P], the weight w of each pair.
         width: number F of outputs of gate.
         shared: an MLP that all tokens have, where `takes_shared`.
+        limit: the limit of gate and up, see `activated`; 0 for none.
 
     Returns:
         [R, N] in x's dtype, in which rows without a pair are undefined; and what the shared MLP
         computes, [T, N] or None.
     """
-    (gate_up, down, adapters), mixtures = experts, []
+    (gate_up, down, adapters, biases), mixtures = experts, []
     outputs = _outputs(down) * 2 * width // _outputs(gate_up)
-    if _fits_mlp(x, experts, table, width):
+    plain = biases is None and not limit
+    if plain and _fits_mlp(x, experts, table, width):
         mixtures.append((gate_up, down, table, row_weights, _for_kernel(adapters, x.dtype)))
         if shared is not None:
             whole = [own and (own[0][None], own[1][None]) for own in shared.adapters]
@@ -141,6 +165,8 @@ def mlp(
             return rows, others[0][: len(x)] if others else None
     assert shared is None, "`takes_shared` says where it may be given"
     own, after = adapters
+    if not plain:
+        return _limited(x, experts, table, row_weights, width, limit), None
     if own is None:
         hidden = gated_matmul(x, gate_up, table, row_weights, width=width)
     else:
@@ -149,6 +175,28 @@ def mlp(
         hidden = _gated(y + grouped_lora(rows, own, table), table, row_weights)
     y = grouped_matmul(hidden, down, table, outputs=outputs, zeros=after is not None)
     return y if after is None else y + grouped_lora(hidden, after, table), None
+
+
+def _limited(x, experts, table, row_weights, width, limit):
+    """`mlp` of experts with biases, or with a limit: XLA computes what is between the products."""
+    gate_up, down, adapters, biases = experts
+    outputs = _outputs(down) * 2 * width // _outputs(gate_up)
+    rows, weights = to_rows(x, table), to_rows(row_weights[:, None], table)
+
+    def product(rows, number, outputs):
+        y = grouped_matmul(rows, (gate_up, down)[number], table, outputs=outputs)
+        adapter = adapters[number]
+        return y if adapter is None else y + grouped_lora(rows, adapter, table)
+
+    y = product(rows, 0, 2 * width)
+    if biases is not None:
+        y = y + bias_of(biases[0], table, y.dtype)
+    gate, up = jnp.split(y, 2, axis=1)
+    hidden = activated(gate, up, limit)
+    y = product((hidden * weights).astype(x.dtype), 1, outputs)
+    return (
+        y if biases is None else (y + weights * bias_of(biases[1], table, x.dtype)).astype(x.dtype)
+    )
 
 
 def takes_shared(
@@ -280,7 +328,8 @@ def _uses_hopper_kernel(x, weight, table, outputs):
         return False
     if x.dtype != jnp.bfloat16 or (isinstance(weight, jax.Array) and weight.dtype != x.dtype):
         return False
-    return outputs % 128 == _inputs(weight) % 128 == 0 and has_hopper_kernel()
+    unit = TILE_ROWS if isinstance(weight, Fp4Tiles) else 2 * TILE_ROWS  # Tiles have padding.
+    return outputs % unit == _inputs(weight) % unit == 0 and has_hopper_kernel()
 
 
 def _by_parts(x, weight, table, outputs, transposed):
@@ -296,7 +345,9 @@ def _by_parts(x, weight, table, outputs, transposed):
         experts = jnp.array([begin, min(begin + size, count)], jnp.int32)
         shapes = min(size, count - begin), outputs, transposed
         y = _multiply_part(x, weight, table, work, experts, y, shapes)
-    return y
+    assert y is not None, "there is an expert"
+    width = _inputs(weight) if transposed else outputs
+    return y if y.shape[1] == width else y[:, :width]
 
 
 @functools.partial(jax.jit, static_argnums=6)  # so that equal kernels are lowered once
@@ -306,7 +357,8 @@ def _multiply_part(x, weight, table, work, experts, y, shapes):
     from pallas_kernels.fp4_matmul import sm90
 
     count, outputs, transposed = shapes
-    num_sms, scales = device.num_sms(), None
+    # The kernel reads tiles of rows in twos, so of an odd number the first one after them, too.
+    rows, num_sms, scales = outputs // TILE_ROWS, device.num_sms(), None
     if isinstance(weight, Fp4Tiles):
         if not transposed:
             weight, scales = _split(weight)
@@ -315,9 +367,9 @@ def _multiply_part(x, weight, table, work, experts, y, shapes):
         x, codes, y = jax.lax.optimization_barrier((x, weight.codes, y))
         weight = sm90.dequantize(
             dataclasses.replace(weight, codes=codes),
-            inputs=_inputs(weight),
+            inputs=weight.codes.shape[1] * TILE_COLUMNS,
             num_sms=num_sms,
-            part=(experts[:1] * (outputs // TILE_ROWS), count * outputs // TILE_ROWS),
+            part=(experts[:1] * rows, count * rows + rows % 2),
         )
     static = {"outputs": outputs, "transposed": transposed, "num_sms": num_sms}
     return dense_sm90.product(x, weight, table, work, experts, y, scales, **static)

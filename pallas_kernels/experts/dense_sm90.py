@@ -76,7 +76,8 @@ def product(
 
     Args:
         x: bfloat16 [R, K], or [R, N] if `transposed`.
-        weight: bfloat16 [E' N, K], the weights of a range of experts one after the other.
+        weight: bfloat16 [E' N, K'], the weights of a range of experts one after the other, with
+            K' - K columns of zeros. Where N is no multiple of 128, any 64 rows follow.
         table: which expert a tile belongs to.
         work: the units of the table.
         experts: int32 [2], the first of the experts of the weight, and the one after the last: an
@@ -91,10 +92,11 @@ def product(
         interpret: how to simulate the kernel.
 
     Returns:
-        bfloat16 [R, N], or [R, K] if `transposed`; zeros in unused tiles.
+        bfloat16 [R, N], or [R, K'] if `transposed`; zeros in unused tiles. Where N is no multiple
+        of 128, 64 columns without a meaning follow.
     """
     inputs = weight.shape[1]
-    width = inputs if transposed else outputs
+    width = inputs if transposed else outputs + -outputs % (_COLUMNS // 2)
     columns = _COLUMNS if width % _COLUMNS == 0 else _COLUMNS // 2
     numbers = jnp.concatenate([work.ends[experts], experts[:1]])
     block = (columns, _STEP) if not transposed else (_STEP, columns)
@@ -109,7 +111,7 @@ def product(
         "numbers": numbers,
     }
     if scales is not None:
-        arrays["scales"] = scales
+        arrays["scales"] = jnp.pad(scales, (0, width - outputs)) if width > outputs else scales
 
     def body(*refs, **shared):
         named = dict(zip((*arrays, "y"), refs, strict=True)) | shared | static

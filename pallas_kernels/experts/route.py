@@ -52,6 +52,7 @@ class Scores(NamedTuple):
     square_partials: jax.Array  # float32 [P, M]
     logit_partials: jax.Array  # float32 [S, M, E'], the products of `scaled` with the router
     shared_gate: jax.Array | None = None  # [1, D] of an expert that all tokens have, or None
+    bias: jax.Array | None = None  # [E], which is added to the logits, or None
 
 
 class Routing(NamedTuple):
@@ -95,6 +96,8 @@ def reference(scores: Scores, router: Router) -> Routing:
         products = jnp.dot(scores.scaled.astype(jnp.float32), gate.T, precision="highest")
         opened = jax.nn.sigmoid(products * factor)[:, 0]
     logits = logits[:, : router.experts]
+    if scores.bias is not None:
+        logits = logits + scores.bias.astype(jnp.float32)
     values, routes = lax.top_k(logits, router.top_k)
     if router.normalized:
         weights = jax.nn.softmax(values)
@@ -119,6 +122,9 @@ def route(scores: Scores, router: Router, *, interpret: bool = False) -> Routing
     rows = 1 << min(m, _ROWS if m <= _ROWS else _SHARED_ROWS).bit_length() - 1
     ctas = pl.cdiv(m, rows)
     operands = {name: x for name, x in scores._asdict().items() if x is not None}
+    if scores.bias is not None:
+        missing = pl.cdiv(router.experts, 32) * 32 - router.experts
+        operands["bias"] = jnp.pad(scores.bias.astype(jnp.float32), (0, missing))
     if ctas > 1:
         # Zero before and after every call: all calls of a program use the same array.
         operands["counter"] = jnp.zeros(1, jnp.int32)
@@ -184,6 +190,9 @@ def _body(router, rows, ctas, threads: Warpgroup, operands, _, results, **shared
     total, mean_square = _add_partials(threads, operands, own, width, layout)
     factor = lax.rsqrt(mean_square + router.eps)
     logits = total * lax.broadcast_in_dim(factor, total.shape, (0,))
+    if "bias" in operands:
+        bias = threads.load(operands["bias"].at[pl.ds(0, width)], layout.reduce(0))
+        logits += lax.broadcast_in_dim(bias, logits.shape, (1,))
     _choose(threads, router, (logits, layout), results, own, shared["chosen"])
     if ctas == 1:
         threads.meet()

@@ -30,6 +30,7 @@ from typing import Any
 from qerl_jax.commands import cli
 from qerl_jax.system.command import command_name
 from qerl_jax.system.signals import exit_on_stop_signals
+from qerl_jax.weights.names import takes_turns
 
 _DEFAULTS = {"windows": 160, "width": 512}
 
@@ -70,7 +71,13 @@ def _quantize(arguments: argparse.Namespace) -> None:
         )
     checkpoint = open_checkpoint(arguments.model)
     if checkpoint.packed:
-        raise UserError(f"{checkpoint.path}: its weights are in NVFP4 already")
+        form = checkpoint.packed_form.upper()
+        raise UserError(f"{checkpoint.path}: its weights are in {form} already")
+    if takes_turns(checkpoint.config):
+        raise UserError(
+            f"{checkpoint.path}: a {checkpoint.config.model_type} is not written in NVFP4, which "
+            "no program reads; its hub has it with experts in MXFP4"
+        )
     calibration, held_out = _texts(arguments, checkpoint)
     rounded_errors: list[dict[str, float]] = []
     loads: list[Mapping[str, Any]] = []

@@ -17,7 +17,13 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.models import SOURCES, TEMPLATE_ARGS, calibration_of, lora_targets
+from qerl_jax.config.models import (
+    SOURCES,
+    TEMPLATE_ARGS,
+    calibration_of,
+    format_of,
+    lora_targets,
+)
 from qerl_jax.system.import_path import names_function
 
 REASONING_GYM, OWN_TASKS = "reasoning_gym:", "qerl_jax:"
@@ -184,7 +190,7 @@ FIELDS: tuple[Section | Field, ...] = (
     ),
     Field(
         "model.format",
-        "nvfp4",
+        ModelDefault("'mxfp4' of gpt-oss, 'nvfp4' of others", format_of),
         "'nvfp4' quantizes the linear layers at load, as do the paper's baselines 'mxfp4' and "
         "'nf4' (QLoRA's). 'bf16' does not quantize; the paper halves the learning rate for it "
         "(5e-6).",
@@ -192,7 +198,7 @@ FIELDS: tuple[Section | Field, ...] = (
     ),
     Field(
         "model.calibration",
-        ModelDefault("'none' of the stand-in, 'gptq' of others", calibration_of),
+        ModelDefault("'none' of the stand-in and gpt-oss, 'gptq' of others", calibration_of),
         "How a model of 16 bits becomes one in nvfp4: 'gptq' calibrates it on completions of the "
         "run's training prompts before the first step, once for all runs; 'none' rounds it to the "
         "nearest numbers, as llm-compressor's NVFP4A16 does. A model in NVFP4 stays as it is.",

@@ -31,6 +31,7 @@ SOURCES = {
     "qwen3.6-35b-a3b": "Qwen/Qwen3.6-35B-A3B",
     "llama3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
 }
 
 MODELS = tuple(SOURCES)
@@ -53,14 +54,23 @@ def lora_targets(model: str) -> tuple[str, ...]:
     """Returns the projections that have an adapter by default."""
     is_hybrid = model.startswith(("qwen3.5-", "qwen3.6-"))
     of_recurrence = _OF_RECURRENCE if is_hybrid else ()
-    if model.endswith("-a3b"):
+    if model.endswith("-a3b") or _is_gpt_oss(model):
         return (*_ATTENTION, *of_recurrence, *(_OF_SHARED_EXPERT if is_hybrid else ()))
     return (*_ATTENTION_AND_MLP, *of_recurrence)
 
 
 def calibration_of(model: str) -> str:
     """How a model becomes one in nvfp4; the stand-in is for a CPU, which calibrates slowly."""
-    return "none" if model == STAND_IN else "gptq"
+    return "none" if model == STAND_IN or _is_gpt_oss(model) else "gptq"
+
+
+def format_of(model: str) -> str:
+    """The number format of a model; gpt-oss is trained with experts in mxfp4."""
+    return "mxfp4" if _is_gpt_oss(model) else "nvfp4"
+
+
+def _is_gpt_oss(model: str) -> bool:
+    return model.startswith("gpt-oss-")
 
 
 # Settings of the stand-in, instead of an experiment's task: sums of two numbers up to 20, few and

@@ -265,7 +265,7 @@ def _episode(record: SessionRecord, tokenizer: TemplateTokenizer) -> Episode:
 def _text(turn: Asked, tokenizer: TemplateTokenizer) -> str:
     """The text of a turn, without the token that ends it."""
     cut = turn.complete and turn.ids[-1] in tokenizer.eos_ids
-    return tokenizer.decode(turn.ids[:-1] if cut else turn.ids)
+    return tokenizer.answer(turn.ids[:-1] if cut else turn.ids)
 
 
 def _messages(last: Asked, tokenizer: TemplateTokenizer) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """The environments that a config names: their processes, and how a chat template writes them."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -177,9 +178,7 @@ def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> AnyEnvironmen
     for name, contract in contracts.items():
         calls = contract.kind == "tools"
         writer = with_tools if calls else tokenizer
-        writers[name] = ReplyWriter(writer, arguments, calls, data.system_prompt)
-    for writer in writers.values():
-        writer.check()
+        writers[name] = _reply_writer(writer, arguments, calls=calls, system=data.system_prompt)
     options = config.environment
     environments = Environments(
         pool=pool,
@@ -197,6 +196,28 @@ def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> AnyEnvironmen
         prompt_config(data, chat_template_args=arguments, tools=tools_of(contracts)),
         data.max_prompt_tokens,
     )
+
+
+def _reply_writer(
+    tokenizer: Tokenizer, arguments: dict[str, Any], *, calls: bool, system: str
+) -> ReplyWriter:
+    """Returns what writes replies; of gpt-oss with a template that keeps earlier turns, if needed.
+
+    Raises:
+        UserError: the chat template changes earlier turns.
+    """
+    writer = ReplyWriter(tokenizer, arguments, calls, system)
+    try:
+        writer.check()
+    except UserError:
+        keeping = tokenizer.keeping_history()
+        if keeping.chat_template == tokenizer.chat_template:
+            raise
+        writer = dataclasses.replace(writer, tokenizer=keeping)
+        writer.check()
+        where = f"{tokenizer.template_source}: " if tokenizer.template_source else ""
+        print(f"{where}the reasoning of earlier turns stays, which this template drops", flush=True)
+    return writer
 
 
 def serve_agents(

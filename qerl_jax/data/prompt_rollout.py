@@ -150,7 +150,7 @@ class PromptRollout:
                 episode, text = self.episodes[row], self.episodes[row].answer
             else:
                 ids = rollout.tokens[row, : rollout.lengths[row]].tolist()
-                episode, text = None, self._tokenizer.decode(ids)
+                episode, text = None, self._tokenizer.answer(ids)
             self.texts[row], prompt = text, self.prompts[row // self._group_size]
             finished = bool(rollout.finished[row])
             taken[row] = Ended(prompt, text, int(tokens[row]), finished, episode)

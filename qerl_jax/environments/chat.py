@@ -102,7 +102,7 @@ class ChatWriter:
         ids = turn.ids
         if turn.complete and ids and ids[-1] in self.tokenizer.eos_ids:
             ids = ids[:-1]
-        if not prompt.tools:
+        if not prompt.tools and self.form != "harmony":
             reply: dict[str, Any] = {"role": "assistant", "content": self.tokenizer.decode(ids)}
         else:
             marked = self.tokenizer.decode(ids, skip_special=False)

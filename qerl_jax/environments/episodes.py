@@ -232,6 +232,7 @@ class Episodes:
             self._request(row, self._all.reset_request(self._columns[row], self._seeds[row]))
         calls: list[Call] = []
         if self._all.contracts[self._names[row]].kind == "text":
+            text = self._all.tokenizer.answer(ids)
             episode.messages.append({"role": "assistant", "content": text})
             self._request(row, {"op": "step", "text": text})
         else:

@@ -36,6 +36,10 @@ class TemplateTokenizer(Protocol):
         """Returns the text of token ids."""
         ...
 
+    def answer(self, ids: Sequence[int], /) -> str:
+        """Returns the text of a turn that rewards and environments of texts get."""
+        ...
+
     def apply_chat_template(self, messages: Sequence[Message], /, **arguments: Any) -> str:
         """Returns a conversation as text."""
         ...
@@ -143,11 +147,11 @@ class ReplyWriter:
     def _turn(self, reply: Message) -> dict[str, Any]:
         """A turn of the policy that a reply may follow; it reasons, where a template knows that."""
         if not self.calls:
-            return {"role": "assistant", "content": _THOUGHT}
+            return {"role": "assistant", "content": _THOUGHT, "thinking": "dummy"}
         function = {"name": reply["name"], "arguments": {}}
         call = {"type": "function", "id": NO_ID, "function": function}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        return turn | {"reasoning_content": "dummy"}
+        return turn | {"reasoning_content": "dummy", "thinking": "dummy"}
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         return self.tokenizer.apply_chat_template(

@@ -1,10 +1,11 @@
-"""Tools in the chat templates of Qwen 2.5 to 3.6, Llama 3 and Mistral: reading their calls."""
+"""Tools in the chat templates of Qwen 2.5 to 3.6, Llama 3, Mistral and gpt-oss: their calls."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from qerl_jax.environments import harmony
 from qerl_jax.errors import UserError
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -47,14 +48,16 @@ class Call(NamedTuple):
 
 
 def tool_format(template: str, source: str = "") -> str:
-    """Returns how a chat template writes calls: as 'hermes', 'xml', 'llama' or 'mistral'.
+    """Returns how a chat template writes calls: 'hermes', 'xml', 'llama', 'mistral' or 'harmony'.
 
-    'hermes' is that of Qwen 2.5 and 3, 'xml' that of Qwen 3.5 and 3.6.
+    'hermes' is that of Qwen 2.5 and 3, 'xml' that of Qwen 3.5 and 3.6, 'harmony' that of gpt-oss.
 
     Raises:
         UserError: the template has no tools, or writes their calls in another way.
     """
     if re.search(r"\btools\b", template):
+        if harmony.is_harmony(template) and harmony.FUNCTIONS in template:
+            return "harmony"
         if _MISTRAL in template and "[ARGS]" not in template:
             return "mistral"
         if "<tool_call>" in template and '{"name": ' in template.replace("\\", ""):
@@ -66,8 +69,8 @@ def tool_format(template: str, source: str = "") -> str:
     where = f"{source}: " if source else ""
     raise UserError(
         f"{where}the chat template does not write tools as those of Qwen2.5, Qwen3, Qwen3.5, "
-        "Llama 3.1 and Mistral do: take one of these models, give the tokenizer such a template "
-        "with the name tool_use, or take an environment of texts with a method step"
+        "Llama 3.1, Mistral and gpt-oss do: take one of these models, give the tokenizer such a "
+        "template with the name tool_use, or take an environment of texts with a method step"
     )
 
 
@@ -81,6 +84,8 @@ def read_calls(
     inside of a call these tags are text. The text has its special tokens, but not the token that
     ends the turn. By the JSON schemas of the tools 'xml' tells a number from a text.
     """
+    if form == "harmony":
+        return _harmony_calls(text)
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     calls: list[Call] = []
     position = _after(text, _END_THINK, 0) if in_reasoning else 0
@@ -109,7 +114,12 @@ def message_of(
     calls that can be read. With a call that cannot be read the content is the whole text.
     """
     message: dict[str, Any] = {"role": "assistant"}
-    if all(not call.error for call in calls):
+    if form == "harmony" and all(not call.error for call in calls):
+        parts = harmony.messages_of(text)
+        if reasoning := harmony.channel_of(parts, "analysis").strip():
+            message["reasoning_content"] = reasoning
+        text = harmony.channel_of(parts, "final") or harmony.channel_of(parts, "commentary")
+    elif all(not call.error for call in calls):
         position = _after(text, _END_THINK, 0) if in_reasoning else 0
         if mark := _next_call(text, form, position):
             text = text[: mark.start()]
@@ -219,6 +229,29 @@ def _parts(schema: Any) -> list[Any]:
     """The schemas of which a schema is a union, or an intersection."""
     names = ("anyOf", "oneOf", "allOf") if isinstance(schema, Mapping) else ()
     return [part for name in names for part in schema.get(name, ())]
+
+
+# --- Harmony --------------------------------------------------------------------------------------
+
+
+def _harmony_calls(text: str) -> list[Call]:
+    """The call of a turn of gpt-oss, which ends it; more than one are errors."""
+    calls: list[Call] = []
+    for message in harmony.messages_of(text):
+        name = message.recipient.removeprefix(harmony.FUNCTIONS)
+        if not message.recipient:
+            continue
+        if calls:
+            calls.append(Call(name, {}, error="a turn has one call"))
+        elif not name or name == message.recipient:
+            error = f"expected to=functions.NAME, not to={message.recipient:.60}"
+            calls.append(Call("", {}, error=error))
+        else:
+            try:
+                calls.append(_call({"name": name, "arguments": json.loads(message.text)}))
+            except _NO_JSON as error:
+                calls.append(_unreadable(error))
+    return calls
 
 
 # --- JSON -----------------------------------------------------------------------------------------

@@ -100,5 +100,5 @@ def complete(
         engine=engine,
         group_size=group_size,
     )
-    completions = detokenize(rollout, model.tokenizer.decode)
+    completions = detokenize(rollout, model.tokenizer.answer)
     return [completions[row : row + group_size] for row in range(0, len(completions), group_size)]

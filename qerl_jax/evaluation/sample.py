@@ -232,7 +232,7 @@ def _answer(
         rate = (updates[-1][1] - updates[1][1]) / (updates[-1][0] - updates[1][0])
         facts.append(f"{rate:.1f} tokens/s")
     print(", ".join(facts), file=sys.stderr, flush=True)
-    return model.tokenizer.decode(rollout.tokens[0, :length].tolist())
+    return model.tokenizer.answer(rollout.tokens[0, :length].tolist())
 
 
 def _converse(

@@ -290,6 +290,11 @@ def number_format(config: ExportConfig) -> str:
 
 
 def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
+    if names.takes_turns(policy.base.config) and number_format(config) not in ("", "bf16"):
+        raise UserError(
+            f"--format={config.format}: a {policy.base.config.model_type} is exported by "
+            "--format=peft, or by --format=merged, where experts in MXFP4 keep their bytes"
+        )
     trains_all = _trains_all(policy) and config.adapter != "none"
     if policy.lora is None and not trains_all:
         raise UserError(
@@ -333,8 +338,8 @@ def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
         )
     if config.onto == "bf16" and base.packed:
         raise UserError(
-            f"--onto=bf16: {base.path} holds NVFP4 weights alone; leave it out, or pass the "
-            "unquantized model as --base=MODEL"
+            f"--onto=bf16: {base.path} holds {FORMAT_NAMES[base.format]} weights; leave it out, "
+            "or pass the unquantized model as --base=MODEL"
         )
 
 
@@ -366,7 +371,7 @@ def _export_adapter(
     if held_out is not None:
         add_trained_scores(card, held_out, policy)
         for format in ("nvfp4", "bf16"):
-            if format != base.format and not (format == "bf16" and base.packed):
+            if format != base.format and not base.packed:
                 other = _open(config, format)
                 name = f"{FORMAT_NAMES[format]} base + adapter"
                 add_score(card, held_out, name, other.model, other.lora)
@@ -391,6 +396,7 @@ def _export_adapter(
             base_model=base_model,
             nested=nested,
             stacked=card.stacked_experts,
+            in_turn=names.takes_turns(base.config),
         )
         written = peft.load_peft_adapter(staged, base.config, policy.lora_config)
         if checksum(written) != checksum(trainable):
@@ -460,12 +466,20 @@ def _export_model(config: ExportConfig, policy: LoadedPolicy, out: Path) -> Card
             fill_checkpoint(
                 staged,
                 checkpoint_tensors(params, target.model.config, norms=card.norms),
-                files=companion_files(target.base, packed=packed, trained=True),
+                files=companion_files(
+                    target.base, packed=packed, trained=True, blocks=_keeps_blocks(policy)
+                ),
             )
         if probe is not None:
             _add_export_scores(card, written, policy, held_out, probe)
         (staged / "README.md").write_text(model_card(card), encoding="utf-8")
     return card
+
+
+def _keeps_blocks(policy: LoadedPolicy) -> bool:
+    """Whether a merged model keeps the experts of its base as they are, in MXFP4."""
+    in_blocks = names.takes_turns(policy.base.config) and policy.base.format == "mxfp4"
+    return in_blocks and not _adapts_experts(policy)
 
 
 def _norms(policy: LoadedPolicy) -> str:

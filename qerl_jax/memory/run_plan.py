@@ -246,7 +246,10 @@ def plan_run(
     )
     weights += sizes.head_copy_bytes(model, config.rollout.head_format)
     if device.pool is not None:
-        weights += int((_PACKED_SPREAD - 1) * sizes.packed_bytes(model, config.model.format))
+        spread = _PACKED_SPREAD - 1
+        if not model.packs_projections:  # Others of such models have whole tiles, or hardly more.
+            spread += sizes.tile_padding(model) - 1
+        weights += int(spread * sizes.packed_bytes(model, config.model.format))
     free = None if device.usable is None else device.usable - weights - training
     longest = LongestRows(
         prompt=prompt,

@@ -1,8 +1,15 @@
 """Architectures of known models, for code that needs their shapes but not their weights."""
 
 import dataclasses
+import math
 
-from qerl_jax.policy.config import ExpertsConfig, ModelConfig, RecurrentConfig, RopeScaling
+from qerl_jax.policy.config import (
+    ExpertsConfig,
+    ModelConfig,
+    RecurrentConfig,
+    RopeScaling,
+    YarnScaling,
+)
 
 
 def _qwen2(vocab: int, embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
@@ -145,4 +152,35 @@ ARCHITECTURES = {
         max_position=32768,
     ),
     "llama3.1-8b": _LLAMA_8B,
+    # config.json in openai/gpt-oss-20b
+    "gpt-oss-20b": ModelConfig(
+        model_type="gpt_oss",
+        vocab_size=201088,
+        embed_dim=2880,
+        mlp_dim=4 * 2880,
+        num_layers=24,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        rope_theta=150000.0,
+        rope_scaling=YarnScaling(
+            factor=32.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            original_max_position=4096,
+            truncate=False,
+            attention_factor=0.1 * math.log(32) + 1,
+        ),
+        norm_eps=1e-5,
+        tie_embeddings=False,
+        attention_bias=True,
+        qk_norm=False,
+        max_position=131072,
+        experts=ExpertsConfig(32, 4, 2880, 0, normalized=True),
+        sinks=True,
+        window=128,
+        window_layers=tuple(range(0, 24, 2)),
+        other_biases=True,
+        swiglu_limit=7.0,
+    ),
 }

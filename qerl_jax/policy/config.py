@@ -9,7 +9,10 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_5", "qwen3_moe", "qwen3_5_moe")
+MODEL_TYPES = (
+    *("qwen2", "qwen3", "llama", "mistral", "qwen3_5", "qwen3_moe", "qwen3_5_moe"),
+    "gpt_oss",
+)
 NESTED_TYPES = ("qwen3_5", "qwen3_5_moe")  # a file may hold other parts beside the text model
 # Qwen3.5's files say 'qwen3_5' where a vision tower and an MTP head are beside the text model,
 # whose own config is then in `text_config`, and 'qwen3_5_text' where there is the text model alone.
@@ -22,9 +25,19 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 # Where a file does not state them; Qwen3Moe divides the width by the heads then.
-_HEAD_DIMS = {"qwen3": 128, "qwen3_5": 256, "qwen3_5_moe": 256}
+_HEAD_DIMS = {"qwen3": 128, "qwen3_5": 256, "qwen3_5_moe": 256, "gpt_oss": 64}
+_BIASED = ("qwen2", "gpt_oss")  # families with biases of q, k and v, whatever their files say
+_SWIGLU_ALPHA = 1.702  # as in `experts.activated`
+# Where a file of gpt-oss states no rope parameters.
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _LARGEST_NUMBER = 1e30
 _MOST_LAYERS = 1 << 14
 
@@ -49,6 +62,30 @@ class RopeScaling:
             raise UserError(
                 f"model config: original_max_position is {self.original_max_position}, must be "
                 "positive"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's scaling of the rotary frequencies (https://arxiv.org/abs/2309.00071)."""
+
+    factor: float  # divisor of the frequencies with few rotations
+    beta_fast: float  # rotations in the original context from which a frequency is kept
+    beta_slow: float  # rotations up to which a frequency is divided
+    original_max_position: int  # context length of the pretraining, in tokens
+    truncate: bool  # whether the two limits are rounded to whole dimensions
+    attention_factor: float  # multiplies the cosines and sines
+
+    def __post_init__(self):
+        if not self.factor >= 1 or not 0 < self.beta_slow < self.beta_fast:
+            raise UserError(
+                f"model config: YaRN by {self.factor} between {self.beta_slow} and "
+                f"{self.beta_fast} rotations: the factor must be at least 1, the range not empty"
+            )
+        if self.original_max_position < 1 or not self.attention_factor > 0:
+            raise UserError(
+                f"model config: YaRN from {self.original_max_position} positions with "
+                f"attention_factor {self.attention_factor}: both must be positive"
             )
 
 
@@ -128,7 +165,7 @@ class ExpertsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of a Qwen2, Qwen3, Qwen3.5, Llama or Mistral decoder.
+    """The architecture of a Qwen2, Qwen3, Qwen3.5, Llama, Mistral or gpt-oss decoder.
 
     Attributes:
         model_type: one of `MODEL_TYPES`.
@@ -140,7 +177,7 @@ class ModelConfig:
         num_kv_heads: number of key and value heads, a divisor of num_heads.
         head_dim: width H of an attention head.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: Llama 3's frequency scaling, or None.
+        rope_scaling: Llama 3's or YaRN's frequency scaling, or None.
         norm_eps: epsilon of every RMSNorm.
         tie_embeddings: whether the output head is the embedding.
         attention_bias: whether q, k and v have biases.
@@ -157,6 +194,14 @@ class ModelConfig:
         centered_norms: whether checkpoints store the scales of norms minus 1. The parameter tree
             has the scales that multiply.
         experts: shapes of the experts that every MLP is a mixture of, or None.
+        sinks: whether each query head has a sink, a score without a value that is one more term of
+            the sum by which its softmax divides.
+        window: number of positions that a token of the layers with a window sees, its own included;
+            0 for a model without such layers.
+        window_layers: numbers of the layers with a window.
+        other_biases: whether the output projection, the routers and the experts have biases.
+        swiglu_limit: limit of the gate and up of experts, whose activation then is
+            (up + 1) gate sigmoid(1.702 gate); 0 for silu(gate) up.
     """
 
     model_type: str
@@ -168,7 +213,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | YarnScaling | None
     norm_eps: float
     tie_embeddings: bool
     attention_bias: bool
@@ -181,6 +226,11 @@ class ModelConfig:
     gated_attention: bool = False
     centered_norms: bool = False
     experts: ExpertsConfig | None = None
+    sinks: bool = False
+    window: int = 0
+    window_layers: tuple[int, ...] = ()
+    other_biases: bool = False
+    swiglu_limit: float = 0.0
 
     @property
     def digest(self) -> str:
@@ -194,6 +244,17 @@ class ModelConfig:
             if (value := getattr(self, field.name)) != field.default
         }
         return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+
+    @property
+    def packs_projections(self) -> bool:
+        """Whether a format of 4 bits packs projections, too; of gpt-oss it packs experts alone."""
+        return self.model_type != "gpt_oss"
+
+    def of_layer(self, number: int) -> "ModelConfig":
+        """Returns the architecture as a layer has it: without the window of other layers."""
+        if not self.window or number in self.window_layers:
+            return self
+        return dataclasses.replace(self, window=0, window_layers=())
 
     def empty_routes(self, *shape: int) -> np.ndarray:
         """Returns zeros [*shape, L, k] in place of the experts of tokens, in as few bytes."""
@@ -223,6 +284,15 @@ class ModelConfig:
             raise UserError(
                 f"model config: {self.rotary_dim} rotated dimensions of a head: must be an even "
                 f"number of at most {self.head_dim}"
+            )
+        if self.window < 0 or bool(self.window) < bool(self.window_layers):
+            raise UserError(
+                f"model config: a window of {self.window} positions in {len(self.window_layers)} "
+                "layers: must be positive"
+            )
+        if not 0 <= self.swiglu_limit < math.inf:
+            raise UserError(
+                f"model config: swiglu_limit is {self.swiglu_limit}, must be finite and positive"
             )
         if not 0 < self.rope_theta < math.inf or not 0 <= self.norm_eps < math.inf:
             raise UserError(
@@ -254,8 +324,12 @@ def from_hf_config(hf: dict[str, Any]) -> ModelConfig:
     num_heads = _integer(hf, "num_attention_heads")
     embed_dim = _integer(hf, "hidden_size")
     rope_theta, rope_scaling = _rope(hf, model_type)
-    hybrid = _hybrid(hf) if model_type in NESTED_TYPES else {}
-    experts = _experts(hf, model_type) if model_type.endswith("_moe") else None
+    of_family = _hybrid(hf) if model_type in NESTED_TYPES else {}
+    if model_type == "gpt_oss":
+        of_family = _gpt_oss(hf)
+    experts = of_family.pop("experts", None)
+    if model_type.endswith("_moe"):
+        experts = _experts(hf, model_type)
     return ModelConfig(
         model_type=model_type,
         vocab_size=_integer(hf, "vocab_size"),
@@ -269,13 +343,13 @@ def from_hf_config(hf: dict[str, Any]) -> ModelConfig:
         ),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        norm_eps=_number(hf, "rms_norm_eps", default=1e-6),
+        norm_eps=_number(hf, "rms_norm_eps", default=1e-5 if model_type == "gpt_oss" else 1e-6),
         tie_embeddings=_flag(hf, "tie_word_embeddings"),
-        attention_bias=model_type == "qwen2",
+        attention_bias=model_type in _BIASED,
         qk_norm=model_type.startswith("qwen3"),
         max_position=_integer(hf, "max_position_embeddings"),
         experts=experts,
-        **hybrid,
+        **of_family,
     )
 
 
@@ -336,13 +410,12 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
     }
     if config.rope_scaling is not None:
-        hf["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling.factor,
-            "low_freq_factor": config.rope_scaling.low_freq_factor,
-            "high_freq_factor": config.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": config.rope_scaling.original_max_position,
-        }
+        fields = dataclasses.asdict(config.rope_scaling)
+        fields["original_max_position_embeddings"] = fields.pop("original_max_position")
+        kind = "yarn" if isinstance(config.rope_scaling, YarnScaling) else "llama3"
+        hf["rope_scaling"] = {"rope_type": kind} | fields
+    if config.model_type == "gpt_oss":
+        return _gpt_oss_fields(hf, config)
     if config.experts is not None:
         hf |= _expert_fields(config.experts)
     if config.recurrent is not None:
@@ -395,6 +468,71 @@ def _expert_fields(experts: ExpertsConfig) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` that only gpt-oss has, with transformers' defaults."""
+    for key, expected in (("attention_bias", True), ("swiglu_alpha", _SWIGLU_ALPHA)):
+        if hf.get(key, expected) != expected:
+            raise UserError(
+                f"config.json: {key}={hf[key]!r:.50} is not supported for gpt_oss; supported: "
+                f"{expected!r}"
+            )
+    layers = _integer(hf, "num_hidden_layers")
+    windowed = tuple(range(0, min(layers, _MOST_LAYERS), 2))
+    if (kinds := hf.get("layer_types")) is not None:
+        windowed = _layers_of_kind(kinds, ("sliding_attention", "full_attention"), layers)
+    limit = _number(hf, "swiglu_limit", default=7.0)
+    if not limit > 0:
+        raise UserError(f"config.json: swiglu_limit is {limit}, must be positive")
+    window = _integer(hf, "sliding_window", default=128) if windowed else 0
+    if windowed and window < 1:
+        raise UserError(f"config.json: sliding_window is {window}, must be positive")
+    return {
+        "experts": ExpertsConfig(
+            count=_integer(hf, "num_local_experts", default=128),
+            top_k=_integer(hf, "num_experts_per_tok", default=4),
+            width=_integer(hf, "intermediate_size", default=2880),
+            shared_width=0,
+            normalized=True,
+        ),
+        "sinks": True,
+        "window": window,
+        "window_layers": windowed,
+        "other_biases": True,
+        "swiglu_limit": limit,
+    }
+
+
+def _gpt_oss_fields(hf: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Adds what the config.json of gpt-oss has."""
+    assert config.experts is not None, "gpt-oss is a mixture"
+    kinds = ["full_attention"] * config.num_layers
+    for number in config.window_layers:
+        kinds[number] = "sliding_attention"
+    rope = {"rope_type": "default"} if config.rope_scaling is None else hf["rope_scaling"]
+    return hf | {
+        "attention_bias": True,
+        "experts_per_token": config.experts.top_k,
+        "intermediate_size": config.experts.width,
+        "layer_types": kinds,
+        "num_experts_per_tok": config.experts.top_k,
+        "num_local_experts": config.experts.count,
+        "output_router_logits": False,
+        "rope_scaling": rope,
+        "sliding_window": config.window or None,
+        "swiglu_limit": config.swiglu_limit,
+    }
+
+
+def _layers_of_kind(kinds: Any, known: tuple[str, ...], layers: int) -> tuple[int, ...]:
+    """Returns the numbers of the layers whose kind, in a list for all of them, is the first one."""
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(known):
+        raise UserError(
+            f"config.json: layer_types is {kinds!r:.100}, must name one of {', '.join(known)} for "
+            f"each of the {layers} layers"
+        )
+    return tuple(number for number, kind in enumerate(kinds) if kind == known[0])
+
+
 def _hybrid(hf: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` that only a model with recurrent layers has."""
     layers = _integer(hf, "num_hidden_layers")
@@ -403,15 +541,9 @@ def _hybrid(hf: dict[str, Any]) -> dict[str, Any]:
         interval = _integer(hf, "full_attention_interval", default=4)
         if interval < 1:
             raise UserError(f"config.json: full_attention_interval is {interval}, must be positive")
-        recurrent = [i for i in range(layers) if (i + 1) % interval]
+        recurrent = tuple(i for i in range(layers) if (i + 1) % interval)
     else:
-        known = ("linear_attention", "full_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(known):
-            raise UserError(
-                f"config.json: layer_types is {kinds!r:.100}, must name one of "
-                f"{', '.join(known)} for each of the {layers} layers"
-            )
-        recurrent = [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
+        recurrent = _layers_of_kind(kinds, ("linear_attention", "full_attention"), layers)
     for key, expected in (("attn_output_gate", True), ("output_gate_type", "swish")):
         if hf.get(key, expected) != expected:
             raise UserError(
@@ -426,7 +558,7 @@ def _hybrid(hf: dict[str, Any]) -> dict[str, Any]:
             value_dim=_integer(hf, "linear_value_head_dim", default=128),
             window=_integer(hf, "linear_conv_kernel_dim", default=4),
         ),
-        "recurrent_layers": tuple(recurrent),
+        "recurrent_layers": recurrent,
         "rotary_dim": int(head_dim * _rotated_fraction(hf)),
         "gated_attention": True,
         "centered_norms": True,
@@ -479,15 +611,15 @@ def _reject_unsupported(hf: dict[str, Any], model_type: str) -> None:
             f"config.json: hidden_act {hf['hidden_act']!r:.50} is not supported; supported: 'silu'"
         )
     for flag in ("attention_bias", "mlp_bias"):
-        # Qwen2 has biases on q, k and v whatever its config says; no other bias is supported.
-        if _flag(hf, flag) and not (model_type == "qwen2" and flag == "attention_bias"):
+        # No other bias is supported.
+        if _flag(hf, flag) and not (model_type in _BIASED and flag == "attention_bias"):
             raise UserError(f"config.json: {flag}=true is not supported for {model_type}")
     if model_type in NESTED_TYPES:
         return  # `_hybrid` reads partial rotation and kinds of layers; there is no window
     rotated = hf.get("partial_rotary_factor", 1.0)
     if rotated != 1.0:
         raise UserError(f"config.json: partial_rotary_factor={rotated!r:.50} is not supported")
-    if _uses_sliding_window(hf, model_type):
+    if model_type != "gpt_oss" and _uses_sliding_window(hf, model_type):
         window, positions = hf.get("sliding_window", "absent"), hf.get("max_position_embeddings")
         raise UserError(
             f"config.json: sliding-window attention (sliding_window={window!r:.50} of "
@@ -513,12 +645,16 @@ def _uses_sliding_window(hf: dict[str, Any], model_type: str) -> bool:
     return _flag(hf, "use_sliding_window") and first < _integer(hf, "num_hidden_layers")
 
 
-def _rope(hf: dict[str, Any], model_type: str) -> tuple[float, RopeScaling | None]:
+def _rope(hf: dict[str, Any], model_type: str) -> tuple[float, RopeScaling | YarnScaling | None]:
     # transformers prefers rope_scaling where a file has both.
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    default_theta = 10000.0
+    if model_type == "gpt_oss":
+        default_theta = 150000.0
+        rope = rope or _GPT_OSS_ROPE
     if not isinstance(rope, dict):
         raise UserError(f"config.json: the rope parameters are {rope!r:.50}, must be an object")
-    theta = rope["rope_theta"] if "rope_theta" in rope else hf.get("rope_theta", 10000.0)
+    theta = rope["rope_theta"] if "rope_theta" in rope else hf.get("rope_theta", default_theta)
     theta = _number({"rope_theta": theta}, "rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))
     whole = model_type in NESTED_TYPES or rope.get("partial_rotary_factor", 1.0) == 1.0
@@ -528,6 +664,8 @@ def _rope(hf: dict[str, Any], model_type: str) -> tuple[float, RopeScaling | Non
         return theta, None
     if model_type in NESTED_TYPES and kind == "mrope":
         return theta, None  # of a text the three positions of a token are one
+    if model_type == "gpt_oss" and kind == "yarn":
+        return theta, _yarn(rope, hf)
     if kind != "llama3":
         raise UserError(
             f"config.json: rope type {kind!r:.50} is not supported; supported: 'default', 'llama3'"
@@ -537,6 +675,29 @@ def _rope(hf: dict[str, Any], model_type: str) -> tuple[float, RopeScaling | Non
         low_freq_factor=_number(rope, "low_freq_factor"),
         high_freq_factor=_number(rope, "high_freq_factor"),
         original_max_position=_integer(rope, "original_max_position_embeddings"),
+    )
+
+
+def _yarn(rope: dict[str, Any], hf: dict[str, Any]) -> YarnScaling:
+    """Reads YaRN's parameters with the defaults of transformers."""
+    original = _integer(rope, "original_max_position_embeddings")
+    if rope.get("factor") is None and original > 0:
+        factor = _integer(hf, "max_position_embeddings") / original
+    else:
+        factor = _number(rope, "factor")
+
+    def scale(of: str = "") -> float:
+        return 0.1 * (_number(rope, of) if of else 1) * math.log(factor) + 1 if factor > 1 else 1.0
+
+    by_dims = rope.get("mscale") and rope.get("mscale_all_dim")
+    attention_factor = scale("mscale") / scale("mscale_all_dim") if by_dims else scale()
+    return YarnScaling(
+        factor=factor,
+        beta_fast=_number(rope, "beta_fast", default=32.0) or 32.0,
+        beta_slow=_number(rope, "beta_slow", default=1.0) or 1.0,
+        original_max_position=original,
+        truncate=True if rope.get("truncate") is None else _flag(rope, "truncate"),
+        attention_factor=_number(rope, "attention_factor", default=attention_factor),
     )
 
 

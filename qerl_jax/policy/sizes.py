@@ -4,16 +4,17 @@ import math
 from collections.abc import Iterator
 
 from pallas_kernels import experts, fp4_matmul
+from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers.kinds import (
     ALL_FUSED,
     ARRAYS,
-    FUSED,
-    PACKED,
+    STACKS,
     array_shapes,
     fused_counts,
     has_experts,
+    packed_of,
     projection_shapes,
     stack_shapes,
 )
@@ -30,9 +31,9 @@ def weight_bytes(config: ModelConfig, *, format: str, itemsize: int) -> int:
         format: number format of the projections, as in `load.load`.
         itemsize: bytes of a number that is neither packed nor in a norm.
     """
-    dense, norms = _unpacked_numbers(config)
+    (dense, norms), packed = _unpacked_numbers(config), packed_of(config)
     projections = sum(
-        count * _projection_bytes(*shape, format if fused in PACKED else "bf16", itemsize)
+        count * _projection_bytes(*shape, format if fused in packed else "bf16", itemsize)
         for fused, shape, count in _projections(config)
     )
     return itemsize * dense + 4 * norms + projections
@@ -45,7 +46,7 @@ def packed_bytes(config: ModelConfig, format: str) -> int:
     return sum(
         count * _projection_bytes(*shape, format, 0)
         for fused, shape, count in _projections(config)
-        if fused in PACKED
+        if fused in packed_of(config)
     )
 
 
@@ -59,9 +60,19 @@ def dense_layers_bytes(config: ModelConfig, itemsize: int, *, stacks: bool = Tru
 
 def packed_numbers(config: ModelConfig, *, stacks: bool = True) -> int:
     """Returns how many weights a format of 4 bits packs; `stacks` as in `dense_layers_bytes`."""
-    packed = PACKED if stacks else FUSED
+    packed = packed_of(config).keys() - (() if stacks else STACKS)
     sizes = _projections(config)
     return sum(count * math.prod(shape) for fused, shape, count in sizes if fused in packed)
+
+
+def tile_padding(config: ModelConfig) -> float:
+    """Returns by what factor tile order has more bytes than all packed weights in rows."""
+    sizes = [size for size in _projections(config) if size[0] in packed_of(config)]
+    numbers = [
+        sum(count * rows * -(-columns // tile) * tile for _, (rows, columns), count in sizes)
+        for tile in (1, TILE_COLUMNS)
+    ]
+    return numbers[1] / max(1, numbers[0])
 
 
 def head_copy_bytes(config: ModelConfig, head_format: str) -> int:

@@ -1,4 +1,4 @@
-"""The policy: Qwen2, Qwen3, Qwen3.5 and Llama as pure functions of a parameter tree.
+"""The policy: Qwen2, Qwen3, Qwen3.5, Llama and gpt-oss as pure functions of a parameter tree.
 
 Parameters are plain dicts and lists (V vocabulary, D embed):
 
@@ -130,21 +130,23 @@ def packed_hidden_states(
     @functools.partial(
         jax.checkpoint,
         policy=jax.checkpoint_policies.save_only_these_names(*keep),
-        static_argnums=0,
+        static_argnums=(0, 1),
     )
-    def layer_fn(kind, layer, lora, x, routes):
+    def layer_fn(kind, own_config, layer, lora, x, routes):
         adapters = lora_lib.fuse(lora, config, x.dtype)[0]
         layout = layouts[kind.mixer]
         arrays = layer, adapters, x, layout, angles, routes
-        x, _, chosen = _layer(*arrays, kind=kind, config=config)
+        x, _, chosen = _layer(*arrays, kind=kind, config=own_config)
         return x, None if chosen is None else chosen[0]
 
-    layouts = {mixer: mixer.layout_of(segments, config) for mixer in kinds.mixers_of(config)}
+    layouts = {
+        mixer: mixer.layout_of(segments, positions, config) for mixer in kinds.mixers_of(config)
+    }
     x, found = embed(params["embed_tokens"], tokens[None], config), []
-    for number, (kind, layer) in enumerate(_layers(params, config)):
+    for number, (kind, own_config, layer) in enumerate(_layers(params, config)):
         lora_of_layer = lora and Lora(layers=[lora.layers[number]], scale=lora.scale)
         own_routes = None if routes is None else routes[number, None]
-        x, chosen = layer_fn(kind, layer, lora_of_layer, x, own_routes)
+        x, chosen = layer_fn(kind, own_config, layer, lora_of_layer, x, own_routes)
         found.append(chosen)
     x = rms_norm(enter_shards(x[0], config), params["norm"], config.norm_eps)
     return x, _stacked(found)
@@ -249,9 +251,9 @@ def decode_step(
     else:
         x, layers, routes = x[:, None], [], []
         parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
-        for (kind, layer), adapters, kept in parts:
+        for (kind, own_config, layer), adapters, kept in parts:
             arrays = layer, adapters, kept, x, cache.lengths, angles
-            x, kept, chosen = _decode_layer(*arrays, kind=kind, config=config)
+            x, kept, chosen = _decode_layer(*arrays, kind=kind, config=own_config)
             layers.append(kept)
             routes.append(None if chosen is None else chosen[:, 0])
         x = x[:, 0]
@@ -354,7 +356,7 @@ def layer_with_inputs(
         x: [B, T, D] input of the layer.
         lengths: int32 [B], number of tokens in each row.
         angles: cosines and sines of the positions, from `attention.rotary_angles`.
-        config: the architecture.
+        config: the architecture, as `ModelConfig.of_layer` returns it.
 
     Returns:
         The layer's output [B, T, D], and the inputs [B, T, K] of its weights by their names, which
@@ -434,8 +436,9 @@ def _is_packed(path, leaf, rows):
 
 
 def _layers(params, config):
-    """Returns pairs of the kinds and the arrays of each layer."""
-    return zip(kinds.layers_of(config), params["layers"], strict=True)
+    """Returns the kinds, the architecture and the arrays of each layer."""
+    configs = map(config.of_layer, range(config.num_layers))
+    return zip(kinds.layers_of(config), configs, params["layers"], strict=True)
 
 
 def _run_layers(params, lora, tokens, lengths, *, config):
@@ -444,8 +447,9 @@ def _run_layers(params, lora, tokens, lengths, *, config):
     angles = rotary_angles(positions, config)
     x, layers, routes = embed(params["embed_tokens"], tokens, config), [], []
     lora_layers = lora_lib.fuse(lora, config, x.dtype)
-    for (kind, layer), adapters in zip(_layers(params, config), lora_layers, strict=True):
-        x, kept, chosen = _layer(layer, adapters, x, lengths, angles, kind=kind, config=config)
+    parts = zip(_layers(params, config), lora_layers, strict=True)
+    for (kind, own_config, layer), adapters in parts:
+        x, kept, chosen = _layer(layer, adapters, x, lengths, angles, kind=kind, config=own_config)
         layers.append(kept)
         routes.append(chosen)
     return x, layers, _stacked(routes)
@@ -456,9 +460,9 @@ def _extended(params, lora_layers, tokens, new, cache, *, config):
     angles = rotary_angles(new.positions, config)
     x, layers, routes = embed(params["embed_tokens"], tokens, config), [], []
     parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
-    for (kind, layer), adapters, kept in parts:
+    for (kind, own_config, layer), adapters, kept in parts:
         arrays = layer, adapters, kept, x, new, angles
-        x, kept, chosen = _extend_layer(*arrays, kind=kind, config=config)
+        x, kept, chosen = _extend_layer(*arrays, kind=kind, config=own_config)
         layers.append(kept)
         routes.append(chosen)
     return x, Cache(layers=layers, lengths=cache.lengths), routes
@@ -528,8 +532,9 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
     cosines, sines = (part[:, 0, 0] for part in angles)
     layers, routes = [], []
     parts = zip(_layers(params, config), lora_layers, cache.layers, strict=True)
-    for (kind, layer), adapters, kept in parts:
-        mixer, shapes = kind.mixer.fuses(config, x.dtype, kept), kind.mlp.fused_shapes(config)
+    for (kind, own_config, layer), adapters, kept in parts:
+        mixer = kind.mixer.fuses(own_config, x.dtype, kept)
+        shapes = kind.mlp.fused_shapes(own_config)
         arrays = {
             name: kernel_weight(leaf) if isinstance(leaf, QuantTensor) else leaf
             for name, leaf in layer.items()
@@ -543,7 +548,7 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
             cache.lengths,
             (cosines, sines),
             eps=config.norm_eps,
-            kind=Kind(mixer, None if shapes is None else Experts(*shapes)),
+            kind=Kind(mixer, None if shapes is None else Experts(*shapes), own_config.window),
             axis=TENSOR if config.shards > 1 else None,
         )
         layers.append(tree.unflatten(leaves))

@@ -24,6 +24,10 @@ class Tokenizer(Protocol):
         """Token id that fills a row after its completion."""
         ...
 
+    def answer(self, ids: Sequence[int], /) -> str:
+        """Returns the text of a completion that rewards get."""
+        ...
+
     def decode(self, ids: Sequence[int], /, *, skip_special: bool = True) -> str:
         """Returns the text of token ids, which is needed for stop strings only."""
         ...

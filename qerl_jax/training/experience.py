@@ -227,7 +227,7 @@ def gather(
     return Experience(
         prompts=list(prompts),
         places=list(places),
-        texts=[one.answer for one in episodes] or detokenize(rollout, tokenizer.decode),
+        texts=[one.answer for one in episodes] or detokenize(rollout, tokenizer.answer),
         rollout=rollout,
         scores=Scores(
             total=gather_rows("total"),

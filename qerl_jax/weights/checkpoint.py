@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.fp4_matmul import FORMATS
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import NESTED_TYPES, ModelConfig, from_hf_config
 from qerl_jax.policy.layers.kinds import PACKED, stack_shapes
@@ -34,14 +35,15 @@ class Checkpoint:
     tensors: Mapping[str, np.ndarray]
     # By the same names; a GGUF file stores blocks of bytes, whose own shape differs.
     shapes: Mapping[str, tuple[int, ...]]
-    packed: frozenset[str]  # names of the modules that are stored in NVFP4
-    # Returns by name the tensors of a module in NVFP4 as compressed-tensors stores them.
+    packed: frozenset[str]  # names of the modules that are stored in `packed_form`
+    # Returns by name the tensors of such a module as compressed-tensors stores them.
     unpack: Callable[[str], Mapping[str, np.ndarray]]
     # `read(name, dtype)` returns a dense tensor in memory.
     read: Callable[[str, np.dtype], np.ndarray]
     # `chunks(name, dtype, memory)` yields a dense tensor by rows; `memory` returns memory of a
     # number of bytes, which a chunk may hold until the next one is requested.
     chunks: Callable[[str, np.dtype, Callable[[int], np.ndarray]], Iterator[np.ndarray]]
+    packed_form: str = "nvfp4"  # or 'mxfp4'
     ignored: Sequence[str] = ()  # what else the source holds, such as 'the vision tower'
 
 
@@ -76,9 +78,11 @@ def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
     for module in modules:
         data, (outputs, inputs) = tensors.pop(f"{module}.weight"), shapes.pop(f"{module}.weight")
         parts = data, data[:0], data[:0]  # whose bytes are those of the file
-        sizes = (outputs, inputs // 2), (outputs, inputs // packed.BLOCK), (1,)
-        tensors |= dict(zip(packed.tensors_of(module), parts, strict=True))
-        shapes |= dict(zip(packed.tensors_of(module), sizes, strict=True))
+        block = FORMATS[file.packed_form].block
+        sizes = (outputs, inputs // 2), (outputs, inputs // block), (1,)
+        own = packed.tensors_of(module, file.packed_form)
+        tensors |= dict(zip(own, parts, strict=False))
+        shapes |= dict(zip(own, sizes, strict=False))
     return Checkpoint(
         path=path,
         source=source,
@@ -90,6 +94,7 @@ def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
         unpack=file.unpack,
         read=file.read,
         chunks=lambda name, dtype, memory: iter([file.read(name, dtype)]),
+        packed_form=file.packed_form,
         ignored=file.ignored,
     )
 
@@ -97,6 +102,7 @@ def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
 def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
     hf, config = _read_config(path)
     layout = packed.layout(path, hf)
+    form = "mxfp4" if layout == packed.MXFP4 else "nvfp4"
     tensors, ignored = safetensors.read_folder(path), []
     if config.model_type in NESTED_TYPES:
         tensors, ignored = names.text_tensors(tensors)
@@ -105,7 +111,7 @@ def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
         tensors = packed.from_modelopt(path, tensors)
     modules = frozenset() if layout is None else packed.packed_modules(tensors)
     if layout is not None and not modules:
-        raise UserError(f"{path}: config.json says that weights are in NVFP4, but none is")
+        raise UserError(f"{path}: config.json says that weights are in {form.upper()}, but none is")
 
     def dense(name: str) -> np.ndarray:
         if tensors[name].dtype not in (ml_dtypes.bfloat16, np.float16, np.float32):
@@ -127,9 +133,10 @@ def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
         tensors=tensors,
         shapes={name: tensor.shape for name, tensor in tensors.items()},
         packed=modules,
-        unpack=lambda module: {name: tensors[name] for name in packed.tensors_of(module)},
+        unpack=lambda module: {name: tensors[name] for name in packed.tensors_of(module, form)},
         read=lambda name, dtype: np.array(dense(name), dtype),
         chunks=chunks,
+        packed_form=form,
         ignored=ignored,
     )
 
@@ -168,7 +175,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
             + f", the checkpoint holds only {len(shapes)} tensors"
         )
     _check_packed(checkpoint)
-    expected = names.expected_shapes(config, packed=checkpoint.packed)
+    expected = names.expected_shapes(config, packed=checkpoint.packed, form=checkpoint.packed_form)
     missing = expected.keys() - shapes.keys()
     if missing:
         raise UserError(f"{path}: the checkpoint lacks {_format_names(missing)}")
@@ -207,22 +214,22 @@ def _check_tied_head(checkpoint: Checkpoint) -> None:
 
 def _check_packed(checkpoint: Checkpoint) -> None:
     """Checks that every fused group of layer projections is packed as a whole or not at all."""
-    modules = set(checkpoint.packed)
+    modules, form = set(checkpoint.packed), checkpoint.packed_form.upper()
     for layer in range(checkpoint.config.num_layers):
         arrays = names.stored_tensors(checkpoint.config, layer)
         for array in (array for array in PACKED if array in arrays):
             group = {tensor.removesuffix(".weight") for tensor in arrays[array]}
             if modules & group and not group <= modules:
                 raise UserError(
-                    f"{checkpoint.path}: {_format_names(modules & group)} is in NVFP4 but "
+                    f"{checkpoint.path}: {_format_names(modules & group)} is in {form} but "
                     f"{_format_names(group - modules)} is not; the policy stores them as one "
-                    "weight, so all must be in NVFP4"
+                    f"weight, so all must be in {form}"
                 )
             modules -= group
     if modules:
         raise UserError(
-            f"{checkpoint.path}: {_format_names(modules)} is in NVFP4, which is supported only for "
-            "the projections of attention, MLP and experts: quantize the model again without it"
+            f"{checkpoint.path}: {_format_names(modules)} is in {form}, which is supported only "
+            "for the projections of attention, MLP and experts: quantize the model again without it"
         )
 
 

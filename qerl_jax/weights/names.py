@@ -5,6 +5,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
+
+from pallas_kernels.fp4_matmul import FORMATS
 from qerl_jax.policy.aqn import LAYER_NORMS
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers import kinds
@@ -68,9 +71,12 @@ def expert_tensors(config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str,
     """Returns the tensors of a checkpoint with those of each projection of each expert.
 
     Tensors that stack all experts of a layer are cut into views: [E, N, K] of the weights, and in
-    the NVFP4 of compressed-tensors the stacked weight_packed, weight_scale and weight_global_scale.
+    the NVFP4 of compressed-tensors the stacked weight_packed, weight_scale and weight_global_scale;
+    of gpt-oss what `in_turn` describes.
     """
     found = dict(tensors)
+    if takes_turns(config):
+        return _expert_tensors_in_turn(config, found)
     stacks = {
         f"{_MODULES[stack.name]}.{stack.tensor}{suffix}": (stack, suffix)
         for stack in kinds.STACKS.values()
@@ -92,6 +98,54 @@ def expert_tensors(config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str,
         parts = found.pop(path).reshape(experts * members, *of_part)
         modules = expert_modules(config, layer)[stack.name]
         found |= {f"{m}.weight{suffix}": part for m, part in zip(modules, parts, strict=True)}
+    return found
+
+
+def takes_turns(config: ModelConfig) -> bool:
+    """Whether stacked experts have the rows of gate and up in turn, and dense ones [K, N]."""
+    return config.model_type == "gpt_oss"
+
+
+def in_turn(parts: np.ndarray) -> np.ndarray:
+    """Returns rows [E, members, n, ...] of experts as gpt-oss stores them, [E, N, ...].
+
+    Row i of all members is next to each other: gate in even rows, up in odd ones. That holds for
+    `experts.gate_up_proj_bias` [E, 2F] and for the MXFP4 of `experts.gate_up_proj_blocks`
+    [E, 2F, D/32, 16] and `_scales` [E, 2F, D/32], whose bytes are those of `QuantTensor`. A dense
+    `experts.gate_up_proj` is [E, D, 2F].
+    """
+    rows = parts.swapaxes(1, 2)
+    return rows.reshape(len(rows), -1, *rows.shape[3:])
+
+
+def _expert_tensors_in_turn(config: ModelConfig, found: dict[str, Any]) -> dict[str, Any]:
+    """`expert_tensors` of gpt-oss, whose packed experts get the names of compressed-tensors."""
+    suffixes = {"": "", "_blocks": "_packed", "_scales": "_scale", "_bias": ""}
+    for layer, (name, stack) in itertools.product(range(config.num_layers), kinds.STACKS.items()):
+        experts, rows, columns = kinds.stack_shapes(config, layer)[name]
+        members, modules = len(stack.members), expert_modules(config, layer)[name]
+        for suffix, shape in {
+            "": (experts, columns, rows),
+            "_blocks": (experts, rows, columns // 32, 16),
+            "_scales": (experts, rows, columns // 32),
+            "_bias": (experts, rows),
+        }.items():
+            path = f"{stacked_tensor(layer, name)}{suffix}"
+            if path not in found or found[path].shape != shape:
+                continue  # The checks of the checkpoint name what is missing then.
+            whole = found[path] if suffix else found[path].swapaxes(1, 2)
+            if suffix == "_blocks":
+                whole = whole.reshape(experts, rows, -1)
+            parts = whole.reshape(experts, -1, members, *whole.shape[2:]).swapaxes(1, 2)
+            if suffix == "_bias":
+                found[path] = parts if members > 1 else whole
+                continue
+            del found[path]
+            own = (part for expert in parts for part in expert)
+            found |= {
+                f"{module}.weight{suffixes[suffix]}": part
+                for module, part in zip(modules, own, strict=True)
+            }
     return found
 
 
@@ -121,7 +175,7 @@ def stacks_experts(config: ModelConfig) -> bool:
     Qwen3-MoE is published with a tensor for each projection of each expert, which transformers 5
     writes, too. vLLM reads both.
     """
-    return config.model_type == "qwen3_5_moe"
+    return config.model_type in ("qwen3_5_moe", "gpt_oss")
 
 
 def dense_modules(config: ModelConfig) -> list[str]:
@@ -132,7 +186,8 @@ def dense_modules(config: ModelConfig) -> list[str]:
             if not kinds.WEIGHTS[fused].packed:
                 found += [layer_module(layer, member) for member in members]
         for tensors in other_tensors(config, layer).values():
-            matrices = [name for name, shape in tensors.items() if len(shape) == 2]
+            matrices = [name for name in tensors if name.endswith(".weight")]
+            matrices = [name for name in matrices if len(tensors[name]) == 2]
             found += [name.removesuffix(".weight") for name in matrices]
     return found
 
@@ -195,7 +250,7 @@ def other_tensors(config: ModelConfig, layer: int) -> dict[str, dict[str, tuple[
 
 
 def expected_shapes(
-    config: ModelConfig, *, packed: Collection[str] = ()
+    config: ModelConfig, *, packed: Collection[str] = (), form: str = "nvfp4"
 ) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor of a checkpoint by its name.
 
@@ -204,6 +259,7 @@ def expected_shapes(
         packed: names of the modules that are stored in the NVFP4 of compressed-tensors, as
             weight_packed [N, K/2], weight_scale [N, K/16] and weight_global_scale [1] instead of
             weight [N, K].
+        form: 'nvfp4', or 'mxfp4' with weight_packed [N, K/2] and weight_scale [N, K/32].
     """
     shapes: dict[str, tuple[int, ...]] = {
         EMBED: (config.vocab_size, config.embed_dim),
@@ -229,10 +285,12 @@ def expected_shapes(
         for module, (outputs, inputs) in modules.items():
             if module in packed:
                 shapes[f"{module}.weight_packed"] = (outputs, inputs // 2)
-                shapes[f"{module}.weight_scale"] = (outputs, inputs // 16)
-                shapes[f"{module}.weight_global_scale"] = (1,)
+                shapes[f"{module}.weight_scale"] = (outputs, inputs // FORMATS[form].block)
+                if form == "nvfp4":
+                    shapes[f"{module}.weight_global_scale"] = (1,)
             else:
                 shapes[f"{module}.weight"] = (outputs, inputs)
             if (bias := f"{module}.bias") in others:
                 shapes[bias] = others[bias]
+        shapes |= {name: shape for name, shape in others.items() if name not in shapes}
     return shapes

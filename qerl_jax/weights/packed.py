@@ -1,12 +1,16 @@
-"""Reads NVFP4 projections from checkpoints of llm-compressor and of NVIDIA's ModelOpt.
+"""Reads packed projections: NVFP4 of llm-compressor and of NVIDIA's ModelOpt, MXFP4 of gpt-oss.
 
-A projection [N, K] is stored as three tensors:
+A projection [N, K] in NVFP4 is stored as three tensors:
 
     llm-compressor (compressed-tensors)    ModelOpt         meaning
     weight_packed        uint8 [N, K/2]    weight           two codes a byte, the even column low
     weight_scale       f8e4m3 [N, K/16]    weight_scale     one scale for 16 inputs
     weight_global_scale      f32 [1]       weight_scale_2   one scale for the tensor: a divisor, but
                                                             a multiplier in ModelOpt (f32, no axes)
+
+gpt-oss has its experts in MXFP4, as *_blocks and *_scales of all experts of a layer, which
+`names.expert_tensors` cuts into weight_packed [N, K/2] and weight_scale uint8 [N, K/32], powers of
+two, of each projection.
 
 ModelOpt's tensors are renamed when a checkpoint is opened, and the multiplier becomes the divisor
 float32(1 / x). A weight then differs from ModelOpt's own dequantization by at most 2e-7 of its
@@ -28,10 +32,12 @@ from qerl_jax.system import json_file
 
 COMPRESSED_TENSORS = "compressed-tensors"
 MODELOPT = "modelopt"
+MXFP4 = "mxfp4"
 # Scales of activations and of the KV cache in both layouts; the policy does not use them.
 UNUSED = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
 
 _PARAMETERS = ("weight_packed", "weight_scale", "weight_global_scale")
+_LARGEST_EXPONENT_BYTE = 0xFE  # 2^127; the larger one is NaN
 _MODELOPT_FILE = "hf_quant_config.json"
 _MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 _LARGEST_SCALE_BYTE = 0x7E  # 448; larger bytes are NaN and the negative numbers
@@ -44,7 +50,7 @@ def layout(folder: pathlib.Path, hf: Mapping[str, Any]) -> str | None:
     An older ModelOpt writes hf_quant_config.json into the folder.
 
     Returns:
-        COMPRESSED_TENSORS, MODELOPT, or None where the weights are dense.
+        COMPRESSED_TENSORS, MODELOPT, MXFP4, or None where the weights are dense.
 
     Raises:
         UserError: the weights are quantized in a way that is not supported; the message names it.
@@ -57,6 +63,8 @@ def layout(folder: pathlib.Path, hf: Mapping[str, Any]) -> str | None:
     if not isinstance(quantization, dict):
         raise UserError(f"{folder}: quantization_config is {quantization!r:.50}, must be an object")
     method = quantization.get("quant_method")
+    if method == MXFP4:
+        return MXFP4
     if method == MODELOPT:
         details = quantization.get("quantization", quantization)
         scheme = details.get("quant_algo") if isinstance(details, dict) else None
@@ -137,9 +145,20 @@ def packed_modules(tensors: Collection[str]) -> frozenset[str]:
     )
 
 
-def tensors_of(module: str) -> list[str]:
-    """Returns the names of the three tensors of a packed projection."""
-    return [f"{module}.{name}" for name in _PARAMETERS]
+def tensors_of(module: str, form: str) -> list[str]:
+    """Returns the names of the tensors of a projection in 'nvfp4' or 'mxfp4'."""
+    return [f"{module}.{name}" for name in (_PARAMETERS[:2] if form == MXFP4 else _PARAMETERS)]
+
+
+def check_blocks(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], module: str) -> None:
+    """Checks a projection in MXFP4, whose shapes were checked.
+
+    Raises:
+        UserError: a dtype is wrong.
+    """
+    for name in tensors_of(module, MXFP4):
+        if tensors[name].dtype not in (np.uint8, ml_dtypes.float8_e8m0fnu):
+            raise UserError(f"{folder}: '{name}' is {tensors[name].dtype}, must be uint8")
 
 
 def divisor(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], module: str) -> np.float32:
@@ -174,12 +193,15 @@ def divisor(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], module: str
     return scale[0]
 
 
-def checked_scales(folder: pathlib.Path, module: str, scales: np.ndarray) -> np.ndarray:
-    """Returns scales of blocks, uint8 [..., K/16] with the bytes of E4M3.
+def checked_scales(
+    folder: pathlib.Path, module: str, scales: np.ndarray, form: str = "nvfp4"
+) -> np.ndarray:
+    """Returns scales of blocks, uint8 [..., K/16] with the bytes of E4M3, or of E8M0 in 'mxfp4'.
 
     Raises:
         UserError: a scale is negative or NaN.
     """
-    if scales.max(initial=0) > _LARGEST_SCALE_BYTE:
+    largest = _LARGEST_EXPONENT_BYTE if form == MXFP4 else _LARGEST_SCALE_BYTE
+    if scales.max(initial=0) > largest:
         raise UserError(f"{folder}: '{module}.weight_scale' holds NaN or negative scales")
     return scales

@@ -57,7 +57,12 @@ _EXPERT_MODULES = rf"experts\.\d+\.({'|'.join(_EXPERT_MEMBERS)})"
 
 
 def save_peft_adapter(
-    folder: pathlib.Path | str, trainable: Trainable, lora_config: LoraConfig, *, base_model: str
+    folder: pathlib.Path | str,
+    trainable: Trainable,
+    lora_config: LoraConfig,
+    *,
+    base_model: str,
+    in_turn: bool = False,
 ) -> None:
     """Writes an adapter folder: adapter_config.json and adapter_model.safetensors (float32).
 
@@ -68,12 +73,14 @@ def save_peft_adapter(
         trainable: the adapter and, where they are trained too, the norms (PEFT's modules_to_save).
         lora_config: the adapter's options.
         base_model: hub id or path of the base model, written as base_model_name_or_path.
+        in_turn: whether the base has gate and up of experts in turn, see `names.takes_turns`.
 
     Raises:
         UserError: the folder cannot be written, for example because the disk is full.
     """
     with staged_folder(folder, replace=True) as new_folder:
-        fill_peft_adapter(new_folder, trainable, lora_config, base_model=base_model)
+        options = {"base_model": base_model, "in_turn": in_turn}
+        fill_peft_adapter(new_folder, trainable, lora_config, **options)
 
 
 def fill_peft_adapter(
@@ -84,6 +91,7 @@ def fill_peft_adapter(
     base_model: str,
     nested: bool = False,
     stacked: bool = True,
+    in_turn: bool = False,
 ) -> None:
     """Writes the files of an adapter into an empty folder.
 
@@ -95,6 +103,7 @@ def fill_peft_adapter(
         nested: whether the text model is a part of the base, as vLLM and PEFT name its layers where
             the base also has a vision tower.
         stacked: the layout of the adapters of routed experts, see `expert_tensors`.
+        in_turn: as in `save_peft_adapter`.
     """
     assert trainable.lora is not None, "where every parameter is trained there is no adapter"
     layers = jax.device_get(trainable.lora.layers)
@@ -110,7 +119,7 @@ def fill_peft_adapter(
         for norm, value in norms.items()
     }
     for layer, adapters in enumerate(layers):
-        tensors |= expert_tensors(adapters, layer, stacked=stacked)
+        tensors |= expert_tensors(adapters, layer, stacked=stacked, in_turn=in_turn)
     tensors = {n: np.asarray(jax.device_get(value), np.float32) for n, value in tensors.items()}
     if nested:
         tensors = {names.nested_peft(name): value for name, value in tensors.items()}
@@ -122,14 +131,18 @@ def fill_peft_adapter(
 
 
 def expert_tensors(
-    adapters: Mapping[str, Mapping[str, np.ndarray]], layer: int, *, stacked: bool
+    adapters: Mapping[str, Mapping[str, np.ndarray]],
+    layer: int,
+    *,
+    stacked: bool,
+    in_turn: bool = False,
 ) -> dict[str, np.ndarray]:
     """Returns PEFT's tensors of the adapters on the routed experts of a layer.
 
     PEFT 0.21 drops those of a family in the other layout than its own, and says nothing: of
-    Qwen3.5-MoE it reads the stacked one alone, of Qwen3-MoE both. vLLM 0.33 reads the stacked one
-    for a Qwen3.5-MoE with a vision tower, and a pair for each projection of each expert for a text
-    model.
+    Qwen3.5-MoE and gpt-oss it reads the stacked one alone, of Qwen3-MoE both. vLLM 0.33 reads the
+    stacked one for gpt-oss and a Qwen3.5-MoE with a vision tower, and a pair for each projection of
+    each expert for a text model.
 
     Args:
         adapters: by name of a stack its matrices: 'a' [E, R, K], 'b' [E, N, R]. Projections that
@@ -137,18 +150,21 @@ def expert_tensors(
         layer: number of the layer.
         stacked: whether all experts are in one pair, A [E R, K] and B [N, R E] in which the expert
             is the fastest axis. These are target_parameters in the options of PEFT.
+        in_turn: whether N has the rows of gate and up in turn, as the base has them.
     """
     found = {}
     for stack in (stack for stack in STACKS if stack in adapters):
         a, b = (np.asarray(adapters[stack][matrix]) for matrix in "ab")
         modules = names.modules_of_stack(layer, stack, len(a))
+        members = len(STACKS[stack].members)
         if stacked:
+            if in_turn:
+                b = names.in_turn(b.reshape(len(b), members, -1, b.shape[2]))
             found[names.peft_experts(layer, stack, "a")] = a.reshape(-1, a.shape[2])
             found[names.peft_experts(layer, stack, "b")] = np.moveaxis(b, 0, 2).reshape(
                 b.shape[1], -1
             )
             continue
-        members = len(STACKS[stack].members)
         own_a, own_b = np.repeat(a, members, axis=0), b.reshape(len(modules), -1, b.shape[2])
         for number, module in enumerate(modules):
             found[f"base_model.model.{module}.lora_A.weight"] = own_a[number]
@@ -180,6 +196,10 @@ def take_experts(
             a = _take(folder, tensors, name_a, (experts * rank, inputs))
             b = _take(folder, tensors, name_b, (outputs, rank * experts))
             b = np.moveaxis(b.reshape(outputs, rank, experts), 2, 0)
+            if names.takes_turns(model_config):
+                members = len(STACKS[stack].members)
+                parts = b.reshape(experts, -1, members, rank).swapaxes(1, 2)
+                b = parts.reshape(experts, outputs, rank)
             found[stack] = {"a": a.reshape(experts, rank, inputs), "b": b}
             continue
         rows = outputs * experts // len(modules)

@@ -115,7 +115,12 @@ def row_chunks(tensor: np.ndarray, memory: Callable[[int], np.ndarray]) -> Itera
 
 
 def _file_range(tensor: np.ndarray) -> tuple[str, int] | None:
-    """Returns the file and the first byte of a view of a memory map; None for another array."""
+    """Returns the file and the first byte of a view of a memory map; None for another array.
+
+    None is also returned for a view whose bytes do not follow one another.
+    """
+    if not tensor.flags.c_contiguous:
+        return None
     root = tensor
     while isinstance(root.base, np.ndarray):
         root = root.base

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig, text_config_json, to_hf_config
-from qerl_jax.policy.layers.kinds import fused_of, projection_shapes, stack_shapes
+from qerl_jax.policy.layers.kinds import STACKS, fused_of, projection_shapes, stack_shapes
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, dequantize
 from qerl_jax.system import json_file
 from qerl_jax.system.safe_files import read_bytes
@@ -58,6 +58,16 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
     "kv_cache_scheme": None,
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
+}
+# That of gpt-oss as it is published, with experts in MXFP4.
+MXFP4_CONFIG: dict[str, Any] = {
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+    "quant_method": "mxfp4",
 }
 # Greedy decoding; a program that samples has the distribution of the policy itself.
 _SAMPLING = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
@@ -152,8 +162,8 @@ def checkpoint_tensors(
     NVFP4 projections keep their bytes and get the names of compressed-tensors: weight_packed
     [N, K/2], weight_scale [N, K/16] and weight_global_scale [1]. Projections packed in another
     format are dequantized. Packed experts have these tensors for each of their projections; dense
-    ones are stored as the family publishes them, see `names.stacks_experts`. A tied head is left
-    out.
+    ones are stored as the family publishes them, see `names.stacks_experts`, and so are those of
+    gpt-oss in MXFP4, with the same bytes. A tied head is left out.
 
     Args:
         params: the parameter tree, on the device or in NumPy; `layers` may be an iterator, which
@@ -181,6 +191,7 @@ def companion_files(
     ignore: Sequence[str] = (),
     dtype: str = "bfloat16",
     trained: bool = False,
+    blocks: bool = False,
 ) -> dict[str, bytes]:
     """Returns the companions of a checkpoint: config.json, generation_config.json, the tokenizer.
 
@@ -197,6 +208,7 @@ def companion_files(
         dtype: 'bfloat16' or 'float32', the dtype of every tensor that is not packed.
         trained: whether the policy was trained. Its scores are greedy, with the stop tokens of the
             tokenizer, and the policy is not what the base's repetition penalty makes of it.
+        blocks: whether the experts of gpt-oss are exported in MXFP4.
 
     Returns:
         Contents by file name.
@@ -205,15 +217,15 @@ def companion_files(
     if trained:
         assert model.tokenizer is not None, "a policy has a tokenizer"
         sampling = json.dumps(tokenizer_lib.token_ids(model.tokenizer) | _SAMPLING, indent=2)
-        files = companion_files(model, packed=packed, ignore=ignore, dtype=dtype)
+        options = {"packed": packed, "dtype": dtype, "blocks": blocks}
+        files = companion_files(model, ignore=ignore, **options)
         return files | {"generation_config.json": f"{sampling}\n".encode()}
     if not model.path.is_dir():
         assert model.tokenizer is not None, "only a folder can lack a tokenizer"
         return tokenizer_lib.to_files(model.tokenizer) | {
             "config.json": _config_json(
                 to_hf_config(model.config) | tokenizer_lib.token_ids(model.tokenizer),
-                packed=packed,
-                ignore=ignore,
+                _quantization(packed=packed, ignore=ignore, blocks=blocks),
                 dtype=dtype,
             )
         }
@@ -225,8 +237,10 @@ def companion_files(
     companions += [f"{tokenizer_lib.TEMPLATES}/{path.name}" for path in sorted(templates)]
     return {name: _read_companion(model.path, name) for name in companions} | {
         "config.json": content
-        if hf is whole and _matches_format(hf, packed=packed, dtype=dtype)
-        else _config_json(hf, packed=packed, ignore=ignore, dtype=dtype)
+        if hf is whole and _matches_format(hf, packed=packed, dtype=dtype, blocks=blocks)
+        else _config_json(
+            hf, _quantization(packed=packed, ignore=ignore, blocks=blocks), dtype=dtype
+        )
     }
 
 
@@ -290,6 +304,10 @@ def _layer_tensors(
                 yield bias, others.pop(bias)
     for stack, expert_modules in names.expert_modules(model_config, number).items():
         weight, shape = layer[stack], stack_shapes(model_config, number)[stack]
+        if names.takes_turns(model_config):
+            sizes = shape[0], len(STACKS[stack].members), shape[1], shape[2]
+            yield from _experts_in_turn(names.stacked_tensor(number, stack), weight, sizes, dtype)
+            continue
         is_packed = isinstance(weight, QuantTensor) and weight.format == "nvfp4"
         if is_packed or not names.stacks_experts(model_config):
             rows = shape[0] * shape[1] // len(expert_modules)
@@ -304,6 +322,29 @@ def _layer_tensors(
         stored = _stored(layer[norm], norm, model_config)
         yield f"{names.layer_module(number, norm)}.weight", _dense(stored, of_norms)
     yield from others.items()
+
+
+def _experts_in_turn(
+    name: str, weight: Any, sizes: tuple[int, int, int, int], dtype: np.dtype
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of a stack [E N, K] of gpt-oss, which keeps the bytes of MXFP4.
+
+    The sizes are E, the number of members, N and K.
+    """
+    experts, members, rows, columns = sizes
+    if isinstance(weight, QuantTensor) and weight.format == "mxfp4":
+        stored = jax.device_get(checkpoint_order(weight))
+        parts = stored.packed, stored.scales.view(np.uint8)
+        codes, scales = (names.in_turn(x.reshape(experts, members, -1, x.shape[1])) for x in parts)
+        yield f"{name}_blocks", codes.reshape(*scales.shape, 16)
+        yield f"{name}_scales", scales
+        return
+    # One expert after the other, as float32 has twice the bytes of the tensor.
+    dense = [
+        next(_module_tensors("", part, dtype))[1].reshape(1, members, -1, columns)
+        for _, part in _parts(weight, dict.fromkeys(range(experts), rows))
+    ]
+    yield name, np.stack([names.in_turn(expert)[0].T for expert in dense])
 
 
 def _parts(weight: Any, rows: Mapping[Any, int]) -> Iterator[tuple[Any, Any]]:
@@ -344,6 +385,8 @@ def _other_tensors(
         elif names.is_wide(array) and not _fits(value, dtype):
             # Gates that a file stored in float32 stay so, which transformers and vLLM read as well.
             own_dtype = np.dtype(np.float32)
+        if names.takes_turns(model_config) and np.ndim(value) == 3:
+            value = names.in_turn(np.asarray(value))
         ends = list(itertools.accumulate(shape[0] for shape in tensors.values()))
         parts = np.split(_dense(value, own_dtype), ends[:-1])
         found |= dict(zip(tensors, parts, strict=True))
@@ -366,10 +409,13 @@ def _dense(value: Any, dtype: np.dtype) -> np.ndarray:
     return np.asarray(jax.device_get(value)).astype(dtype, copy=False)
 
 
-def _matches_format(hf: Mapping[str, Any], *, packed: bool, dtype: str) -> bool:
+def _matches_format(hf: Mapping[str, Any], *, packed: bool, dtype: str, blocks: bool) -> bool:
     """Tells whether a config.json already describes what is exported."""
     stored_dtype = hf.get("dtype", hf.get("torch_dtype"))
     quantization = hf.get("quantization_config")
+    if blocks:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        return method == "mxfp4" and stored_dtype in (None, dtype)
     if not packed:
         return quantization is None and stored_dtype == dtype
     # A config that asks for quantized activations does not describe an export: only weights are
@@ -389,14 +435,21 @@ def _quantizes_only_weights(quantization: Any) -> bool:
         return False
 
 
+def _quantization(*, packed: bool, ignore: Sequence[str], blocks: bool) -> Mapping[str, Any] | None:
+    """Returns the quantization_config of an export, or None for a dense one."""
+    if blocks:
+        return MXFP4_CONFIG
+    ignored = [*QUANTIZATION_CONFIG["ignore"], *ignore]
+    return QUANTIZATION_CONFIG | {"ignore": ignored} if packed else None
+
+
 def _config_json(
-    hf: Mapping[str, Any], *, packed: bool, ignore: Sequence[str], dtype: str
+    hf: Mapping[str, Any], quantization: Mapping[str, Any] | None, *, dtype: str
 ) -> bytes:
     # transformers 5 renamed torch_dtype to dtype, and reads both.
     key = "dtype" if "dtype" in hf else "torch_dtype"
     fields = {**hf, key: dtype}
     fields.pop("quantization_config", None)
-    if packed:
-        ignored = [*QUANTIZATION_CONFIG["ignore"], *ignore]
-        fields["quantization_config"] = QUANTIZATION_CONFIG | {"ignore": ignored}
+    if quantization is not None:
+        fields["quantization_config"] = quantization
     return (json.dumps(fields, indent=2) + "\n").encode()

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.config import ModelConfig, RopeScaling
 from qerl_jax.policy.layers.kinds import PACKED, STACKS
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize
@@ -70,6 +70,11 @@ def architecture(config: ModelConfig) -> str:
         raise UserError(
             "llama.cpp makes the weights of the chosen experts add up to 1 (norm_topk_prob), which "
             "this model does not; export with --format=merged"
+        )
+    if config.model_type == "gpt_oss":
+        raise UserError(
+            "GGUF files of gpt_oss are read, not written: export with --format=merged, and let "
+            "llama.cpp's convert_hf_to_gguf.py make one of that"
         )
     if recurrent is not None and recurrent.key_dim != recurrent.value_dim:
         raise UserError(
@@ -258,7 +263,7 @@ def _adapter_parts(
 def rope_factors(config: ModelConfig) -> np.ndarray:
     """Returns the divisors of the rotary frequencies, float32 [H/2], of Llama 3's scaling."""
     scaling = config.rope_scaling
-    assert scaling is not None
+    assert isinstance(scaling, RopeScaling)
     frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

@@ -10,6 +10,7 @@ import jinja2
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from qerl_jax.environments import harmony
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.system import json_file
 from qerl_jax.system.safe_files import read_bytes, read_text
@@ -20,7 +21,10 @@ from qerl_jax.weights.chat_template import render, to_json, variables
 # in addition to the tokens that the file names, whatever their type, as in llama.cpp. With a folder
 # only the tokens that its files name end a reply, as in transformers' generate() and vLLM; these
 # are used where the files name none.
-_END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
+_END_TOKENS = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>"),
+    *harmony.END_TOKENS,
+)
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -33,6 +37,14 @@ _SPLITS = {
     "qwen2": _QWEN2_SPLIT,
     "qwen35": _QWEN3_5_SPLIT,
     "llama-bpe": _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
+    # gpt-oss; contractions belong to the word before them.
+    "gpt-4o": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
     # Mistral Nemo and later
     "tekken": (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -84,6 +96,22 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Returns the text of token ids, by default without the special tokens."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def answer(self, ids: Iterable[int]) -> str:
+        """Returns the text of a reply that rewards get: of gpt-oss the final channel alone.
+
+        Of others it is that of `decode`.
+        """
+        if harmony.is_harmony(self.chat_template or ""):
+            return harmony.answer(self.decode(ids, skip_special=False))
+        return self.decode(ids)
+
+    def keeping_history(self) -> "Tokenizer":
+        """Returns the tokenizer with a chat template of gpt-oss that keeps earlier turns."""
+        if not harmony.is_harmony(self.chat_template or ""):
+            return self
+        template = harmony.keeping_history(self.chat_template or "")
+        return dataclasses.replace(self, chat_template=template)
 
     def has_special(self, text: str) -> bool:
         """Returns whether a text holds a special token, which `decode` leaves out by default."""
@@ -403,6 +431,10 @@ def _finish(
         }
     if not end_ids:
         raise UserError("the tokenizer names no end-of-sequence token")
+    of_turns = map(backend.token_to_id, harmony.END_TOKENS)
+    both = {i for i in of_turns if i is not None}
+    if both & end_ids:  # A turn of gpt-oss ends with an answer or a call.
+        end_ids |= both
     if pad_id is None and "pad_token" in special_tokens:
         pad_id = backend.token_to_id(special_tokens["pad_token"])
     # Tokens with a role and ends are special, whatever their type in the files.

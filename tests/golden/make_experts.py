@@ -1,8 +1,9 @@
-"""Writes qwen3_moe/ and qwen3_5_moe/: tiny random mixtures and what transformers computes.
+"""Writes qwen3_moe/, qwen3_5_moe/ and gpt_oss/: tiny random mixtures, and transformers' results.
 
 The folders are checkpoints as published on a model hub, in float32: of Qwen3-MoE with a tensor for
 each projection of each expert, of Qwen3.5-MoE with all experts of a layer in one tensor, below the
-names of a model with a vision tower. Next to them is outputs.safetensors, with
+names of a model with a vision tower. gpt_oss_mxfp4/ is gpt_oss/ as it is published, with experts
+in MXFP4: random blocks, whose values gpt_oss/ has. Next to them is outputs.safetensors, with
 
     ids_0, ids_1             rows of token ids of different lengths
     logits_0, ...            float32 [T, V], of each row alone
@@ -24,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_tokenizer import write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 HERE = pathlib.Path(__file__).parent
 VOCAB, LENGTHS = 96, (3, 40)
@@ -92,6 +94,39 @@ CONFIGS = {
         "tie_word_embeddings": False,
         "vision_config": {"depth": 1, "hidden_size": 8, "model_type": "qwen3_5_moe_vision"},
     },
+    # Rows are shorter and longer than the window, and than the context before YaRN. Most of gate
+    # and up are beyond the limit.
+    "gpt_oss": COMMON
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": 3,
+        "intermediate_size": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 128,
+        "model_type": "gpt_oss",
+        "num_local_experts": 8,
+        "rope_scaling": {
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150.0,
+        "sliding_window": 6,
+        "swiglu_limit": 0.7,
+    },
+}
+MXFP4 = {
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+    "quant_method": "mxfp4",
 }
 
 
@@ -100,18 +135,36 @@ def random_values(name, shape, generator, *, centered):
     values = torch.randn(shape, generator=generator)
     if name.endswith("linear_attn.norm.weight") or ("norm" in name and not centered):
         return 1 + 0.5 * values
-    if "norm" in name or name.endswith(("dt_bias", "conv1d.weight")):
+    if "norm" in name or name.endswith(("bias", "conv1d.weight")):
         return 0.5 * values
+    if name.endswith("sinks"):
+        return values
     if name.endswith("A_log"):
         return values - 1
     return values if "embed_tokens" in name else values / shape[-1] ** 0.5
+
+
+def in_blocks(state, generator):
+    """Gives the experts of gpt-oss the values of random MXFP4, and returns the state with that."""
+    packed = dict(state)
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = packed.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        blocks = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, shape, generator=generator, dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        state[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        assert state[name].shape == (experts, inputs, outputs)
+    return packed
 
 
 def as_published(family, state):
     """The tensors of a model as its family is published."""
     published = {}
     for name, tensor in state.items():
-        if family == "qwen3_5_moe":
+        if family == "gpt_oss":
+            published[name] = tensor.contiguous()
+        elif family == "qwen3_5_moe":
             published[name.replace("model.", "model.language_model.", 1)] = tensor.contiguous()
         elif ".experts." not in name:
             published[name] = tensor
@@ -133,7 +186,8 @@ def outputs_of(model, generator):
     tensors, found = {}, {}
     for number, layer in enumerate(model.model.layers):
         layer.register_forward_hook(lambda _, __, out, n=number: found.update({f"hidden_{n}": out}))
-        layer.mlp.gate.register_forward_hook(
+        router = layer.mlp.gate if hasattr(layer.mlp, "gate") else layer.mlp.router
+        router.register_forward_hook(
             lambda _, __, out, n=number: found.update({f"routes_{n}": out[2]})
         )
     with torch.no_grad():
@@ -157,7 +211,8 @@ def outputs_of(model, generator):
     total.backward()
     tensors["loss"] = total.detach()
     for name, parameter in model.model.named_parameters():
-        if ".experts." not in name and not name.endswith("mlp.gate.weight"):  # frozen in training
+        frozen = ".experts.", ".gate.", ".router.", ".sinks"
+        if not any(part in f"{name}." for part in frozen):  # in training
             tensors[f"gradient.{name}"] = parameter.grad.contiguous()
     return tensors
 
@@ -180,6 +235,14 @@ def main():
             name: random_values(name, tensor.shape, generator, centered=family != "qwen3_moe")
             for name, tensor in text.state_dict().items()
         }
+        if family == "gpt_oss":
+            packed_folder = HERE / f"{family}_mxfp4"
+            packed_folder.mkdir(exist_ok=True)
+            own = config | {"quantization_config": MXFP4}
+            (packed_folder / "config.json").write_text(json.dumps(own, indent=2) + "\n")
+            write_tokenizer(packed_folder, VOCAB)
+            packed = {name: x.contiguous() for name, x in in_blocks(state, generator).items()}
+            save_file(packed, packed_folder / "model.safetensors", metadata={"format": "pt"})
         published = as_published(family, state)
         save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
         model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()

@@ -1,10 +1,10 @@
-"""Writes peft_experts/: PEFT adapters of qwen3_moe/ and qwen3_5_moe/, and the adapted logits.
+"""Writes peft_experts/: PEFT adapters of the mixtures of make_experts.py, and the adapted logits.
 
 Of each model FAMILY/default is an adapter of the targets that a mixture has by default, and
 FAMILY/stacked one that also changes its routed experts (target_parameters); both are folders that
 PEFT saved, with B not zero. FAMILY/logits.safetensors holds `ids` [T] and float32 logits [T, V]
 under the names of the folders. The script shows as well which layout PEFT reads of a file with a
-tensor for each expert: of Qwen3-MoE the same adapter, of Qwen3.5-MoE one without its experts.
+tensor for each expert: of Qwen3-MoE the same adapter, of the others one without its experts.
 
 Needs Python 3.12, torch==2.15.0 (CPU), transformers==5.24.0, peft==0.21.2, safetensors==0.8.0:
 
@@ -29,6 +29,7 @@ TARGETS = {
         *("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"),
         *("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"),
     ],
+    "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
 }
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 

@@ -4,9 +4,11 @@ N query heads and K kv heads of width H have the arrays
 
     qkv_proj [(N + 2 K) H, D], qkv_bias                  bias: Qwen2
     q_norm [H], k_norm [H]                               float32, Qwen3 and Qwen3.5
-    o_proj [D, N H]
+    o_proj [D, N H], o_bias [D]                          bias: gpt-oss
+    sinks [N]                                            gpt-oss
 
-Qwen3.5's qkv_proj has 2 N + 2 K heads: each query is followed by its gate.
+A sink is a score without a value, with which the softmax of a query head begins. Qwen3.5's
+qkv_proj has 2 N + 2 K heads: each query is followed by its gate.
 """
 
 import math
@@ -19,11 +21,11 @@ from flax import struct
 
 from pallas_kernels import decode
 from pallas_kernels.attention import Segments, attend_packed
-from pallas_kernels.attention.dense import MAX_SCORES
+from pallas_kernels.attention.dense import MAX_SCORES, softmax
 from pallas_kernels.decode import to_cache
 from pallas_kernels.device import cuda_capability
 from qerl_jax.policy.collectives import divided
-from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.config import ModelConfig, YarnScaling
 from qerl_jax.policy.layers.linear import normed, project, rms_norm
 from qerl_jax.policy.layers.part import (
     Angles,
@@ -44,7 +46,7 @@ def _qkv_rows(config: ModelConfig) -> tuple[int, ...]:
 
 
 _QKV = Weight("qkv_proj", ("q_proj", "k_proj", "v_proj"), "qkv_proj", by_rows=True, bias="qkv_bias")
-_OUT = Weight("o_proj", ("o_proj",), "o_proj", by_rows=False)
+_OUT = Weight("o_proj", ("o_proj",), "o_proj", by_rows=False, bias="o_bias")
 
 MODULE: str = "self_attn"
 WEIGHTS: tuple[Weight, ...] = (_QKV, _OUT)
@@ -52,6 +54,8 @@ ARRAYS: dict[str, Array] = {
     "q_norm": Array(("q_norm.weight",), is_wide=True, may_be_centered=True),
     "k_norm": Array(("k_norm.weight",), is_wide=True, may_be_centered=True),
     "qkv_bias": Array(("q_proj.bias", "k_proj.bias", "v_proj.bias"), by_rows=True, parts=_qkv_rows),
+    "o_bias": Array(("o_proj.bias",)),
+    "sinks": Array(("sinks",), by_rows=True),
 }
 STACKS: tuple[Stack, ...] = ()
 REWINDS: bool = True
@@ -95,6 +99,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.attention_bias:
         rows = zip(_QKV.members, _qkv_rows(config), strict=True)
         shapes |= {f"{name}.bias": (count,) for name, count in rows}
+    if config.other_biases:
+        shapes["o_proj.bias"] = (config.embed_dim,)
+    if config.sinks:
+        shapes["sinks"] = (config.num_heads,)
     return shapes
 
 
@@ -118,9 +126,9 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     return Memory(kept | {"o_proj": config.embed_dim}, scores=scores)
 
 
-def layout_of(segments: Segments, config: ModelConfig) -> Segments:
+def layout_of(segments: Segments, positions: jax.Array, config: ModelConfig) -> Segments:
     """As in `part.Mixer`."""
-    return segments
+    return segments._replace(positions=positions) if config.window else segments
 
 
 def mix(
@@ -130,9 +138,9 @@ def mix(
     q, k, v, gate = _project_qkv(own, x, angles)
     with jax.named_scope("attention"):
         if isinstance(visible, Segments):
-            attended = attend_packed(q[0], k[0], v[0], visible)[None]
+            attended = attend_packed(q[0], k[0], v[0], visible, **_limits(own))[None]
         else:
-            attended = attend(q, k, v, visible)
+            attended = attend(q, k, v, visible, **_limits(own))
     return _project_out(own, attended, gate), KeysValues(k, v)
 
 
@@ -147,7 +155,9 @@ def mix_step(
         position = rows, heads, lengths[:, None]
         keys = keys.at[position].set(to_cache(k[:, 0], keys.dtype), unique_indices=True)
         values = values.at[position].set(to_cache(v[:, 0], values.dtype), unique_indices=True)
-        attended = attend_to_cache(q, keys.astype(q.dtype), values.astype(q.dtype), lengths + 1)
+        attended = attend_to_cache(
+            q, keys.astype(q.dtype), values.astype(q.dtype), lengths + 1, **_limits(own)
+        )
     return _project_out(own, attended, gate), KeysValues(keys, values)
 
 
@@ -176,13 +186,19 @@ def mix_extend(
             # The module uses an API of jax that may change, and is loaded when needed.
             from pallas_kernels.decode import layer
 
-            attended = layer.attend_from(q, keys, values, new.positions, new.rows)
+            place = new.positions, new.rows
+            attended = layer.attend_from(q, keys, values, *place, **_limits(own))
         else:
             mine = rows_of(kept, new)
-            attended = attend_from(
-                q, mine.keys.astype(q.dtype), mine.values.astype(q.dtype), new.positions
-            )
+            seen = mine.keys.astype(q.dtype), mine.values.astype(q.dtype), new.positions
+            attended = attend_from(q, *seen, **_limits(own))
     return _project_out(own, attended, gate), kept
+
+
+def _limits(own: Own) -> dict[str, Any]:
+    """Returns what changes attention of the layer: its sinks and its window, where it has them."""
+    limits: dict[str, Any] = {"sinks": own.layer["sinks"]} if own.config.sinks else {}
+    return limits | ({"window": own.config.window} if own.config.window else {})
 
 
 def seen_bytes(
@@ -190,7 +206,8 @@ def seen_bytes(
 ) -> int:
     """As in `part.Mixer`: scores, their weights, and the keys and values that they are made of."""
     rows, tokens, positions = sizes
-    if not extends and itemsize == 2 and config.head_dim <= _CUDNN_DIM:
+    plain = not config.sinks and not config.window  # cuDNN has neither.
+    if not extends and itemsize == 2 and config.head_dim <= _CUDNN_DIM and plain:
         return 0
     scores = min(_SCORES, 4 * rows * tokens * config.num_heads * positions)
     own = rows * tokens * (sum(_qkv_rows(config)) + config.num_heads * config.head_dim)
@@ -258,7 +275,7 @@ def _project_out(own: Own, attended: jax.Array, gate: jax.Array | None) -> jax.A
 def rotary_frequencies(config: ModelConfig) -> np.ndarray:
     """Returns the angle per position of each pair of rotated dimensions, float32 [H/2].
 
-    Llama 3 scales them.
+    Llama 3 and YaRN scale them.
     """
     rotated = config.rotary_dim or config.head_dim
     exponents = np.arange(0, rotated, 2, dtype=np.float32) / rotated
@@ -266,6 +283,8 @@ def rotary_frequencies(config: ModelConfig) -> np.ndarray:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies.astype(np.float32)
+    if isinstance(scaling, YarnScaling):
+        return _yarn_frequencies(frequencies, scaling, config.rope_theta)
     wavelengths = 2 * math.pi / frequencies
     low = scaling.original_max_position / scaling.low_freq_factor
     high = scaling.original_max_position / scaling.high_freq_factor
@@ -278,10 +297,35 @@ def rotary_frequencies(config: ModelConfig) -> np.ndarray:
     return np.where(between, blended, scaled).astype(np.float32)
 
 
+def _yarn_frequencies(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.ndarray:
+    """Divides the frequencies with few rotations in the original context, as transformers does."""
+    rotated = 2 * len(frequencies)
+
+    def dimension(rotations: float) -> float:
+        wavelengths = scaling.original_max_position / (rotations * 2 * math.pi)
+        return rotated * math.log(wavelengths) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    high += 0.001 if low == high else 0
+    divided = np.clip((np.arange(len(frequencies), dtype=np.float32) - low) / (high - low), 0, 1)
+    scaled = frequencies / scaling.factor * divided + frequencies * (1 - divided)
+    return scaled.astype(np.float32)
+
+
 def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Returns the cosines and sines, float32 [B, T, 1, H/2], of int32 positions [B, T]."""
+    """Returns the cosines and sines, float32 [B, T, 1, H/2], of int32 positions [B, T].
+
+    YaRN multiplies them by a factor, which so is squared in the scores.
+    """
     angles = positions[..., None, None].astype(jnp.float32) * rotary_frequencies(config)
-    return jnp.cos(angles), jnp.sin(angles)
+    cosines, sines = jnp.cos(angles), jnp.sin(angles)
+    if isinstance(config.rope_scaling, YarnScaling):
+        factor = config.rope_scaling.attention_factor
+        return factor * cosines, factor * sines
+    return cosines, sines
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -298,14 +342,24 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:
+def attend(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array,
+    *,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+) -> jax.Array:
     """Causal attention of queries [B, T, N, H] over right-padded rows, without a gradient on a GPU.
 
     cuDNN adds up the gradients of the queries in any order; training uses `attend_packed`. Results
-    after a row's end are finite but undefined.
+    after a row's end are finite but undefined. Sinks [N] and a window are as in `attend_packed`;
+    with them XLA computes it, in blocks.
     """
     batch, tokens, heads, _ = queries.shape
-    if _use_cudnn(queries):
+    limited = sinks is not None or window > 0
+    if _use_cudnn(queries) and not limited:
         return jax.nn.dot_product_attention(
             queries,
             keys,
@@ -316,14 +370,21 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.
             implementation="cudnn",
         )
     # With right padding a causal mask already hides the padding from every valid query.
-    if 4 * batch * heads * tokens**2 > _SCORES:
+    if limited or 4 * batch * heads * tokens**2 > _SCORES:
         positions = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
-        return attend_from(queries, keys.swapaxes(1, 2), values.swapaxes(1, 2), positions)
+        cache = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+        return attend_from(queries, *cache, positions, sinks=sinks, window=window)
     return jax.nn.dot_product_attention(queries, keys, values, is_causal=True, implementation="xla")
 
 
 def attend_to_cache(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array,
+    *,
+    sinks: jax.Array | None = None,
+    window: int = 0,
 ) -> jax.Array:
     """Attention of one token per row, queries [B, 1, N, H], to the filled part of a cache.
 
@@ -333,23 +394,32 @@ def attend_to_cache(
     grouped = queries.reshape(batch, kv_heads, -1, head_dim)
     scores = jnp.einsum("bkgh,bksh->bkgs", grouped, keys, preferred_element_type=jnp.float32)
     valid = jnp.arange(positions) < lengths[:, None, None, None]
-    weights = jax.nn.softmax(jnp.where(valid, head_dim**-0.5 * scores, -jnp.inf))
+    if window:
+        valid &= jnp.arange(positions) >= lengths[:, None, None, None] - window
+    of_heads = None if sinks is None else sinks.reshape(kv_heads, -1)
+    weights = softmax(jnp.where(valid, head_dim**-0.5 * scores, -jnp.inf), of_heads)
     out = jnp.einsum("bkgs,bksh->bkgh", weights.astype(values.dtype), values)
     return out.reshape(queries.shape)
 
 
 def attend_from(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    *,
+    sinks: jax.Array | None = None,
+    window: int = 0,
 ) -> jax.Array:
     """Attention of queries [B, T, N, H] to a cache that holds their keys at int32 positions [B, T].
 
-    A token sees the positions up to its own. Where the scores of all tokens would be over
-    `_SCORES` bytes, blocks of tokens follow each other.
+    A token sees the positions up to its own, of which a window has the last ones. Where the scores
+    of all tokens would be over `_SCORES` bytes, blocks of tokens follow each other.
     """
     batch, tokens, heads, _ = queries.shape
     block = max(1, _SCORES // (4 * batch * heads * keys.shape[2]))
     if tokens <= block:
-        return _attend_block(queries, keys, values, positions)
+        return _attend_block(queries, keys, values, positions, (sinks, window))
     blocks = -(-tokens // block)
     size = -(-tokens // blocks)
     padding = ((0, 0), (0, blocks * size - tokens))
@@ -360,19 +430,23 @@ def attend_from(
         part, seen = (
             jax.lax.dynamic_slice_in_dim(y, number * size, size, axis=1) for y in (x, positions)
         )
-        out = _attend_block(part, keys, values, seen)
+        out = _attend_block(part, keys, values, seen, (sinks, window))
         return jax.lax.dynamic_update_slice_in_dim(x, out, number * size, axis=1)
 
     queries = jnp.pad(queries, (*padding, (0, 0), (0, 0)))
     return jax.lax.fori_loop(0, blocks, attend_next, queries)[:, :tokens]
 
 
-def _attend_block(queries, keys, values, positions):
+def _attend_block(queries, keys, values, positions, limits):
+    sinks, window = limits
     batch, tokens, _, head_dim = queries.shape
     grouped = queries.reshape(batch, tokens, keys.shape[1], -1, head_dim)
     scores = jnp.einsum("btkgh,bksh->bkgts", grouped, keys, preferred_element_type=jnp.float32)
     seen = jnp.arange(keys.shape[2]) <= positions[:, None, None, :, None]
-    weights = jax.nn.softmax(jnp.where(seen, head_dim**-0.5 * scores, -jnp.inf))
+    if window:
+        seen &= jnp.arange(keys.shape[2]) > positions[:, None, None, :, None] - window
+    of_heads = None if sinks is None else sinks.reshape(keys.shape[1], -1, 1)
+    weights = softmax(jnp.where(seen, head_dim**-0.5 * scores, -jnp.inf), of_heads)
     out = jnp.einsum("bkgts,bksh->btkgh", weights.astype(values.dtype), values)
     return out.reshape(queries.shape)
 

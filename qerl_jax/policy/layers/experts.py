@@ -2,13 +2,16 @@
 
 Its arrays are
 
-    router [E, D]                                   dense
+    router [E, D], router_bias [E]                  dense; biases: gpt-oss
     experts_gate_up [E 2F, D]                       of each expert the rows of gate, then of up
     experts_down [E D, F]
+    experts_gate_up_bias [E, 2, F]                  gpt-oss, of gate and of up
+    experts_down_bias [E, D]                        gpt-oss
     shared_gate_up [2 S, D], shared_down [D, S]     an expert of width S that every token has
     shared_gate [1, D]                              the sigmoid of its product multiplies that
 
-of which models without a shared expert lack the last three. The router multiplies in float32, and
+of which models without a shared expert lack the last three. The activation of gpt-oss is clamped,
+see `ModelConfig.swiglu_limit`. The router multiplies in float32, and
 of equal logits it takes the expert of the lower id. Router and routed experts are frozen; an
 adapter of routed experts has A [E, r, K] and B [E, N, r] by the name of a stack, so that gate and
 up share A.
@@ -27,6 +30,8 @@ from pallas_kernels.experts import (
     DENSE_NUMBERS,
     PART_NUMBERS,
     PRODUCT_NUMBERS,
+    activated,
+    bias_of,
     grouped_lora,
     grouped_matmul,
     has_hopper_kernel,
@@ -73,7 +78,10 @@ _EXPERTS_DOWN = Stack(
 MODULE: str = "mlp"
 WEIGHTS: tuple[Weight, ...] = (_GATE_UP, _DOWN)
 ARRAYS: dict[str, Array] = {
-    "router": Array(("gate.weight",)),
+    "router": Array(("gate.weight",), others=("router.weight",)),
+    "router_bias": Array(("router.bias",)),
+    "experts_gate_up_bias": Array(("experts.gate_up_proj_bias",)),
+    "experts_down_bias": Array(("experts.down_proj_bias",)),
     "shared_gate": Array(("shared_expert_gate.weight",)),
 }
 STACKS: tuple[Stack, ...] = (_EXPERTS_GATE_UP, _EXPERTS_DOWN)
@@ -89,7 +97,16 @@ def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """As in `part.Part`."""
-    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (_of(config).count, config.embed_dim)}
+    count, width = _of(config).count, _of(config).width
+    if config.other_biases:
+        return {
+            "router.weight": (count, config.embed_dim),
+            "router.bias": (count,),
+            # As `names.expert_tensors` has it, with gate and up apart.
+            "experts.gate_up_proj_bias": (count, 2, width),
+            "experts.down_proj_bias": (count, config.embed_dim),
+        }
+    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (count, config.embed_dim)}
     if _of(config).shared_width:
         shapes["shared_expert_gate.weight"] = (1, config.embed_dim)
     return shapes
@@ -139,10 +156,13 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     )
 
 
-def fused_shapes(config: ModelConfig) -> tuple[int, int, int, bool] | None:
+def fused_shapes(config: ModelConfig) -> tuple[int, int, int, bool, float] | None:
     """As in `part.Mlp`."""
     experts = _of(config)
-    return experts.count, experts.top_k, experts.width, experts.normalized
+    return (
+        *(experts.count, experts.top_k, experts.width, experts.normalized),
+        config.swiglu_limit,
+    )
 
 
 def mlp(
@@ -167,6 +187,8 @@ def _route(own: Own, h: jax.Array, routes: jax.Array | None) -> tuple[jax.Array,
     if own.inputs is not None:
         own.inputs["router"] = h
     logits = _wide_product(h, own.layer["router"])
+    if own.config.other_biases:
+        logits = logits + own.layer["router_bias"].astype(jnp.float32)
     chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), experts.top_k)[1]
     # Computed again in the backward pass, they could be others.
     chosen = checkpoint_name(chosen, ROUTES)
@@ -201,12 +223,18 @@ def _routed(own: Own, h: jax.Array, weights: jax.Array, routes: jax.Array) -> ja
 
     rows = to_rows(h.reshape(-1, width), own_table)
     gate_up = checkpoint_name(product(rows, _EXPERTS_GATE_UP), _GATE_UP.product)
-    gate, up = jnp.split(gate_up, 2, axis=-1)
     with jax.named_scope("mlp"):
         # A weight multiplies the input of down, so that its gradient does not read the result.
         row_weights = to_rows(weights.reshape(-1, 1), own_table)
-        hidden = (jax.nn.silu(gate) * up * row_weights).astype(dtype)
-    pairs = to_pairs(product(hidden, _EXPERTS_DOWN), own_table)
+        if own.config.other_biases:
+            gate_up = gate_up + bias_of(own.layer["experts_gate_up_bias"], own_table, dtype)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        hidden = (activated(gate, up, own.config.swiglu_limit) * row_weights).astype(dtype)
+    y = product(hidden, _EXPERTS_DOWN)
+    if own.config.other_biases:
+        added = row_weights * bias_of(own.layer["experts_down_bias"], own_table, dtype)
+        y = (y + added).astype(dtype)
+    pairs = to_pairs(y, own_table)
     with jax.named_scope("mlp"):
         added = pairs.reshape(-1, experts.top_k, width).sum(axis=1, dtype=jnp.float32)
     return added.astype(dtype).reshape(h.shape)

@@ -37,6 +37,13 @@ ALL_PROJECTIONS = tuple(name for members in ALL_FUSED.values() for name in membe
 PACKED = FUSED | {stack.name: stack.members for stack in STACKS.values()}
 
 
+def packed_of(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Returns the part of `PACKED` that a format of 4 bits packs in a model."""
+    if config.packs_projections:
+        return PACKED
+    return {name: members for name, members in PACKED.items() if name in STACKS}
+
+
 class Layer(NamedTuple):
     """The kinds of the two parts of a layer; layers of equal kinds share their programs."""
 
@@ -142,8 +149,9 @@ def other_tensors(config: ModelConfig, layer: int) -> dict[str, dict[str, tuple[
     for part in layer_of(config, layer):
         shapes = part.tensor_shapes(config)
         for name, array in part.ARRAYS.items():
-            if array.tensors[0] in shapes:
-                found[name] = {f"{part.MODULE}.{x}": shapes[x] for x in array.tensors}
+            for tensors in filter(None, (array.tensors, array.others)):
+                if tensors[0] in shapes:
+                    found[name] = {f"{part.MODULE}.{x}": shapes[x] for x in tensors}
     return found
 
 

@@ -58,7 +58,7 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     )
 
 
-def fused_shapes(config: ModelConfig) -> tuple[int, int, int, bool] | None:
+def fused_shapes(config: ModelConfig) -> tuple[int, int, int, bool, float] | None:
     """As in `part.Mlp`."""
     return None
 

@@ -62,6 +62,7 @@ class Array(NamedTuple):
 
     # Names of the stored tensors whose rows it stacks, in the module of its part.
     tensors: tuple[str, ...]
+    others: tuple[str, ...] = ()  # their names in families that have others
     is_wide: bool = False  # whether it is in float32 whatever the dtype of the policy
     by_rows: bool = False  # whether a mesh cuts it by its rows; else it lies whole on every device
     # Whether checkpoints store it minus 1 if `ModelConfig.centered_norms`.
@@ -104,7 +105,7 @@ class Own(NamedTuple):
 
     layer: dict  # the arrays of the layer
     adapters: dict  # the pairs of `lora.fuse` by the names of weights
-    config: ModelConfig  # the architecture of one device
+    config: ModelConfig  # the architecture of one device, see `ModelConfig.of_layer`
     # Where `linear.project` keeps what the weights read, by their names; None for a layer that is
     # not calibrated. A stack reads rows by tiles [tiles, m, K]; 'owners', int32 [tiles, m], has the
     # experts of these rows in ascending order, and E for rows without a token, which are zeros.
@@ -159,7 +160,7 @@ class Part(Protocol):
 class Mlp(Part, Protocol):
     """A kind of MLP: `mlp`."""
 
-    def fused_shapes(self, config: ModelConfig) -> tuple[int, int, int, bool] | None:
+    def fused_shapes(self, config: ModelConfig) -> tuple[int, int, int, bool, float] | None:
         """Returns the fields of `decode.layer.Experts`, or None for a kind without experts."""
         ...
 
@@ -182,8 +183,11 @@ class Mixer(Part, Protocol):
     # by position.
     REWINDS: bool
 
-    def layout_of(self, segments: Segments, config: ModelConfig) -> Any:
-        """Returns what `mix` reads of the segments of a packed buffer, the same in every layer."""
+    def layout_of(self, segments: Segments, positions: jax.Array, config: ModelConfig) -> Any:
+        """Returns what `mix` reads of the segments of a packed buffer, the same in every layer.
+
+        `positions` are those of the tokens in their rows, int32 [N].
+        """
         ...
 
     def mix(self, own: Own, x: jax.Array, visible: Any, angles: Angles) -> tuple[jax.Array, Kept]:

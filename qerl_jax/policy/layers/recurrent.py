@@ -143,7 +143,7 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     )
 
 
-def layout_of(segments: Segments, config: ModelConfig) -> delta.Layout:
+def layout_of(segments: Segments, positions: jax.Array, config: ModelConfig) -> delta.Layout:
     """As in `part.Mixer`."""
     return delta.layout_of(segments, _shapes(config))
 

@@ -1,0 +1,150 @@
+"""Turns of gpt-oss: channels and calls as openai-harmony reads them, and replies that append."""
+
+import json
+import pathlib
+
+import pytest
+import tokenizers
+from refusal import refused
+from tokenizers import decoders, models, pre_tokenizers
+
+from qerl_jax.data.environment_config import _reply_writer
+from qerl_jax.environments import harmony
+from qerl_jax.environments.tools import message_of, read_calls, tool_format
+from qerl_jax.weights import tokenizer as tokenizer_lib
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+FACTS = json.loads((GOLDEN / "harmony.json").read_text(encoding="utf-8"))
+TEMPLATE = (GOLDEN / "gptoss.jinja").read_text(encoding="utf-8")  # TRL 1.16.0, Apache-2.0
+MARKS = ("start", "end", "message", "channel", "constrain", "return", "call", "endoftext")
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer of single bytes as a folder, whose files name one of the two ends alone."""
+    path = tmp_path_factory.mktemp("gpt_oss")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([f"<|{mark}|>" for mark in MARKS])
+    backend.save(str(path / "tokenizer.json"))
+    settings = {"eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return tokenizer_lib.from_folder(folder)
+
+
+@pytest.mark.parametrize("case", FACTS["cases"], ids=range(len(FACTS["cases"])))
+def test_messages_are_those_of_openai_harmony(case, tokenizer):
+    for text in (case["text"], case["text"].removesuffix("<|return|>").removesuffix("<|call|>")):
+        assert [list(message) for message in harmony.messages_of(text)] == case["messages"]
+    answers = [text for channel, to, text in case["messages"] if channel == "final" and not to]
+    assert tokenizer.answer(tokenizer.encode(case["text"])) == "\n".join(answers)
+    assert all(tokenizer.backend.token_to_id(x) in tokenizer.eos_ids for x in FACTS["end_tokens"])
+    calls = read_calls(case["text"], "harmony", tools=TOOLS)
+    recipients = [to for _, to, _ in case["messages"] if to]
+    assert [call.name for call in calls] == [
+        to.removeprefix("functions.") if "functions." in to else "" for to in recipients
+    ]
+    message = message_of(case["text"], calls, "harmony")
+    if not any(call.error for call in calls):
+        assert all(call.arguments == {"a": 1, "b": [2, "x\n"]} for call in calls)
+        said = answers or [m[2] for m in case["messages"] if m[0] == "commentary" and not m[1]]
+        assert message["content"] == "\n".join(said).strip()
+        thoughts = [m[2] for m in case["messages"] if m[0] == "analysis" and not m[1]]
+        assert message.get("reasoning_content", "") == "\n".join(thoughts).strip()
+        assert len(message.get("tool_calls", ())) == len(recipients)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "error"),
+    [
+        (" to=functions.add<|channel|>commentary json<|message|>{'a': 1}", "", "not valid JSON"),
+        (" to=functions.add<|channel|>commentary json<|message|>[1]", "add", "no JSON object"),
+        (" to=python<|channel|>analysis code<|message|>1", "", "expected to=functions.NAME"),
+        ("to=functions.<|channel|>commentary<|message|>{}", "", "expected to=functions.NAME"),
+    ],
+)
+def test_calls_that_cannot_be_read(text, name, error):
+    (call,) = read_calls(text, "harmony")
+    assert call.name == name
+    assert error in call.error
+    assert message_of(text, [call], "harmony")["content"] == text.strip()
+
+
+def test_what_is_no_message():
+    call = "<|channel|>commentary to=functions.add json<|message|>{}"
+    both = read_calls(f"{call}<|end|><|start|>assistant{call}", "harmony")
+    assert [call.error for call in both] == ["", "a turn has one call"]
+    for text in ("4", "<|channel|>final", "<|end|><|start|>user<|channel|>final<|message|>4"):
+        assert harmony.answer(text) == ""
+        assert read_calls(text, "harmony") == []
+    assert harmony.answer("<|channel|>final<|message|>4<|endoftext|>") == "4"
+
+
+def test_the_format_of_the_template(tokenizer):
+    assert tool_format(tokenizer.chat_template) == "harmony"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "2 + 2?"}], tools=TOOLS)
+    assert "type add = (_: {\na?: number,\n}) => any;" in text
+    assert text.endswith("<|start|>user<|message|>2 + 2?<|end|><|start|>assistant")
+
+
+def test_replies_of_tools_append(tokenizer, capsys):
+    writer = _reply_writer(tokenizer, {"reasoning_effort": "low"}, calls=True, system="Add.")
+    ids = writer.write(["4"], [("add", "")])
+    assert tokenizer.decode(ids, skip_special=False) == (
+        '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"4"<|end|>'
+        "<|start|>assistant"
+    )
+    assert tokenizer.backend.id_to_token(writer.end_id()) == "<|call|>"
+    assert not capsys.readouterr().out
+
+
+def test_replies_of_the_user_append_to_turns_that_stay(tokenizer, capsys):
+    """OpenAI's template would drop their reasoning, and end them in another way."""
+    writer = _reply_writer(tokenizer, {}, calls=False, system="Be brief.")
+    assert "the reasoning of earlier turns stays" in capsys.readouterr().out
+    ids = writer.write(["And 3?"])
+    want = "<|start|>user<|message|>And 3?<|end|><|start|>assistant"
+    assert tokenizer.decode(ids, skip_special=False) == want
+    turns = [
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "4", "thinking": "Two."},
+        {"role": "user", "content": "3?"},
+    ]
+    keeping = writer.tokenizer
+    texts = [
+        keeping.apply_chat_template(turns[:count], add_generation_prompt=count != 2)
+        for count in (1, 2, 3)
+    ]
+    assert texts[1].startswith(texts[0])
+    assert texts[2] == f"{texts[1]}<|start|>user<|message|>3?<|end|><|start|>assistant"
+    assert "<|channel|>analysis<|message|>Two.<|end|>" in texts[2]
+    assert texts[0] == tokenizer.apply_chat_template(turns[:1])
+
+
+def test_another_template_that_changes_turns_is_refused(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    own = TEMPLATE.replace('+ message.content + "<|end|>"', '~ message.content ~ "<|end|>"')
+    (tmp_path / "chat_template.jinja").write_text(own)
+    other = tokenizer_lib.from_folder(tmp_path)
+    options = {"calls": False, "system": ""}
+    refused("writes earlier turns in another way", _reply_writer, other, {}, **options)
+    _reply_writer(other, {}, calls=True, system="")
