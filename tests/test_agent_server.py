@@ -360,7 +360,7 @@ def test_a_session_that_nobody_closes_ends_by_its_time_limit():
         session = engine.open()
         refused(generate(session, [1, 2]), 409, "environment.session_time_limit of 0.5 s")
         assert session.ended.wait(1)
-        assert engine.gateway.is_open  # The other job has no session yet.
+        assert engine.part.is_open  # The other job has no session yet.
         engine.gateway.fail_all("what runs the agents has ended")
         engine.thread.join(timeout=10)
         assert [record.ending for record in engine.gateway.records()] == [FAILURE, FAILURE]
