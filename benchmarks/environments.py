@@ -305,7 +305,7 @@ def measure_idle_server(model: str) -> dict[str, Any]:
         "model": model,
         "device": jax.devices()[0].device_kind,
         "ms_per_step": {
-            batch: {name: statistics.median(values) for name, values in rows.items()}
+            f"rows_{batch}": {name: statistics.median(values) for name, values in rows.items()}
             for batch, rows in times.items()
         },
         "all_ms_per_step": times,
@@ -353,7 +353,7 @@ def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
     fifth = max(1, min(map(len, runs)) // 5)
     # A text environment has no tool calls; the reward `calls` of its example counts such rows.
     calls = ("environment/rows_with_right_call", "environment/calls", "reward/calls")
-    names = ("reward", "accuracy", *calls)
+    names = ("reward", "accuracy", *calls, "agent/called")
 
     def mean(name: str, part: slice) -> float | None:
         values = [row.get(name) for rows in runs for row in rows[part]]
