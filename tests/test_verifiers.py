@@ -10,7 +10,6 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from recorded_conversations import tokenizer_of
 from refusal import refused
 from runner_cases import Server, until, write_tokenizer
 
@@ -147,6 +146,29 @@ def test_an_episode_that_fails_costs_its_session(taskset, tokenizer):
     assert error.startswith("RuntimeError: ")
 
 
+# What the renderer of Qwen3 writes.
+_QWEN3 = """
+{%- if tools %}{{ '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif -%}
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}{{ '\n' }}</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>{{ '\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if not (tools and loop.first and message.role == 'system') %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}
+"""
 _SERVER = """
 import asyncio, sys
 from verifiers.v1.serve import EnvServer
@@ -171,7 +193,7 @@ def test_an_env_server_runs_the_episodes(taskset, tokenizer, engine, tmp_path):
             served = dataclasses.replace(taskset, harness="", address=address)
             refused(r"environment\.address=.*leave", lambda: runner_of(served, tokenizer))
             own = from_folder(write_tokenizer(tmp_path))
-            own = dataclasses.replace(own, chat_template=tokenizer_of("qwen3").chat_template)
+            own = dataclasses.replace(own, chat_template=_QWEN3, tool_template=None)
             engine.ids = [*own.encode("Two"), own.eos_ids[-1]]
             runner = runner_of(served, own)
             results = Server(f"http://127.0.0.1:{engine.server_port}", set())

@@ -116,11 +116,10 @@ def _renderer() -> Any:
         tool_parser=_PARSERS.get(_OPTIONS["tool_form"]) if len(marks) == 1 else None,
         **arguments,
     )
-    expected = _written(tokenizer, template)
     for name in _RENDERERS:
         try:
             config = type(config_from_name(name)).model_validate({"name": name, **arguments})
-            if _written(tokenizer, config) == expected:
+            if _writes_the_template(tokenizer, config, arguments):
                 return config
         except Exception:  # It is for another model.
             continue
@@ -133,15 +132,17 @@ def _renderer() -> Any:
     return template
 
 
-def _written(tokenizer: Any, config: Any) -> list[list[int]]:
-    """The ids of some conversations."""
+def _writes_the_template(tokenizer: Any, config: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a renderer writes some conversations as the chat template does."""
     renderer = create_renderer(tokenizer, config)
-    tools = [None, [_TOOL]] if renderer.supports_tools else [None]
-    return [
-        list(renderer.render_ids(messages, tools=some, add_generation_prompt=True))
-        for messages in _CONVERSATIONS
-        for some in tools
-    ]
+    for messages, tools in itertools.product(_CONVERSATIONS, (None, [_TOOL])):
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **arguments
+        )
+        ids = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+        if list(ids) != tokenizer.encode(text, add_special_tokens=False):
+            return False
+    return True
 
 
 def _make() -> Any:
