@@ -8,13 +8,14 @@
         runs/guessing_game-* --control runs/constant_game-*
 
     uv run --extra cuda python -m benchmarks.environments agents --model=qwen2.5-1.5b
+    uv run --extra cuda python -m benchmarks.environments idle --model=qwen2.5-7b
 
 All write a part of benchmarks/results/environments.json. `rollout` decodes 64 episodes on 32
 slots, three turns of 512 tokens each, with replies that come at once and after 0.5 s: the time of
 the one relative to the other, the share of slots that waited, and how their tokens and log-probs
 agree, and how those of two rollouts with instant replies do. The weights are random. `agents`
-does the same with agents that ask for the turns through the server, and compares a rollout while
-the server is idle with one before it was started.
+does the same with agents that ask for the turns through the server, and `idle` compares decode
+steps while the server waits for requests with those before it was started.
 `step` takes GRPO steps as `benchmarks.step` does, of conversations with environments in processes
 of their own that answer at once, with as many rows for each group of devices. Several processes are
 started as those of `benchmarks.step` are.
@@ -38,8 +39,17 @@ import jax
 import numpy as np
 
 from benchmarks import common, step
-from benchmarks.rollout.subject import NO_TEXT, RandomText, random_weights
+from benchmarks.rollout.__main__ import make_parser as rollout_parser
+from benchmarks.rollout.benchmark import compile_steps, measure_decoding
+from benchmarks.rollout.subject import (
+    NO_TEXT,
+    RandomText,
+    make_subject,
+    random_weights,
+    with_adapter,
+)
 from benchmarks.run_summary import describe_run
+from pallas_kernels.gpu_lock import sole_use
 from qerl_jax.commands import cli
 from qerl_jax.environments.agent_server import AgentServer
 from qerl_jax.environments.chat import ChatWriter
@@ -63,8 +73,7 @@ from qerl_jax.system.paths import user_path
 _EPISODES, _SLOTS, _TURNS = 64, 32, 3
 _PROMPT, _TURN, _REPLY = 128, 512, 32  # tokens of a prompt, of a turn, and of a reply
 _SECONDS = 0.5  # until a slow reply comes
-
-
+_ROUNDS = 5  # of decode steps without and with a server
 _REPLY_WORDS = 30
 
 
@@ -176,12 +185,13 @@ def measure_rollout(model: str) -> dict[str, Any]:
     rows, rollouts = {}, []
     # Each is run twice, and the second one counts: the first rows that give up their slots wait
     # until memory of the host is pinned, about 50 ms for each.
-    for seconds in (0.0, 0.0, _SECONDS, _SECONDS):
-        began = time.perf_counter()
-        steps = sampler.steps(key, policy, prompts, dialog=Timer(seconds, _TURNS, ids))
-        *_, last = steps
-        rollouts.append(last.rollout)
-        rows[f"{seconds:g}"] = _work(began, last)
+    with sole_use():
+        for seconds in (0.0, 0.0, _SECONDS, _SECONDS):
+            began = time.perf_counter()
+            steps = sampler.steps(key, policy, prompts, dialog=Timer(seconds, _TURNS, ids))
+            *_, last = steps
+            rollouts.append(last.rollout)
+            rows[f"{seconds:g}"] = _work(began, last)
     return _result(model, rows, rollouts)
 
 
@@ -240,44 +250,68 @@ def _result(
 
 
 def measure_agents(model: str) -> dict[str, Any]:
-    """Seconds of rollouts of agents that answer at once and late, and what the server costs."""
+    """Seconds of rollouts of agents that answer at once and late, and how they agree."""
     sampler, key, policy = _subject(model)
     assert sampler.turns is not None
     prompts, ids = _texts(model)
     context = _PROMPT + sampler.turns.context_tokens
     limits = SessionLimits(context, _TURNS * _TURN, _TURN, ARCHITECTURES[model].vocab_size)
-    sessions = dataclasses.replace(sampler.turns, sessions=True)
-    sessions = dataclasses.replace(sampler, turns=sessions)
+    turns = dataclasses.replace(sampler.turns, sessions=True)
+    sampler = dataclasses.replace(sampler, turns=turns)
     sampler = sampler.compiled(key, policy, num_prompts=_EPISODES)
-    sessions = sessions.compiled(key, policy, num_prompts=_EPISODES)
-
-    def without_agents() -> float:
-        for _ in range(2):
-            began = time.perf_counter()
-            *_, _ = sampler.steps(key, policy, prompts, dialog=Timer(0.0, _TURNS, ids))
-        return time.perf_counter() - began
-
-    before = without_agents()
-    tokenizer: Any = NO_TEXT
-    server = AgentServer(Gateway(), ChatWriter(tokenizer, tokenizer, {}, ""))
-    beside_idle_server = without_agents()
+    server = _server()
     rows, rollouts = {}, []
-    for number, seconds in enumerate((0.0, 0.0, _SECONDS, _SECONDS)):
-        jobs = [Job(i, i, {}, number) for i in range(_EPISODES)]
-        server.gateway.begin(jobs, limits)
-        arguments = [(server, job, prompts[job.number], ids, seconds) for job in jobs]
-        threads = [threading.Thread(target=_episode, args=each) for each in arguments]
-        began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        *_, last = sessions.steps(key, policy, prompts, dialog=server.gateway)
-        rows[f"{seconds:g}"] = _work(began, last)
-        order = [record.rows[0].number for record in server.gateway.records()]
-        rollouts.append(jax.tree.map(lambda x, order=order: x[order], last.rollout))
-        print(json.dumps({"reply_seconds": seconds} | rows[f"{seconds:g}"]), flush=True)
+    with sole_use():
+        for number, seconds in enumerate((0.0, 0.0, _SECONDS, _SECONDS)):
+            jobs = [Job(i, i, {}, number) for i in range(_EPISODES)]
+            server.gateway.begin(jobs, limits)
+            arguments = [(server, job, prompts[job.number], ids, seconds) for job in jobs]
+            threads = [threading.Thread(target=_episode, args=each) for each in arguments]
+            began = time.perf_counter()
+            for thread in threads:
+                thread.start()
+            *_, last = sampler.steps(key, policy, prompts, dialog=server.gateway)
+            rows[f"{seconds:g}"] = _work(began, last)
+            order = [record.rows[0].number for record in server.gateway.records()]
+            rollouts.append(jax.tree.map(lambda x, order=order: x[order], last.rollout))
+            print(json.dumps({"reply_seconds": seconds} | rows[f"{seconds:g}"]), flush=True)
     server.stop()
-    times = {"without_server": before, "beside_idle_server": beside_idle_server}
-    return _result(model, rows, rollouts) | times
+    return _result(model, rows, rollouts)
+
+
+def _server() -> AgentServer:
+    """A server of agents that send token ids."""
+    tokenizer: Any = NO_TEXT
+    return AgentServer(Gateway(), ChatWriter(tokenizer, tokenizer, {}, ""))
+
+
+def measure_idle_server(model: str) -> dict[str, Any]:
+    """Milliseconds of decode steps, in turns without a server and with one that waits."""
+    options = rollout_parser().parse_args([f"--model={model}", "--format=nvfp4", "--batch=8,64"])
+    with sole_use():
+        subject = make_subject(options, model, "nvfp4")
+        subject = with_adapter(subject, options.lora_rank[0])
+    programs = compile_steps(subject, options)
+    times: dict[int, dict[str, list[float]]] = {}
+    with sole_use():
+        for batch in options.batch:
+            rows = times[batch] = {"without": [], "with": []}
+            for _ in range(_ROUNDS):
+                for name, serves in (("without", False), ("with", True)):
+                    server = _server() if serves else None
+                    row = measure_decoding(subject, batch, options, programs)
+                    rows[name].append(row["ms_per_step"])
+                    if server is not None:
+                        server.stop()
+    return {
+        "model": model,
+        "device": jax.devices()[0].device_kind,
+        "ms_per_step": {
+            f"rows_{batch}": {name: statistics.median(values) for name, values in rows.items()}
+            for batch, rows in times.items()
+        },
+        "all_ms_per_step": times,
+    } | common.origin("benchmarks.environments")
 
 
 def _episode(
@@ -321,7 +355,7 @@ def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
     fifth = max(1, min(map(len, runs)) // 5)
     # A text environment has no tool calls; the reward `calls` of its example counts such rows.
     calls = ("environment/rows_with_right_call", "environment/calls", "reward/calls")
-    names = ("reward", "accuracy", *calls)
+    names = ("reward", "accuracy", *calls, "agent/called")
 
     def mean(name: str, part: slice) -> float | None:
         values = [row.get(name) for rows in runs for row in rows[part]]
@@ -357,9 +391,9 @@ def make_parser() -> argparse.ArgumentParser:
     out = "benchmarks/results/environments.json"
     parser = common.make_parser("benchmarks.environments", __doc__, out)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("rollout", "agents"):
+    for name, model in (("rollout", "1.5b"), ("agents", "1.5b"), ("idle", "7b")):
         rollout = commands.add_parser(name)
-        rollout.add_argument("--model", choices=ARCHITECTURES, default="qwen2.5-1.5b")
+        rollout.add_argument("--model", choices=ARCHITECTURES, default=f"qwen2.5-{model}")
     steps = commands.add_parser("step")
     steps.add_argument("--model", choices=ARCHITECTURES, default="qwen2.5-7b")
     mesh = "devices, such as data=2; may be repeated (default: data=1)"
@@ -378,10 +412,9 @@ def make_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> None:
     """Measures, and writes a part of the file."""
     content = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    if arguments.command == "rollout":
-        result = content["rollout"] = measure_rollout(arguments.model)
-    elif arguments.command == "agents":
-        result = content["agents"] = measure_agents(arguments.model)
+    measures = {"rollout": measure_rollout, "agents": measure_agents, "idle": measure_idle_server}
+    if measure := measures.get(arguments.command):
+        result = content[arguments.command] = measure(arguments.model)
     elif arguments.command == "step":
         meshes = arguments.mesh or [(1, 1)]
         with connect(devices=max(map(math.prod, meshes))) as processes:

@@ -36,7 +36,15 @@ PAGES = (
     "CONTRIBUTING.md",
     *(
         f"docs/{name}.md"
-        for name in ("benchmarks", "config", "environments", "evidence", "examples", "export")
+        for name in (
+            "agents",
+            "benchmarks",
+            "config",
+            "environments",
+            "evidence",
+            "examples",
+            "export",
+        )
     ),
 )
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100"

@@ -18,8 +18,8 @@ import qerl_jax as qj
 
 CALL = re.compile(r"<calculate>\s*(\d+) \+ (\d+)\s*</calculate>")
 SYSTEM = (
-    "A calculator answers what you write as <calculate>1 + 2</calculate>. Call it first, and then "
-    "answer with the number alone."
+    "Never calculate yourself. Answer a question such as 'What is 1 + 2?' with <calculate>1 + 2"
+    "</calculate>. A calculator replies with the sum; then answer with the number alone."
 )
 TURNS = [
     *("What is 21 + 4?", "<calculate>21 + 4</calculate>", "25", "25"),
@@ -89,7 +89,7 @@ def main():
             "environment.turn_tokens": 48 if arguments.model else 20,
             "environment.context_tokens": 160,
             "rollout.max_new_tokens": 96 if arguments.model else 40,
-            "rollout.prompts_per_step": 16 if arguments.model else 4,
+            "rollout.prompts_per_step": 8 if arguments.model else 4,
             "rollout.temperature": 0.8,
             "rollout.chunk_steps": 8,
             "data.max_prompt_tokens": 192,

@@ -69,7 +69,7 @@ def ask(gateway, record, ids, *, max_tokens=None, retry=False):
     return turn
 
 
-def rollout(episode, sessions=6, model="qwen3", gateway=None, limit=None, **options):
+def rollout(episode, sessions=6, model="qwen3", gateway=None, limit=None, sample=sample, **options):
     """Runs an episode in each session, `episode(gateway, record)`, and samples them.
 
     Returns the gateway and the last progress.
@@ -179,6 +179,7 @@ class Engine:
         self.jobs = [Job(number, 0, {}, 7) for number in range(jobs)]
         values = {"context": 4000, "max_new_tokens": 2000, "turn_tokens": 0, "vocab_size": 300}
         self.gateway.begin(self.jobs, SessionLimits(**(values | limits), seconds=seconds))
+        self.part = self.gateway.part(range(jobs))
         self.asked = []  # what the engine got
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
@@ -187,13 +188,13 @@ class Engine:
         return [*self.tokenizer.encode(text), self.end]
 
     def run(self):
-        while self.gateway.is_open:
-            for request in self.gateway.requests(0.05):
+        while self.part.is_open:
+            for request in self.part.requests(0.05):
                 if isinstance(request, Reply):
                     self.ended.append(request)
                     continue
                 if request.session is not None:
-                    self.gateway.began(request.row, len(request.ids))
+                    self.part.began(request.row, len(request.ids))
                 self.asked.append(request)
                 row = self.rows.setdefault(request.row, [])
                 row += request.ids
@@ -205,7 +206,7 @@ class Engine:
                 row += ids
                 logprobs = [-0.5 - i for i in range(len(ids))]
                 turn = Turn(request.row, ids, complete, 0, logprobs=logprobs)
-                self.gateway.submit(turn)
+                self.part.submit(turn)
 
     def open(self, number=0):
         return self.server.open(self.jobs[number])

@@ -9,9 +9,13 @@ import time
 import urllib.request
 
 
-def _chat(base_url, api_key, text):
-    """Returns the policy's answer to a message."""
-    body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+def _chat(base_url, api_key, *texts):
+    """Returns the policy's answer to a conversation."""
+    messages = [
+        {"role": "assistant" if number % 2 else "user", "content": text}
+        for number, text in enumerate(texts)
+    ]
+    body = {"model": "policy", "messages": messages}
     request = urllib.request.Request(
         f"{base_url}/chat/completions",
         json.dumps(body).encode(),
@@ -33,6 +37,17 @@ def twice(base_url, api_key, question, number) -> dict:
     if number == 1:
         raise RuntimeError("broken")
     return {"reward": len(texts[0]), "asked": 2, "text": texts[0], "odd": float("nan")}
+
+
+def talks(base_url, api_key, question, seed) -> float:
+    """A conversation of two turns; by the seed it fails, or another one follows."""
+    if seed % 3 == 0:
+        raise RuntimeError("broken")
+    words = 0
+    for root in range(1 + seed % 2):
+        first = _chat(base_url, api_key, f"{question} t{root}")
+        words += len(_chat(base_url, api_key, f"{question} t{root}", first, "t3 t4").split())
+    return float(words)
 
 
 def rated(base_url, api_key, question) -> None:

@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 
+import agent_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -245,6 +246,44 @@ def conversations(shape):
     return last.rollout
 
 
+def sessions(shape):
+    """Rows that agents ask for, two of every other session: what was sampled, and its log-probs."""
+    model, params, lora = policy("qwen3")
+    (key, lora), params = placed((tiny_rollout.KEY, lora), params, model, mesh_of(shape))
+    sampling, engine, _ = tiny_rollout.configs(
+        {"max_new_tokens": 14, "chunk_steps": 4, "prompt_width": agent_cases.LONGEST}
+        | {"max_rows": 2, "drafts": "off"}
+    )
+    sampler = Sampler(model, tiny_rollout.TinyTokenizer(agent_cases.EOS), sampling, engine, 2)
+    sampler = dataclasses.replace(sampler, turns=agent_cases.SESSIONS)
+    sampler = sampler.compiled(key, Policy(params, lora), num_prompts=len(LENGTHS))
+
+    def episode(gateway, record):
+        number = record.job.number
+        for root in range(1 + number % 2):
+            ids = agent_cases.tokens(LENGTHS[number // 2], seed=number + root)
+            for reply in (agent_cases.tokens(3, seed=number), None):
+                turn = agent_cases.ask(gateway, record, ids, max_tokens=5)
+                ids = [*turn.row.ids, *(reply or ())]
+        return 1.0
+
+    def sample(gateway, count, *_, group_size):
+        prompts = [[1]] * (count // group_size)
+        *_, last = sampler.steps(key, Policy(params, lora), prompts, dialog=gateway)
+        return last
+
+    gateway, last = agent_cases.rollout(episode, 2 * len(LENGTHS), group_size=2, sample=sample)
+    assert not agent_cases.errors_of(gateway), agent_cases.errors_of(gateway)
+    found = []
+    for record in gateway.records():
+        for row, end in record.trained_rows():
+            number, length = gateway.number_of(row), end - row.prompt
+            assert last.rollout.tokens[number, :length].tolist() == row.ids[row.prompt : end]
+            found.append((row.ids, last.rollout.logprobs[number, :length].tolist()))
+    parts = [len(part.rows) for part in gateway._parts]
+    return found, parts, len(last.rollout.tokens), int(last.ended.sum())
+
+
 def cached(shape, folder):
     """Rollouts whose programs are compiled, and the same with those that a file brings."""
     with pytest.MonkeyPatch.context() as patch, set_cache_folder(folder):
@@ -354,6 +393,7 @@ def main(path, shapes):
         if shapes == SHAPES:
             found["runs"] = runs(folder)
             found["conversations"] = {shape: conversations(shape) for shape in SHAPES}
+            found["sessions"] = {shape: sessions(shape) for shape in SHAPES}
             found["hybrids"] = {
                 shape: (step(shape, "qwen3_5"), rollouts(shape, "qwen3_5")) for shape in SHAPES
             }

@@ -223,7 +223,7 @@ def test_sessions_that_end_early_leave_their_slots():
     assert [record.ending == FAILURE for record in records] == [True] * 5 + [False]
     assert errors_of(gateway)["RuntimeError('broken')"] == 4
     assert last.ended.sum() == sum(
-        row.number is not None for record in records for row in record.rows
+        row.part is not None for record in records for row in record.rows
     )
     assert records[5].trained_rows()
 

@@ -1,6 +1,7 @@
 """The server of agents: both routes, what requests join, and clients that behave badly."""
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import random
@@ -360,7 +361,7 @@ def test_a_session_that_nobody_closes_ends_by_its_time_limit():
         session = engine.open()
         refused(generate(session, [1, 2]), 409, "environment.session_time_limit of 0.5 s")
         assert session.ended.wait(1)
-        assert engine.gateway.is_open  # The other job has no session yet.
+        assert engine.part.is_open  # The other job has no session yet.
         engine.gateway.fail_all("what runs the agents has ended")
         engine.thread.join(timeout=10)
         assert [record.ending for record in engine.gateway.records()] == [FAILURE, FAILURE]
@@ -405,6 +406,54 @@ def test_half_a_request_and_a_hundred_megabytes(monkeypatch):
         answer = connection.getresponse()
         refused((answer.status, json.loads(answer.read())), 413, "104857600 bytes")
         connection.close()
+        assert generate(session, [1, 2])[0] == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"])
+def test_a_connection_without_a_request_is_closed(monkeypatch, sent):
+    """Also one that was kept after an answer, or whose head arrives byte by byte."""
+    monkeypatch.setattr(agent_server, "_HEAD_SECONDS", 0.4)
+    with Engine() as engine:
+        session = engine.open()
+        host, port = session.root_url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            began = time.monotonic()
+            for byte in sent[:3]:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.15)
+            answer = connection.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"]
+            assert connection.recv(10) == b""
+            assert 0.3 < time.monotonic() - began < 10
+        connection = http.client.HTTPConnection(host, int(port), timeout=20)
+        for _ in range(2):
+            headers = {"Authorization": f"Bearer {session.key}"}
+            connection.request("GET", "/v1/models", headers=headers)
+            assert connection.getresponse().read()
+        connection.sock.sendall(sent)
+        assert connection.sock.recv(4096).startswith(b"HTTP/1.1 408 ")
+        connection.close()
+        assert generate(session, [1, 2])[0] == 200
+
+
+def test_connections_leave_files_for_the_run(monkeypatch):
+    """Those that are too many are refused, and those that are open are served."""
+    monkeypatch.setattr(agent_server.resource, "getrlimit", lambda _: (8, 8))
+    with Engine() as engine, contextlib.ExitStack() as stack:
+        session = engine.open()
+        host, port = session.root_url.removeprefix("http://").split(":")
+        connections = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            for _ in range(6)
+        ]
+        for connection in connections[4:]:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 503 ")
+            assert connection.recv(10) == b""
+        for connection in connections[:4]:
+            connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
+        connections[0].close()
         assert generate(session, [1, 2])[0] == 200
 
 

@@ -16,10 +16,13 @@ from refusal import refused
 from qerl_jax.data import environment_config
 from qerl_jax.data.environment_config import serve_agents
 from qerl_jax.errors import UserError
+from qerl_jax.policy import sharding
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.system.jsonl import read_jsonl
-from qerl_jax.training import setup, step
+from qerl_jax.training import experience, setup, step
 from qerl_jax.training.kept_sessions import KeptSessions
 from qerl_jax.training.loop import train
+from qerl_jax.training.session import open_session, train_step
 
 AGENTS = {name: value for name, value in CHANGES.items() if name != "environment.function"} | {
     "environment.agent": "agent_cases:converse",
@@ -159,6 +162,46 @@ def test_a_resumed_run_repeats_what_was_scored(talker, agents, tmp_path, capsys)
     assert read_jsonl(again / "completions.jsonl") == read_jsonl(whole / "completions.jsonl")
 
 
+def forked(session, job):
+    """An agent that begins another conversation and continues the first; every third one fails."""
+    url = f"{session.base_url}/chat/completions"
+    texts = [{"role": "user", "content": f"{job.columns['question']} t{n}"} for n in range(3)]
+    first = texts[:1]
+    for messages in (first, texts[1:2], first):
+        if job.number % 3 == 2 and messages is not first:
+            raise RuntimeError("broken")
+        body = {"messages": messages, "max_tokens": 3}
+        status, answer = agent_cases.post(url, body, session.key)
+        assert status == 200, answer
+        messages += [answer["choices"][0]["message"], texts[2]]
+    return float(job.number)
+
+
+def test_devices_and_processes_have_parts_of_the_sessions(talker, agents, monkeypatch):
+    """Two groups, which share the device of this process; then the sessions of two processes."""
+    agents(forked)
+    changes = {"eval.every": 0, "rewards.format.function": "tiny_run:low_fraction"}
+    config = talker.config(AGENTS | changes)
+    session, result = train_step(open_session(config))
+    groups, samplers = sharding.groups_of, Sampler._group_samplers
+    monkeypatch.setattr(sharding, "groups_of", lambda tree: 2 * groups(tree))
+    monkeypatch.setattr(Sampler, "_group_samplers", lambda *sizes: 2 * samplers(*sizes))
+    whole = result.experience
+    assert np.bincount(whole.owners).tolist() == [2, 2, 1, 2, 2, 1, 2, 2]
+    shares = [np.array([1]), np.array([0])]
+    other, own = (experience.choose(whole, share) for share in shares)
+    peers = types.SimpleNamespace(
+        count=2, exchange=lambda share: [experience._exchange_arrays(other), share]
+    )
+    options = {"tokenizer": session.setup.model.tokenizer, "processes": peers}
+    gathered = experience.gather(own, whole.prompts, whole.places, shares, **options)
+    for found in (train_step(open_session(config))[1].experience, gathered):
+        for name in ("prompts", "places", "texts", "episodes", "own_prompts"):
+            assert getattr(found, name) == getattr(whole, name), name
+        parts = [(one.rollout, one.owners, one.scores.total) for one in (found, whole)]
+        jax.tree.map(np.testing.assert_array_equal, *parts)
+
+
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04 and more", b"text"], ids=len)
 def test_damaged_sessions_are_named(tmp_path, data):
     (tmp_path / "0.npz").write_bytes(data)
@@ -182,7 +225,6 @@ def test_a_server_that_does_not_start_ends_the_runner(talker, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh.data": 2}, "agents work on one device"),
         ({"rl.loss": "bnpo"}, "no fixed number"),
         ({"environment.function": "environment_cases:Echo"}, "a run has one of them"),
         ({"environment.verifiers": "guess"}, "a run has one of them"),

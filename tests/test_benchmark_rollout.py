@@ -160,7 +160,7 @@ def test_adapters_of_several_ranks_are_measured_in_one_process(tmp_path, monkeyp
         return described | {"batch": batch, "prompt": 5, "new_tokens": 18, "peak_gb": None} | times
 
     monkeypatch.setattr(job, "measure_decoding", row)
-    monkeypatch.setattr(job, "_compile", lambda *_: {})
+    monkeypatch.setattr(job, "compile_steps", lambda *_: {})
     out = tmp_path / "rollout.json"
     job.benchmark(changed(format=("bf16",), lora_rank=(4, 0), out=out))
     assert measured == [(4, False, 3), (0, True, 3)]

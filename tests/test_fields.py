@@ -106,7 +106,8 @@ RESUMED = {
     "free": {
         *("steps", "checkpoint.every", "checkpoint.keep", "profile.start", "profile.stop"),
         *("log.completions", "log.tensorboard", "log.wandb", "log.trackio", "log.project"),
-        *("log.group", "log.print_completions", "rl.routing_check_every", "environment.python"),
+        *("log.group", "log.print_completions", "rl.routing_check_every"),
+        *("environment.address", "environment.python"),
     },
 }
 

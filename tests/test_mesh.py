@@ -151,6 +151,21 @@ def test_conversations_do_not_depend_on_the_mesh(found, shape):
     assert (alone.roles == ENVIRONMENT).sum() > len(alone.lengths)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sessions_of_agents_do_not_depend_on_the_mesh(found, shape):
+    """Those of a prompt are in one group of devices, and their rows have the same samples."""
+    (alone, _, count, _), (ours, parts, rows, ended) = (
+        found["sessions"][one] for one in ((1, 1), shape)
+    )
+    assert [ids for ids, _ in ours] == [ids for ids, _ in alone]
+    for (_, logprobs), (_, expected) in zip(ours, alone, strict=True):
+        assert_near(np.array(logprobs), np.array(expected), 1e-4, 1e-5)
+    # 5 prompts, each with a session of one row and one of two.
+    assert sum(parts) == rows == ended == count == 15
+    assert sorted(parts, reverse=True) == {1: [15], 2: [9, 6], 4: [6, 3, 3, 3]}[shape[0]]
+
+
 @pytest.mark.parametrize("shape", by_tier(SHAPES))
 def test_the_progress_is_that_of_all_groups(found, shape):
     rollout = found["rollouts"][shape][1.0]

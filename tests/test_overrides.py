@@ -116,6 +116,7 @@ OTHERS = {
     "environment.processes": 2,
     "environment.python": "/absent/python",
     "environment.harness": "bash",
+    "environment.address": "tcp://127.0.0.1:9",
     "environment.options": {"max_concurrent_agents": 2},
     "environment.tasks": 3,
     "environment.session_time_limit": 5.0,

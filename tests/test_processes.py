@@ -66,6 +66,14 @@ TALKS = (
         "log.completions": 16,
     }
 )
+SERVES = TALKS | {
+    "environment.function": "",
+    "environment.agent": "agent_functions:talks",
+    "environment.turn_tokens": 5,
+    "steps": 4,
+    "checkpoint.every": 2,
+    "eval.every": 4,
+}
 ROWS = 8  # completions that each of two processes scores in a step
 EVALUATED = 2  # and in an evaluation, at most
 LOST_SECONDS = 60
@@ -318,6 +326,37 @@ def test_two_processes_talk_to_environments_as_one(talkers):
     for rows in zip(*(read_jsonl(run / "completions.jsonl") for run in (one, two)), strict=True):
         texts = [[row[name] for name in ("prompt", "conversation", "ending")] for row in rows]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.slow  # 60 s
+def test_two_processes_serve_agents_as_one(pair, tmp_path):
+    """Each has a server; a step whose sessions were scored is not sampled again after a kill."""
+    tiny = dataclasses.replace(pair.tiny, model=tmp_path / "model")
+    shutil.copytree(pair.tiny.model, tiny.model)
+    tiny_checkpoints.write_tokenizer(tiny.model, chat_template=environment_cases.TEMPLATE)
+    file = tiny.config_file(tmp_path / "config.py", SERVES, sketches=True)
+    command = [
+        *(sys.executable, "-m", "experiments.grpo_gsm8k", f"--config={file}", "--workdir=two")
+    ]
+    environments = [tiny.environment()] * 2
+    killed = Started(lambda _: command, environments, tmp_path)
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(tiny.config(SERVES | {"mesh.data": 1}), workdir=one)
+    killed.until((two / "sessions/2.npz").exists)
+    killed.processes[1].send_signal(signal.SIGKILL)
+    assert killed.wait() == [1, -signal.SIGKILL], killed.said(0)
+    ended = Started(lambda _: command, environments, tmp_path)
+    assert ended.wait(120) == [0, 0], ended.said(0) + ended.said(1)
+    assert re.search(r"sessions are scored and kept: 3(, 4)?;", ended.said(0)), ended.said(0)
+    times = "rollout_live_share", "environment/idle_share", "environment/waiting_seconds"
+    rows = list(zip(tiny_run.results(one), tiny_run.results(two), strict=True))
+    for name in ("environment/further_rows", "environment/failures"):
+        assert any(alone[name] for alone, _ in rows)
+    for alone, ours in rows:
+        assert alone.keys() == ours.keys()
+        for name in alone.keys() - set(times):
+            np.testing.assert_allclose(ours[name], alone[name], 1e-5, 5e-6, err_msg=name)
+    assert tiny_run.evaluations(two) == tiny_run.evaluations(one)
 
 
 @pytest.mark.slow  # 60 s with the other one of these processes

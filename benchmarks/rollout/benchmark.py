@@ -119,7 +119,7 @@ def _measure_batches(
 ) -> None:
     """Measures and keeps the decode rows of a policy."""
     check_fits(subject, options)
-    programs = _compile(subject, options)
+    programs = compile_steps(subject, options)
     for batch in options.batch:
         with sole_use():
             row = measure_decoding(subject, batch, options, programs)
@@ -129,7 +129,7 @@ def _measure_batches(
             keep(row)
 
 
-def _compile(subject: Subject, options: argparse.Namespace) -> Executables:
+def compile_steps(subject: Subject, options: argparse.Namespace) -> Executables:
     """Compiles all programs, a few at a time."""
     began = time.perf_counter()
     arrays, needed = None, []

@@ -151,6 +151,10 @@ _AGENTS = Condition(
     lambda c: bool(c.environment.agent or c.environment.verifiers),
 )
 _TASKSET = Condition("environment.verifiers", lambda c: bool(c.environment.verifiers))
+_HARNESS = Condition(
+    "environment.verifiers without environment.address",
+    lambda c: bool(c.environment.verifiers) and not c.environment.address,
+)
 _TRACKER = Condition("log.wandb or log.trackio", lambda c: c.log.wandb or c.log.trackio)
 _ADAMW = Condition("optimizer.name='adamw'", lambda c: c.optimizer.name == "adamw")
 
@@ -521,7 +525,15 @@ FIELDS: tuple[Section | Field, ...] = (
         "",
         "The program that talks to the policy, by its id in verifiers, such as 'null' (a chat) or "
         "'bash'. '': that of the taskset",
+        read_if=_HARNESS,
+    ),
+    Field(
+        "environment.address",
+        "",
+        "The address of an env server of verifiers that runs the episodes, on this host, such as "
+        "tcp://127.0.0.1:5000. '': each is run in a process of its own",
         read_if=_TASKSET,
+        resume="free",
     ),
     Field(
         "environment.options",
@@ -599,9 +611,8 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "environment.processes",
         128,
-        "Most environments of a group of devices that are alive at the same time, each in a "
-        "process: a run has at most mesh.data times as many. Of agents, the episodes that run at "
-        "the same time.",
+        "Most environments, or episodes of agents, of a group of devices that are alive at the "
+        "same time, each in a process: a run has at most mesh.data times as many.",
         limits=(1, 10_000),
         read_if=_CONVERSATION,
         resume="memory",

@@ -18,12 +18,13 @@ from qerl_jax.environments.gateway import (
     Gateway,
     Job,
     Opens,
+    Part,
     Runner,
     SessionLimits,
     SessionRecord,
 )
 from qerl_jax.environments.replies import TemplateTokenizer
-from qerl_jax.environments.roles import DONE, FAILURE, Reply, Request, Turn
+from qerl_jax.environments.roles import DONE, FAILURE
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.sampler import Sampler
 
@@ -103,6 +104,7 @@ class RunAgents:
                 vocab_size=sampler.model_config.vocab_size,
                 seconds=self._time_limit,
             ),
+            self._runner.is_alive,
         )
         return AgentEpisodes(self._server, self._runner, self._tokenizer, jobs)
 
@@ -115,7 +117,7 @@ def _close(runner: Runner, server: Server) -> None:
 
 
 class AgentEpisodes:
-    """The episodes of a rollout, the `Requests` of the sampler.
+    """The episodes of a rollout, whose parts are the `Requests` of the sampler.
 
     Attributes:
         episodes: what has happened in each session, once it has ended.
@@ -137,28 +139,9 @@ class AgentEpisodes:
         self._gateway.fail_all("the rollout has ended")
         self._runner.stop()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a session is open, or will be."""
-        return self._gateway.is_open
-
-    def began(self, row: int, prompt: int) -> None:
-        """Takes the number of tokens that the prompt of a new row has."""
-        self._gateway.began(row, prompt)
-
-    def forget(self, row: int) -> None:
-        """Makes a row of its own of what continues a row, which has lost what it keeps."""
-        self._gateway.forget(row)
-
-    def submit(self, turn: Turn) -> None:
-        """Answers the request of a row."""
-        self._gateway.submit(turn)
-
-    def requests(self, seconds: float) -> list[Request | Reply]:
-        """Returns the requests that are there, or waits until one is or the seconds have passed."""
-        if not self._runner.is_alive():
-            self._gateway.fail_all("what runs the agents has ended")
-        return self._gateway.requests(seconds)
+    def part(self, rows: Sequence[int]) -> Part:
+        """Returns the requests of some sessions, for one group of devices."""
+        return self._gateway.part(rows)
 
     def ended(self) -> np.ndarray:
         """Returns which sessions have ended, bool [B]."""
@@ -193,7 +176,7 @@ class AgentEpisodes:
             for number, record in enumerate(records)
             for row, end in record.trained_rows()
         ]
-        numbers = np.array([row.number for _, row, _ in found], int)
+        numbers = np.array([self._gateway.number_of(row) for _, row, _ in found], int)
         lengths = np.array([end - row.prompt for _, row, end in found], np.int32)
         cut = jax.tree.map(lambda x: x[numbers], rollout)
         is_past = np.arange(cut.tokens.shape[1]) >= lengths[:, None]

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from qerl_jax.data.agents import RunAgents
@@ -124,6 +125,7 @@ def taskset_of(config: ConfigDict) -> Taskset | None:
         python=options.python,
         harness=options.harness,
         options=options.options.to_dict(),
+        address=options.address,
         tasks=options.tasks,
     )
     return taskset if taskset.name else None
@@ -136,6 +138,8 @@ def make_runner(config: ConfigDict, tokenizer: Tokenizer) -> ProcessRunner:
         UserError: an agent or a taskset cannot be imported, or is none.
     """
     options = config.environment
+    # Of a run of several processes, each has a server and starts the episodes of its own devices.
+    processes = options.processes * max(1, config.mesh.data // jax.process_count())
     if taskset := taskset_of(config):
         with_tools = tokenizer.for_tools()
         try:
@@ -148,9 +152,9 @@ def make_runner(config: ConfigDict, tokenizer: Tokenizer) -> ProcessRunner:
             "tool_form": form,
         }
         files = to_files(tokenizer)
-        return TasksetRunner(taskset, tokens, files, processes=options.processes)
+        return TasksetRunner(taskset, tokens, files, processes=processes)
     functions = environment_functions(config, "agent")
-    return agent_runner(functions, python=options.python, processes=options.processes)
+    return agent_runner(functions, python=options.python, processes=processes)
 
 
 def make_environments(config: ConfigDict, tokenizer: Tokenizer) -> AnyEnvironments | None:

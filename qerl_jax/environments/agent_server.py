@@ -6,9 +6,11 @@ each session. A request that cannot be answered gets the JSON of OpenAI's errors
 
 import asyncio
 import contextvars
+import http
 import importlib.util
 import json
 import math
+import resource
 import socket
 import threading
 import time
@@ -31,7 +33,9 @@ from qerl_jax.errors import UserError
 
 MODEL = "policy"  # the name of the model
 _MOST_BYTES = 16 << 20  # of a request
-_BODY_SECONDS = 30.0  # in which a request must have arrived
+_MOST_CONNECTIONS = 100_000  # where a process may have any number of files
+_HEAD_SECONDS = 30.0  # in which a request must have begun on a connection
+_BODY_SECONDS = 30.0  # in which its content must have arrived
 _START_SECONDS = 30.0
 _LOWEST_LOGPROB = -9999.0  # in JSON, which has no infinity, as in vLLM
 
@@ -62,11 +66,13 @@ class AgentServer:
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.root_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         config = uvicorn.Config(
             self._application(),
             log_config=None,
             log_level="critical",
             access_log=False,
+            http=_protocol(files // 2 if files != resource.RLIM_INFINITY else _MOST_CONNECTIONS),
             lifespan="off",
             ws="none",
             timeout_graceful_shutdown=1,
@@ -216,6 +222,51 @@ class AgentServer:
             return turn
         finally:
             self.gateway.waits(record, -1)
+
+
+def _protocol(most: int) -> type[asyncio.Protocol]:
+    """The protocol of uvicorn with limits: on connections, and on the time until a request begins.
+
+    The files and sockets of the run need some of those that a process may open.
+    """
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                text = f"{most} connections are open, as many as may be: close some, or lower "
+                self.refuse(503, f"{text}environment.processes, or raise the limit, ulimit -n")
+            self.watch()
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            self.watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self.watch(waits=False)
+
+        def watch(self, *, waits: bool = True) -> None:
+            waits &= self.conn.their_state is h11.IDLE
+            if waits and self.timer is None:
+                text = f"no request has begun within {_HEAD_SECONDS:g} s: connect again"
+                self.timer = self.loop.call_later(_HEAD_SECONDS, self.refuse, 408, text)
+            elif not waits and self.timer is not None:
+                self.timer.cancel()
+                self.timer = None
+
+        def refuse(self, status: int, text: str) -> None:
+            data = json.dumps(_error(RequestError(status, text))).encode()
+            head = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\nConnection: close\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            self.transport.write(head.encode() + data)
+            self.transport.close()
+
+    return Protocol
 
 
 async def _disconnected(request: Any) -> None:

@@ -11,11 +11,12 @@ The threads of the server ask, the thread that samples takes the requests and an
 import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import math
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from qerl_jax.environments.roles import DONE, FAILURE, OPEN, TOKENS, Reply, Request, Turn
@@ -141,7 +142,8 @@ class RowRecord:
     root: int  # number of the row within its session
     ids: list[int]  # all ids so far
     turns: list[Asked] = dataclasses.field(default_factory=list)
-    number: int | None = None  # number of the row in the rollout, once it is sampled
+    part: "Part | None" = None  # what samples the row, once it is sampled
+    number: int = 0  # number of the row in its part
     prompt: int = 0  # number of its first ids that are its prompt; the others are the completion
     forgotten: bool = False  # whether what continues it is another row
     tools: str = ""  # of the chat route: the tools that the prompt describes, as they are compared
@@ -266,29 +268,50 @@ def _not_started(job: Job, error: str = "its episode was not started") -> Sessio
 
 
 class Gateway:
-    """The sessions of a rollout, whose requests the sampler takes and answers."""
+    """The sessions of a rollout, whose requests samplers take and answer, each those of a part."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._queue: collections.deque[Asked] = collections.deque()
-        self._ends: list[Reply] = []
         self._records: dict[int, SessionRecord] = {}  # by the number of the job
         self._by_id: dict[str, SessionRecord] = {}
         self._by_key: dict[str, SessionRecord] = {}
-        self._rows: list[RowRecord] = []
+        self._parts: list[Part] = []
         self._jobs: Sequence[Job] = ()
         self._open = False
+        self._is_alive: Callable[[], bool] = lambda: True
         self.limits: SessionLimits | None = None
 
     # --- the rollout ------------------------------------------------------------------------------
 
-    def begin(self, jobs: Sequence[Job], limits: SessionLimits) -> None:
-        """Begins a rollout, and forgets the sessions of the one before."""
+    def begin(
+        self,
+        jobs: Sequence[Job],
+        limits: SessionLimits,
+        is_alive: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Begins a rollout, and forgets the sessions of the one before.
+
+        Once `is_alive` returns False, sessions that are open or were not opened have failed.
+        """
         with self._changed:
             self._queue.clear()
-            for values in (self._ends, self._records, self._by_id, self._by_key, self._rows):
+            for values in (self._records, self._by_id, self._by_key, self._parts):
                 values.clear()
             self._jobs, self.limits, self._open = list(jobs), limits, True
+            self._is_alive = is_alive
+
+    def part(self, sessions: Sequence[int]) -> "Part":
+        """Returns the requests of some sessions, which another thread may take than the others."""
+        with self._changed:
+            part = Part(self, sessions)
+            self._parts.append(part)
+            return part
+
+    def number_of(self, row: RowRecord) -> int:
+        """Returns the number of a sampled row among those of all parts, one after the other."""
+        before = itertools.takewhile(lambda part: part is not row.part, self._parts)
+        return sum(len(part.rows) for part in before) + row.number
 
     def records(self) -> list[SessionRecord]:
         """Returns the records of all jobs; that of one that was never opened has failed."""
@@ -300,12 +323,6 @@ class Gateway:
         with self._changed:
             return self._records[number]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a session is open or will be, or ends of rows were not taken."""
-        with self._changed:
-            return self._unfinished() or bool(self._ends)
-
     def fail_all(self, error: str) -> None:
         """Ends the rollout: sessions that are open or were not opened have failed."""
         with self._changed:
@@ -316,60 +333,11 @@ class Gateway:
                 self._records.setdefault(job.number, _not_started(job, error))
             self._changed.notify_all()
 
-    def requests(self, seconds: float) -> list[Request | Reply]:
-        """Returns the requests that are there, or waits until one is or the seconds have passed.
-
-        Sessions beyond their time limit end first.
-        """
-        ends = time.monotonic() + seconds
-        with self._changed:
-            while True:
-                self._end_late_sessions()
-                taken: list[Request | Reply] = [*self._ends]
-                self._ends.clear()
-                while self._queue:
-                    taken.append(self._taken(self._queue.popleft()))
-                left = ends - time.monotonic()
-                if taken or left <= 0 or not self._unfinished():
-                    return taken
-                self._changed.wait(left)
-
     def ended(self) -> list[tuple[int, SessionRecord]]:
         """Returns the sessions that have ended, with their numbers."""
         with self._changed:
             records = self._records.items()
             return [(number, one) for number, one in records if one.ending != OPEN]
-
-    def began(self, row: int, prompt: int) -> None:
-        """Takes the number of tokens that the prompt of a new row has."""
-        self._rows[row].prompt = prompt
-
-    def forget(self, row: int) -> None:
-        """Makes a row of its own of what continues a row, which has lost what it keeps."""
-        with self._changed:
-            old = self._rows[row]
-            old.forgotten, asked = True, old.turns[-1]
-            if not asked.order:  # It has been asked for and not been taken.
-                old.turns.pop()
-                new = RowRecord(
-                    old.session, len(old.session.rows), old.ids, [asked], tools=old.tools
-                )
-                asked.row, asked.added, old.ids = new, new.ids, old.ids[: old.turns[-1].end]
-                old.session.rows.append(new)
-
-    def submit(self, turn: Turn) -> None:
-        """Answers the request of a row."""
-        with self._changed:
-            row = self._rows[turn.row]
-            record, asked = row.session, row.turns[-1]
-            if record.ending != OPEN:
-                return
-            asked.ids, asked.logprobs = list(turn.ids), list(turn.logprobs)
-            asked.complete = turn.complete
-            row.ids += asked.ids
-            record.answers += 1
-            asked.order = record.answers
-            asked.future.set_result(None)
 
     # --- the runner -------------------------------------------------------------------------------
 
@@ -488,11 +456,9 @@ class Gateway:
 
     # --- under the lock ---------------------------------------------------------------------------
 
-    def _unfinished(self) -> bool:
-        return self._open and not (
-            len(self._records) == len(self._jobs)
-            and all(record.ending != OPEN for record in self._records.values())
-        )
+    def _unfinished(self, sessions: Iterable[int]) -> bool:
+        records = self._records
+        return self._open and any(n not in records or records[n].ending == OPEN for n in sessions)
 
     def _check_open(self, record: SessionRecord) -> None:
         if record.ending != OPEN:
@@ -539,16 +505,6 @@ class Gateway:
         asked = left if max_tokens is None else max_tokens
         return min(asked, left, limits.turn_tokens or left, limits.context - len(ids))
 
-    def _taken(self, turn: Asked) -> Request:
-        """What the sampler gets of a request."""
-        row = turn.row
-        if row.number is not None:
-            return Request(row.number, turn.added, turn.limit)
-        row.number = len(self._rows)
-        self._rows.append(row)
-        number = row.session.job.number
-        return Request(row.number, turn.added, turn.limit, session=number, root=row.root)
-
     def _end(self, record: SessionRecord, ending: int, *, error: str = "") -> None:
         """Ends a session, its rows and its requests, unless it has ended."""
         if record.ending != OPEN:
@@ -556,11 +512,9 @@ class Gateway:
         record.ending, record.error = ending, visible(error)
         record.ended.set()
         self._queue = collections.deque(t for t in self._queue if t.row.session is not record)
-        self._ends += [
-            Reply(row.number, (), ending)
-            for row in record.rows
-            if row.number is not None and not row.forgotten
-        ]
+        for row in record.rows:
+            if row.part is not None and not row.forgotten:
+                row.part.ends.append(Reply(row.number, (), ending))
         for turn in record.asked:
             if not turn.future.done():
                 turn.future.set_result(None)
@@ -572,3 +526,87 @@ class Gateway:
                 seconds = self.limits.seconds if self.limits else None
                 error = f"exceeded environment.session_time_limit of {seconds:g} s"
                 self._end(record, FAILURE, error=error)
+
+
+class Part:
+    """The requests of some sessions, which with their rows are numbered from 0: `turns.Requests`.
+
+    Attributes:
+        rows: the rows that are sampled, by number.
+        ends: ends of rows that were not taken.
+    """
+
+    def __init__(self, gateway: Gateway, sessions: Sequence[int]):
+        self._gateway, self._changed = gateway, gateway._changed
+        self._numbers = {session: number for number, session in enumerate(sessions)}
+        self.rows: list[RowRecord] = []
+        self.ends: list[Reply] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a session is open or will be, or ends of rows were not taken."""
+        with self._changed:
+            return self._gateway._unfinished(self._numbers) or bool(self.ends)
+
+    def requests(self, seconds: float) -> list[Request | Reply]:
+        """Returns the requests that are there, or waits until one is or the seconds have passed.
+
+        Sessions beyond their time limit end first.
+        """
+        gateway, ends = self._gateway, time.monotonic() + seconds
+        if not gateway._is_alive():
+            gateway.fail_all("what runs the agents has ended")
+        with self._changed:
+            while True:
+                gateway._end_late_sessions()
+                taken: list[Request | Reply] = [*self.ends]
+                self.ends.clear()
+                own = [t for t in gateway._queue if t.row.session.job.number in self._numbers]
+                for turn in own:
+                    gateway._queue.remove(turn)
+                    taken.append(self._taken(turn))
+                left = ends - time.monotonic()
+                if taken or left <= 0 or not gateway._unfinished(self._numbers):
+                    return taken
+                self._changed.wait(left)
+
+    def began(self, row: int, prompt: int) -> None:
+        """Takes the number of tokens that the prompt of a new row has."""
+        self.rows[row].prompt = prompt
+
+    def forget(self, row: int) -> None:
+        """Makes a row of its own of what continues a row, which has lost what it keeps."""
+        with self._changed:
+            old = self.rows[row]
+            old.forgotten, asked = True, old.turns[-1]
+            if not asked.order:  # It has been asked for and not been taken.
+                old.turns.pop()
+                new = RowRecord(
+                    old.session, len(old.session.rows), old.ids, [asked], tools=old.tools
+                )
+                asked.row, asked.added, old.ids = new, new.ids, old.ids[: old.turns[-1].end]
+                old.session.rows.append(new)
+
+    def submit(self, turn: Turn) -> None:
+        """Answers the request of a row."""
+        with self._changed:
+            row = self.rows[turn.row]
+            record, asked = row.session, row.turns[-1]
+            if record.ending != OPEN:
+                return
+            asked.ids, asked.logprobs = list(turn.ids), list(turn.logprobs)
+            asked.complete = turn.complete
+            row.ids += asked.ids
+            record.answers += 1
+            asked.order = record.answers
+            asked.future.set_result(None)
+
+    def _taken(self, turn: Asked) -> Request:
+        """What the sampler gets of a request."""
+        row = turn.row
+        if row.part is not None:
+            return Request(row.number, turn.added, turn.limit)
+        row.part, row.number = self, len(self.rows)
+        self.rows.append(row)
+        number = self._numbers[row.session.job.number]
+        return Request(row.number, turn.added, turn.limit, session=number, root=row.root)

@@ -7,8 +7,8 @@ costs its session the reward; other sessions continue.
 
 import collections
 import dataclasses
+import hashlib
 import json
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +18,9 @@ from qerl_jax.environments.episodes import environment_of
 from qerl_jax.environments.gateway import ClosedError, Job, Opens, Session
 from qerl_jax.environments.pool import CallError, Pool, Process, wait_for_any
 from qerl_jax.errors import UserError
+from qerl_jax.system.atomic import replace_file
+from qerl_jax.system.paths import cache_folder, needs_cache
+from qerl_jax.system.safe_files import make_folder
 
 _TICK = 0.1  # seconds between two looks whether sessions have ended
 _DESCRIBE_SECONDS = 120.0
@@ -182,6 +185,7 @@ class Taskset:
     harness: str  # id of the harness; '' for that of the taskset
     options: Mapping[str, Any]  # further fields of its environment, as in a file of verifiers
     tasks: int  # largest number of tasks
+    address: str = ""  # of an env server of verifiers that runs the episodes; '' for none
 
     def open(self, tokens: Mapping[str, Any], functions: Sequence[str]) -> Pool:
         """Starts the processes, which import some functions of `taskset`.
@@ -193,6 +197,7 @@ class Taskset:
             "taskset": self.name,
             "harness": self.harness,
             "options": dict(self.options),
+            "address": self.address,
             "tasks": self.tasks,
             **tokens,
         }
@@ -221,7 +226,7 @@ class Taskset:
 
 
 class TasksetRunner(ProcessRunner):
-    """The runner of a taskset of verifiers, with the files of the tokenizer in a folder."""
+    """The runner of a taskset of verifiers, which reads the files of the tokenizer."""
 
     def __init__(
         self,
@@ -242,19 +247,21 @@ class TasksetRunner(ProcessRunner):
         Raises:
             UserError: as in `Taskset.open`.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="qerl-tokenizer-")
-        for name, data in files.items():
-            path = Path(self._folder.name, name)
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(data)
-        try:
-            pool = taskset.open({"tokenizer": self._folder.name, **tokens}, ["solve"])
-        except BaseException:
-            self._folder.cleanup()
-            raise
+        pool = taskset.open({"tokenizer": str(_tokenizer_folder(files)), **tokens}, ["solve"])
         super().__init__(pool, ["solve"], processes=processes)
 
-    def close(self) -> None:
-        """Ends all processes."""
-        super().close()
-        self._folder.cleanup()
+
+def _tokenizer_folder(files: Mapping[str, bytes]) -> Path:
+    """Writes files to a folder of the cache that is named after them.
+
+    A temporary folder would remain after a kill.
+    """
+    digest = hashlib.sha256(b"".join(name.encode() + files[name] for name in sorted(files)))
+    folder = cache_folder("tokenizers") / digest.hexdigest()[:24]
+    with needs_cache(folder, "train without environment.verifiers"):
+        for name, data in files.items():
+            if not (path := folder / name).exists():
+                make_folder(path.parent)
+                with replace_file(path) as temporary:
+                    temporary.write_bytes(data)
+    return folder

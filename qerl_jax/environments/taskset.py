@@ -22,11 +22,13 @@ from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.configs.client import TrainClientConfig
 from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessRuntime
+from verifiers.v1.serve import EnvClient
 from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
 # taskset, harness: their ids; options: further fields of the environment, as in a file of
-# verifiers; tasks: largest number of tasks; tokenizer: its folder; template_args: variables of the
-# chat template; eos_ids: tokens that end a turn; tool_form: as in `tools.tool_format`, or ''.
+# verifiers; address: that of an env server, or ''; tasks: largest number of tasks; tokenizer: its
+# folder; template_args: variables of the chat template; eos_ids: tokens that end a turn; tool_form:
+# as in `tools.tool_format`, or ''.
 _OPTIONS = json.loads(os.environ["QERL_JAX_TASKSET"])
 # Renderers that keep thoughts of earlier turns, or parse calls, as `TemplateRenderer` does not.
 _RENDERERS = ("qwen3", "qwen3.5", "qwen3.6", "llama-3")
@@ -46,6 +48,7 @@ _TOOL = {
     },
 }
 _NO_ID = "000000000"  # of a call
+_SERVER_SECONDS = 20.0  # in which a server must answer
 
 
 class TemplateRenderer(DefaultRenderer):
@@ -113,26 +116,33 @@ def _renderer() -> Any:
         tool_parser=_PARSERS.get(_OPTIONS["tool_form"]) if len(marks) == 1 else None,
         **arguments,
     )
-    expected = _written(tokenizer, template)
     for name in _RENDERERS:
         try:
             config = type(config_from_name(name)).model_validate({"name": name, **arguments})
-            if _written(tokenizer, config) == expected:
+            if _writes_the_template(tokenizer, config, arguments):
                 return config
         except Exception:  # It is for another model.
             continue
+    if _OPTIONS["address"]:  # It has no module of this project.
+        raise ValueError(
+            f"environment.address={_OPTIONS['address']}: a server of verifiers writes chats as "
+            f"{', '.join(_RENDERERS)}, and the chat template of the model is none of these: leave "
+            "environment.address out"
+        )
     return template
 
 
-def _written(tokenizer: Any, config: Any) -> list[list[int]]:
-    """The ids of some conversations."""
+def _writes_the_template(tokenizer: Any, config: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a renderer writes some conversations as the chat template does."""
     renderer = create_renderer(tokenizer, config)
-    tools = [None, [_TOOL]] if renderer.supports_tools else [None]
-    return [
-        list(renderer.render_ids(messages, tools=some, add_generation_prompt=True))
-        for messages in _CONVERSATIONS
-        for some in tools
-    ]
+    for messages, tools in itertools.product(_CONVERSATIONS, (None, [_TOOL])):
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **arguments
+        )
+        ids = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+        if list(ids) != tokenizer.encode(text, add_special_tokens=False):
+            return False
+    return True
 
 
 def _make() -> Any:
@@ -147,6 +157,9 @@ def _make() -> Any:
         agent["harness"] = {"id": _OPTIONS["harness"]}
     config = {"taskset": {"id": identifier}, roles[0]: agent}
     environment = load_environment(resolve_env_config(_merged(config, _OPTIONS["options"])))
+    if _OPTIONS["address"]:
+        asyncio.run(_find_server())
+        return environment
     role = getattr(environment.config, roles[0])
     if isinstance(role.runtime, SubprocessConfig):
         (harness,) = environment._harnesses.values()
@@ -162,6 +175,14 @@ async def _prepare(harness: Any) -> None:
         await harness.setup(runtime)
     finally:
         await runtime.teardown()
+
+
+async def _find_server() -> None:
+    server = EnvClient(_OPTIONS["address"])
+    try:
+        await server.wait_for_server_startup(_SERVER_SECONDS)
+    finally:
+        await server.close()
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +211,7 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-async def solve(index: int, root_url: str) -> tuple[float, dict[str, Any]]:
+async def solve(index: int, root_url: str, api_key: str) -> tuple[float, dict[str, Any]]:
     """Runs an episode of a task; its reward is that of its trace.
 
     Raises:
@@ -202,9 +223,7 @@ async def solve(index: int, root_url: str) -> tuple[float, dict[str, Any]]:
         renderer=RENDERER,
         renderer_model_name=_OPTIONS["tokenizer"],
     )
-    context = ModelContext(model="policy", client=client, sampling=vf.SamplingConfig())
-    async with ENVIRONMENT.serving():
-        episode = await ENVIRONMENT.run_episode(TASKS[index], context)
+    episode = await _run(TASKS[index], client, api_key)
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "it is not ok"
@@ -213,6 +232,21 @@ async def solve(index: int, root_url: str) -> tuple[float, dict[str, Any]]:
     rewards = {name: one.value for name, one in trace.rewards.items() if one is not None}
     facts = {**trace.metrics, **rewards, "stop_condition": trace.stop_condition}
     return trace.reward, facts
+
+
+async def _run(task: Any, client: TrainClientConfig, api_key: str) -> Any:
+    """An episode of a task, here or on an env server, whose variables lack the session's key."""
+    sampling = vf.SamplingConfig()
+    if not _OPTIONS["address"]:
+        context = ModelContext(model="policy", client=client, sampling=sampling)
+        async with ENVIRONMENT.serving():
+            return await ENVIRONMENT.run_episode(task, context)
+    client.headers["Authorization"] = f"Bearer {api_key}"
+    server = EnvClient(_OPTIONS["address"])
+    try:
+        return await server.run(client, "policy", sampling, task.data.model_dump(mode="json"))
+    finally:
+        await server.close()
 
 
 ENVIRONMENT = _make()

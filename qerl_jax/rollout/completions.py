@@ -202,6 +202,11 @@ class Completions:
             self.rollout = jax.tree.map(lambda *x: np.concatenate(x), *arrays)
             self.ended = np.concatenate([self.ended, np.zeros(more, bool)])
 
+    def cut(self, rows: int) -> None:
+        """Removes the rows that were reserved beyond a number of rows."""
+        self.rollout = jax.tree.map(lambda x: x[:rows], self.rollout)
+        self.ended = self.ended[:rows]
+
     def extend(self, row: Row) -> int:
         """Appends what an environment wrote to a row, and returns the length of the completion."""
         rollout, start = self.rollout, int(self.rollout.lengths[row.number])

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -42,6 +42,7 @@ from qerl_jax.rollout.row import Row
 from qerl_jax.rollout.scheduler import Scheduler
 from qerl_jax.rollout.shapes import RolloutShapes, plan_shapes
 from qerl_jax.rollout.turns import (
+    Agents,
     Conversations,
     Dialog,
     OneTurn,
@@ -93,7 +94,7 @@ class Sampler:
         prompts: Sequence[Sequence[int]],
         *,
         ids: Sequence[int] | None = None,
-        dialog: Dialog | Requests | None = None,
+        dialog: Dialog | Agents | None = None,
     ) -> Rollout:
         """Returns the whole rollout of `steps`, as NumPy arrays."""
         steps = self.steps(key, policy, prompts, ids=ids, dialog=dialog)
@@ -107,7 +108,7 @@ class Sampler:
         prompts: Sequence[Sequence[int]],
         *,
         ids: Sequence[int] | None = None,
-        dialog: Dialog | Requests | None = None,
+        dialog: Dialog | Agents | None = None,
     ) -> Generator[RolloutProgress, None, Rollout]:
         """Samples G completions of every prompt, and yields the progress after every chunk.
 
@@ -121,8 +122,9 @@ class Sampler:
             prompts: P lists of token ids.
             ids: identity [P] of each prompt, which the samples of its rows depend on; by default
                 its index. Pass them when sampling a part of the prompts.
-            dialog: the environments of the rows, or where `turns` have sessions the requests of
-                agents, which bring the prompts; needed if the sampler has `turns`.
+            dialog: the environments of the rows, or where `turns` have sessions the agents, whose
+                requests bring the prompts; needed if the sampler has `turns`. The rows of agents
+                are those of one group of devices after the other.
 
         Raises:
             UserError: there is no prompt, a prompt is empty or too long, does not begin as the
@@ -137,14 +139,15 @@ class Sampler:
             )
         groups = sharding.groups_of(policy.params)
         shares = deal([len(prompt) for prompt in prompts], len(groups))
-        if self.turns is not None and self.turns.sessions and len(groups) > 1:
-            raise UserError("agents work on one device: pass mesh.data=1")
+        has_sessions = self.turns is not None and self.turns.sessions
         identities = np.arange(len(prompts)) if ids is None else np.asarray(ids)
-        samplers = self._group_samplers(len(groups), largest_share(len(prompts), len(groups)))
+        longest = max(map(len, prompts)) if has_sessions and len(prompts) else 0
+        samplers = self._group_samplers(
+            len(groups), largest_share(len(prompts), len(groups)), longest
+        )
         rows = [rows_of(share, self.group_size) for share in shares]
-        dialogs = [dialog] * len(groups)
-        if dialog is not None and len(groups) > 1:
-            # pyrefly: ignore[missing-attribute]
+        dialogs: list[Dialog | Agents | Requests | None] = [dialog] * len(groups)
+        if dialog is not None and (has_sessions or len(groups) > 1):
             dialogs = [dialog.part(own_rows.tolist()) for own_rows in rows]
         turns = [self._turn_policy(part) for part in dialogs]
 
@@ -165,12 +168,20 @@ class Sampler:
         with contextlib.closing(steps):
             for part, step in steps:
                 latest[part] = step
+                if has_sessions:  # Their number of rows is known in the end.
+                    yield combine(latest.values(), _ended(latest.values()), step.rollout)
+                    continue
                 targets = jax.tree.leaves((whole.ended, whole.rollout))
                 sources = jax.tree.leaves((step.ended, step.rollout))
                 for array, values in zip(targets, sources, strict=True):
                     array[rows[busy[part]]] = values
                 yield combine(latest.values(), whole.ended.copy(), whole.rollout)
-        return whole.rollout
+        if not has_sessions:
+            return whole.rollout
+        parts = [latest[part] for part in range(len(busy))]
+        rollout = jax.tree.map(lambda *x: np.concatenate(x), *(part.rollout for part in parts))
+        yield combine(parts, _ended(parts), rollout)
+        return rollout
 
     def operations(self, key: jax.Array, policy: Policy, *, num_prompts: int) -> list[Operation]:
         """Returns every operation that a rollout on one group of devices can need.
@@ -218,13 +229,16 @@ class Sampler:
         executables = compile_operations((key, *policy), operations, on_progress, others=groups[1:])
         return dataclasses.replace(self, executables=executables)
 
-    def _group_samplers(self, num_groups: int, num_prompts: int) -> list["Sampler"]:
+    def _group_samplers(self, num_groups: int, num_prompts: int, longest: int) -> list["Sampler"]:
         """Returns the samplers of groups of devices, each of which takes at most `num_prompts`.
 
-        All of them have the shapes of the largest share, so that they have the same programs.
+        All of them have the shapes of the largest share, so that they have the same programs, and
+        take prompts of `longest` tokens.
         """
         engine = dataclasses.replace(
-            self.engine, num_prompts=max(self.engine.num_prompts, num_prompts)
+            self.engine,
+            num_prompts=max(self.engine.num_prompts, num_prompts),
+            prompt_width=max(self.engine.prompt_width, longest),
         )
         executables: list[Executables | None] = [None] * num_groups
         if self.executables is not None:
@@ -258,7 +272,7 @@ class Sampler:
         arguments = rows, self.sampling, self.tokenizer, self.turns
         return Completions(*arguments, routed=routed, width=width)
 
-    def _turn_policy(self, dialog: Dialog | Requests | None) -> TurnPolicy:
+    def _turn_policy(self, dialog: Dialog | Agents | Requests | None) -> TurnPolicy:
         """Returns what rows do after a turn."""
         limit = self.sampling.max_new_tokens
         if self.turns is None:
@@ -319,10 +333,15 @@ class Sampler:
                 scheduler.drain(older)
                 yield scheduler.progress
             if isinstance(turns, Sessions):  # A session may have ended since.
+                completions.cut(turns.count)
                 yield scheduler.progress
         finally:
             scheduler.close()
         return scheduler.progress.rollout
+
+
+def _ended(parts: Iterable[RolloutProgress]) -> np.ndarray:
+    return np.concatenate([part.ended for part in parts])
 
 
 def _longest(prompts: Sequence[Sequence[int]], engine: EngineConfig, vocab_size: int) -> int:

@@ -42,8 +42,19 @@ class Dialog(Protocol):
         ...
 
 
+class Agents(Protocol):
+    """The part of the agents' episodes that a rollout uses."""
+
+    def part(self, sessions: Sequence[int], /) -> "Requests":
+        """Returns the requests of some sessions, in which they are numbered from 0.
+
+        Another thread may use it while others use the parts of other sessions.
+        """
+        ...
+
+
 class Requests(Protocol):
-    """The part of the agents' gateway that a rollout uses."""
+    """The part of the agents' gateway that a rollout on one group of devices uses."""
 
     @property
     def is_open(self) -> bool:
@@ -159,6 +170,7 @@ class Sessions:
         self._limits: dict[int, int] = {}  # of the turn that comes next, by row
         self._prompts: dict[tuple[int, ...], int] = {}  # groups of equal prompts
         self._rows: list[Row] = []
+        self.count = 0  # number of rows that were begun
 
     def begin(self, identities: Sequence[int], width: int) -> int:
         """Begins a rollout, and returns the tokens that a row may have.
@@ -218,6 +230,7 @@ class Sessions:
         prompt = tuple(request.ids[:split])
         group = self._prompts.setdefault(prompt, len(self._prompts))
         self._gateway.began(request.row, split)
+        self.count += 1
         identity = (self._identities[session] + (request.root << _ROOT_BITS)) % 2**31
         return Row(request.row, identity, group, prompt, reply=request.ids[split:])
 

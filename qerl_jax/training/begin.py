@@ -174,7 +174,7 @@ def begin(
 
 def _keep_sessions(setup: Setup, folder: OpenRun, step: int | None) -> Setup:
     """Returns the setup with the sessions of steps after the restored one, and says so."""
-    kept = KeptSessions(folder.sessions, setup.train_prompts)
+    kept = KeptSessions(folder.sessions, setup.train_prompts, setup.processes)
     kept.forget(step)
     if step is not None:
         steps = ", ".join(str(number + 1) for number in kept.steps()) or "none"

@@ -181,28 +181,31 @@ def gather(
     if local.episodes:
         prompts, episodes = _gather_conversations(parts, prompts, shares)
     rows = [rows_of(share, local.group_size) for share in shares]
-    size, width = len(prompts) * local.group_size, local.rollout.tokens.shape[1]
+    numbers = np.concatenate(rows)  # of the completions, in the order of the processes
+    order = by_row = np.argsort(numbers)
+    owners = None
+    if local.owners is not None:
+        of_parts = zip(rows, parts, strict=True)
+        owners = np.concatenate([own_rows[part["owners"]] for own_rows, part in of_parts])
+        by_row = np.argsort(owners, kind="stable")
+        owners = owners[by_row]
+    width = local.rollout.tokens.shape[1]
 
-    def gather_rows(name: str) -> np.ndarray:
-        array = np.zeros(size, parts[0][name].dtype)
-        for part, part_rows in zip(parts, rows, strict=True):
-            array[part_rows] = part[name]
-        return array
+    def gather_values(name: str, order: np.ndarray) -> np.ndarray:
+        return np.concatenate([part[name] for part in parts])[order]
 
     def gather_padded(name: str, fill: int) -> np.ndarray:
         """Rows [B, C] of what is exchanged without the padding."""
-        array = np.full((size, width), fill, parts[0][name].dtype)
-        for part, part_rows in zip(parts, rows, strict=True):
-            part_array = np.full((len(part_rows), width), fill, array.dtype)
-            part_array[np.arange(width) < part["lengths"][:, None]] = part[name]
-            array[part_rows] = part_array
-        return array
+        lengths = np.concatenate([part["lengths"] for part in parts])
+        array = np.full((len(lengths), width), fill, parts[0][name].dtype)
+        array[np.arange(width) < lengths[:, None]] = np.concatenate([part[name] for part in parts])
+        return array[by_row]
 
     def gather_routes(name: str, lengths: np.ndarray, copies: int) -> np.ndarray | None:
         """Arrays [B] of the routes of as many tokens, each of which some rows share."""
         if name not in parts[0]:
             return None
-        array = np.empty(size, object)
+        array = np.empty(len(numbers), object)
         for part, part_rows in zip(parts, rows, strict=True):
             ends = np.cumsum(lengths[part_rows[::copies]])[:-1]
             for number, routes in enumerate(np.split(part[name], ends)):
@@ -211,16 +214,16 @@ def gather(
         return array
 
     facts = [json.loads(str(part["facts"])) for part in parts]
-    lengths, group_size = gather_rows("lengths"), local.group_size
+    lengths, group_size = gather_values("lengths", by_row), local.group_size
     prompt_lengths = np.repeat([len(prompt.ids) for prompt in prompts], group_size)
     rollout = Rollout(
         tokens=gather_padded("tokens", tokenizer.pad_id),
         lengths=lengths,
-        finished=gather_rows("finished"),
+        finished=gather_values("finished", by_row),
         logprobs=gather_padded("logprobs", 0),
         entropies=gather_padded("entropies", 0),
         roles=gather_padded("roles", 0) if episodes else None,
-        endings=gather_rows("endings") if episodes else None,
+        endings=gather_values("endings", by_row) if episodes else None,
         routes=gather_routes("routes", lengths, 1),
         prompt_routes=gather_routes("prompt_routes", prompt_lengths, group_size),
     )
@@ -230,15 +233,26 @@ def gather(
         texts=[one.answer for one in episodes] or detokenize(rollout, tokenizer.answer),
         rollout=rollout,
         scores=Scores(
-            total=gather_rows("total"),
-            parts={name: gather_rows(f"part/{name}") for name in local.scores.parts},
+            total=gather_values("total", order),
+            parts={name: gather_values(f"part/{name}", order) for name in local.scores.parts},
             errors=[error for part_facts in facts for error in part_facts["errors"]],
             seconds=max(part_facts["reward_seconds"] for part_facts in facts),
         ),
         statistics=[Statistics(*work) for part_facts in facts for work in part_facts["statistics"]],
         seconds=max(part_facts["seconds"] for part_facts in facts),
         episodes=episodes,
+        owners=owners,
+        own_prompts=_gather_own_prompts(parts, by_row) if owners is not None else [],
     )
+
+
+def _gather_own_prompts(
+    parts: Sequence[Mapping[str, np.ndarray]], order: np.ndarray
+) -> list[tuple[int, ...]]:
+    lengths = np.concatenate([part["own_lengths"] for part in parts])
+    ids = np.concatenate([part["own_prompts"] for part in parts])
+    ends = np.cumsum(lengths)
+    return [tuple(ids[ends[row] - lengths[row] : ends[row]].tolist()) for row in order]
 
 
 def _gather_conversations(
@@ -290,5 +304,12 @@ def _exchange_arrays(local: Experience) -> dict[str, np.ndarray]:
         # As bytes: NumPy's texts have four for each character.
         arrays["conversations"] = np.frombuffer(json.dumps(said).encode(), np.uint8)
         arrays |= {"roles": rollout.roles[sampled], "endings": rollout.endings}
+    if local.owners is not None:
+        ids = [np.array(prompt, np.int32) for prompt in local.own_prompts]
+        arrays |= {
+            "owners": local.owners,
+            "own_lengths": np.array([len(one) for one in ids], int),
+            "own_prompts": np.concatenate([np.zeros(0, np.int32), *ids]),
+        }
     arrays |= {f"part/{name}": values for name, values in scores.parts.items()}
     return jax.tree.map(np.asarray, arrays)

@@ -9,7 +9,7 @@ import dataclasses
 import io
 import json
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from qerl_jax.data.order import Cursor, read_cursor
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.environments.episodes import Episode
 from qerl_jax.errors import UserError
+from qerl_jax.processes.group import Processes
 from qerl_jax.rewards.scored import Scores
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.progress import Statistics
 from qerl_jax.system.atomic import replace_file
 from qerl_jax.system.safe_files import read_bytes
-from qerl_jax.training.experience import Experience
+from qerl_jax.training.experience import Experience, Peers
 from qerl_jax.training.step import Collected
 
 _ROLLOUT = "tokens", "lengths", "finished", "logprobs", "entropies", "roles", "endings"
@@ -34,10 +35,11 @@ _DAMAGED = KeyError, TypeError, ValueError, IndexError, EOFError, zipfile.BadZip
 
 @dataclasses.dataclass(frozen=True)
 class KeptSessions:
-    """The files of steps in a folder."""
+    """The files of steps in a folder, which process 0 reads and writes."""
 
     folder: Path
     prompts: Sequence[Prompt]  # the training prompts
+    processes: Peers = dataclasses.field(default_factory=Processes)
 
     def collect(self, step: int, sample: Callable[[], Collected]) -> Collected:
         """Returns what was collected for a step, or collects it now and keeps it.
@@ -47,18 +49,20 @@ class KeptSessions:
         Raises:
             UserError: the file of the step is damaged.
         """
-        path = self._path(step)
-        if path.exists():
-            try:
-                return self._read(path)
-            except _DAMAGED as error:
-                raise UserError(
-                    f"{path} is damaged: remove it, and the sessions of its step are sampled again"
-                ) from error
+        path, writes = self._path(step), self.processes.index == 0
+        try:
+            arrays = _read(path) if writes and path.exists() else {}
+            if arrays := self.processes.exchange(arrays)[0]:
+                return self._collected(arrays)
+        except _DAMAGED as error:
+            raise UserError(
+                f"{path} is damaged: remove it, and the sessions of its step are sampled again"
+            ) from error
         collected = sample()
-        self.folder.mkdir(exist_ok=True)
-        with replace_file(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, allow_pickle=False, **_arrays(*collected))
+        if writes:
+            self.folder.mkdir(exist_ok=True)
+            with replace_file(path) as temporary, temporary.open("wb") as file:
+                np.savez(file, allow_pickle=False, **_arrays(*collected))
         return collected
 
     def steps(self) -> list[int]:
@@ -67,16 +71,15 @@ class KeptSessions:
 
     def forget(self, first: int | None) -> None:
         """Removes steps before `first`, the oldest checkpoint; None removes all."""
-        for step in self.steps():
+        for step in self.steps() if self.processes.index == 0 else ():
             if first is None or step < first:
                 self._path(step).unlink(missing_ok=True)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{step}.npz"
 
-    def _read(self, path: Path) -> Collected:
-        with np.load(io.BytesIO(read_bytes(path)), allow_pickle=False) as file:
-            arrays: dict[str, Any] = dict(file)
+    def _collected(self, arrays: Mapping[str, Any]) -> Collected:
+        """What a step has collected, from the arrays of its file."""
         facts = json.loads(str(arrays["facts"]))
         ends = np.cumsum(arrays["prompt_lengths"])[:-1]
         own_prompts = np.split(arrays["own_prompts"], ends) if len(arrays["prompt_lengths"]) else []
@@ -98,6 +101,11 @@ class KeptSessions:
             own_prompts=[tuple(ids.tolist()) for ids in own_prompts],
         )
         return experience, facts["metrics"], read_cursor(facts["cursor"])
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    with np.load(io.BytesIO(read_bytes(path)), allow_pickle=False) as file:
+        return dict(file)
 
 
 def _arrays(

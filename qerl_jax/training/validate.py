@@ -151,7 +151,7 @@ def _check_environment(config: ConfigDict) -> None:
     """Refuses what does not work with an environment, or with agents."""
     if not environment_functions(config) and not has_agents(config):
         return
-    _check_agents(config, config.mesh.data * config.mesh.tensor)
+    _check_agents(config)
     if config.rollout.max_new_tokens < 2 or config.eval.max_new_tokens < 2:
         raise UserError(
             f"rollout.max_new_tokens={config.rollout.max_new_tokens} and eval.max_new_tokens="
@@ -165,7 +165,7 @@ def _check_environment(config: ConfigDict) -> None:
         )
 
 
-def _check_agents(config: ConfigDict, devices: int) -> None:
+def _check_agents(config: ConfigDict) -> None:
     """Refuses what does not work with agents."""
     if not has_agents(config):
         return
@@ -178,11 +178,6 @@ def _check_agents(config: ConfigDict, devices: int) -> None:
             f"environment.verifiers={config.environment.verifiers} without environment.python, the "
             "interpreter that has verifiers: uv venv vf --python 3.12 && uv pip install --python "
             "vf/bin/python verifiers==0.4.0, and pass environment.python=vf/bin/python"
-        )
-    if devices > 1:
-        raise UserError(
-            f"{given[0]} on {devices} devices: agents work on one device, pass mesh.data=1 and "
-            "mesh.tensor=1"
         )
     if SPLIT_LOSS.holds(config):
         raise UserError(
