@@ -36,7 +36,10 @@ PAGES = (
     "CONTRIBUTING.md",
     *(
         f"docs/{name}.md"
-        for name in ("benchmarks", "config", "environments", "evidence", "examples", "export")
+        for name in (
+            *("benchmarks", "config", "environments", "evidence", "examples", "export"),
+            "several_gpus",
+        )
     ),
 )
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100"
@@ -162,6 +165,10 @@ PARTS: dict[str, tuple] = {
     "startup": (result_tables.startup_table, "rollout"),
     "kernel": (result_tables.kernel_part, "kernel"),
     "kernel on an H100": (result_tables.kernel_part, "kernel_h100"),
+    # docs/several_gpus.md
+    "meshes of two hosts": (card_tables.mesh_table,),
+    "two hosts on paper": (lambda: card_tables.network_table(_preset_steps()),),
+    # docs/benchmarks.md
     "cards": (card_tables.card_table,),
     "kernels of other cards": (card_tables.paths_table, "rollout"),
 }  # fmt: skip
