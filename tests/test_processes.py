@@ -420,6 +420,21 @@ def test_an_error_of_one_process_ends_the_others(cases):
     assert line.endswith("failed, which ends the run: the device is out of memory")
 
 
+@pytest.mark.slow  # 10 s
+def test_a_measured_exchange_has_the_bytes_that_process_0_hands_out(tmp_path):
+    path = tmp_path / "exchange.json"
+    command = [sys.executable, "-m", "benchmarks.exchange", "--processes=2", "--megabytes=4"]
+    done = subprocess.run(
+        [*command, f"--out={path}"], cwd=step.__file__.rpartition("/benchmarks/")[0], check=True,
+        stdout=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    (row,) = json.loads(path.read_text())["rows"]
+    # Each of two processes reads the half of the other.
+    assert row["mb_per_second"] == pytest.approx(4 / row["seconds"])
+    (line,) = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]
+    assert line.startswith("processes=2 megabytes=4: ")
+
+
 @pytest.mark.slow  # 25 s
 def test_a_measured_step_of_two_processes_has_one_row(cases, tmp_path):
     path = tmp_path / "step.json"
