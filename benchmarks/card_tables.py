@@ -1,10 +1,12 @@
 """What fits a card or two hosts, and the least that decode steps and networks take, on paper."""
 
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import jax.numpy as jnp
 
+from benchmarks.exchange import handed_out
 from benchmarks.result_tables import STEPS, rows_of, short_name, table
 from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.errors import UserError
@@ -187,11 +189,15 @@ def exchange_bytes(completions: float, processes: int) -> float:
     return readers * completions * (1 - 1 / processes)
 
 
-def network_table(measured: Mapping[str, dict[str, Any]]) -> str:
+def network_table(
+    measured: Mapping[str, dict[str, Any]], exchanges: Iterable[dict[str, Any]]
+) -> str:
     """What two hosts send in a step of 8 completions a group, and its part of a measured step.
 
-    `measured` are rows of step.json by model: a group of the hosts takes their step.
+    `measured` are rows of step.json by model: a group of the hosts takes their step. `exchanges`
+    are those of exchange.json, of which the one of the most processes counts.
     """
+    rate = max(exchanges, key=itemgetter("processes"))["mb_per_second"]
 
     def line(model: str) -> dict[str, Any]:
         row, config = measured[model], grpo_gsm8k.get_config(model)
@@ -211,6 +217,7 @@ def network_table(measured: Mapping[str, dict[str, Any]]) -> str:
             "own": 4 * numbers / 1e6,
             "gradient": gradient / 1e6,
             "exchanged": exchanged / 1e6,
+            "handed out": handed_out(completions / 1e6, data) / rate,
             "card": short_name(row["device"]),
         }
         for link in LINKS:
@@ -224,6 +231,7 @@ def network_table(measured: Mapping[str, dict[str, Any]]) -> str:
         ("gradient", "{own:,.0f} MB"),
         ("sent by a host for its sum", "{gradient:,.0f} MB"),
         ("completions, sent by process 0", "{exchanged:,.0f} MB"),
+        ("and handed out to all", "{handed out:.1f} s"),
         ("measured step of a group", "{step_s:.1f} s ({card})"),
         *((f"both at {link} Gbit/s", f"{{at {link}}}") for link in LINKS),
     ]

@@ -167,7 +167,9 @@ PARTS: dict[str, tuple] = {
     "kernel on an H100": (result_tables.kernel_part, "kernel_h100"),
     # docs/several_gpus.md
     "meshes of two hosts": (card_tables.mesh_table,),
-    "two hosts on paper": (lambda: card_tables.network_table(_preset_steps()),),
+    "two hosts on paper": (
+        lambda rows: card_tables.network_table(_preset_steps(), rows), "exchange/rows",
+    ),
     # docs/benchmarks.md
     "cards": (card_tables.card_table,),
     "kernels of other cards": (card_tables.paths_table, "rollout"),
