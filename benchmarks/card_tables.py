@@ -1,16 +1,21 @@
-"""What fits a card and what a decode step takes there at least, by arithmetic."""
+"""What fits a card or two hosts, and the least that decode steps and networks take, on paper."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import jax.numpy as jnp
 
-from benchmarks.result_tables import STEPS, rows_of, table
+from benchmarks.exchange import handed_out
+from benchmarks.result_tables import STEPS, rows_of, short_name, table
 from qerl_jax.config.experiments import grpo_gsm8k
+from qerl_jax.errors import UserError
 from qerl_jax.memory import cards, report, run_plan
 from qerl_jax.policy import sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import PROJECTIONS
+from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout import shapes
 from qerl_jax.system.device_memory import pool_of
 
@@ -38,6 +43,13 @@ CARDS = {
 STEP_ROWS = 128  # completions of a step in the preset's recipe
 _SIZES = ("1.5b", "3b", "7b", "14b", "32b", "72b")  # of Qwen2.5
 _MIXTURES = ("qwen3-30b-a3b", "qwen3.6-35b-a3b", "gpt-oss-20b")
+_HOSTS, _GPUS = 2, 8  # hosts, and GPUs of each
+_CARD = "h100-80gb"
+# Weights and new tokens of a run on the hosts.
+_RUNS = (("4 bits", 1024), ("4 bits", 16_384), ("bf16", 1024), ("bf16", 16_384))
+LINKS = 25, 100  # Gbit/s between the hosts
+_ON_PAPER = ("qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b", "qwen3.6-35b-a3b")
+TOKEN_BYTES = 12  # of a completion in an exchange, see `training.experience`
 
 
 def step_seconds(format: str, rows: int, bandwidth: float) -> float:
@@ -118,3 +130,111 @@ def memory_table(measured: Iterable[dict[str, Any]]) -> str:
     return table(
         columns, [plans(model) for model in (*(f"qwen2.5-{size}" for size in _SIZES), *_MIXTURES)]
     )
+
+
+# --- Two hosts ------------------------------------------------------------------------------------
+
+
+def mesh_table() -> str:
+    """The mesh of two hosts with 8 GPUs each by model, weights and length of completions.
+
+    It is the one that cuts the weights least. `x rows` are those that decode together in a group.
+    """
+
+    def mesh(model: str, format: str, new_tokens: int) -> str:
+        memory, hopper = cards.CARDS[_CARD]
+        config = grpo_gsm8k.get_config(f"{model},first_run")
+        config.rollout.max_new_tokens = new_tokens
+        if format == "bf16":  # else 4 bits in the format of the preset
+            config.model.format = format
+        for tensor in (1, 2, 4, 8):
+            config.mesh.data, config.mesh.tensor = _HOSTS * _GPUS // tensor, tensor
+            device = run_plan.Device(
+                int(pool_of(tensor) * memory), run_plan.kernel_of(hopper=hopper)
+            )
+            try:
+                plan = run_plan.plan_run(config, ARCHITECTURES[model], device)
+            except UserError:  # The model cannot be cut so.
+                return "-"
+            if plan.fits:
+                rows = report.largest_rows(plan, config, ARCHITECTURES[model])
+                return f"{config.mesh.data} x {tensor}, {rows:,} rows"
+        return "-"
+
+    columns = [("model", lambda model: model)]
+    columns += [
+        (f"{run[0]}, {run[1]:,} new tokens", lambda model, run=run: mesh(model, *run))
+        for run in _RUNS
+    ]
+    return table(columns, [*(f"qwen2.5-{size}" for size in _SIZES), *_MIXTURES])
+
+
+def gradient_bytes(config: ModelConfig, *, data: int, tensor: int, **adapter: Any) -> float:
+    """Bytes that each of two hosts sends to the other one, to add up the gradient of an adapter.
+
+    First each device sends all others their parts of the sum, of which half are on the other host;
+    then NCCL passes the sums around in rings, each of which leaves a host once.
+    """
+    shard = shard_of(config, tensor)
+    of_device = 4 * sizes.trained_numbers(shard, parameters="lora", **adapter)
+    total = 4 * sizes.trained_numbers(config, parameters="lora", **adapter)
+    return _GPUS * of_device * (1 - 1 / _HOSTS) + total * (1 - 1 / data)
+
+
+def exchange_bytes(completions: float, processes: int) -> float:
+    """Bytes that leave the host of process 0 where all exchange completions.
+
+    `completions` are the bytes of all of them, of which each process of another host reads those
+    of all but itself from process 0.
+    """
+    readers = processes * (1 - 1 / _HOSTS)
+    return readers * completions * (1 - 1 / processes)
+
+
+def network_table(
+    measured: Mapping[str, dict[str, Any]], exchanges: Iterable[dict[str, Any]]
+) -> str:
+    """What two hosts send in a step of 8 completions a group, and its part of a measured step.
+
+    `measured` are rows of step.json by model: a group of the hosts takes their step. `exchanges`
+    are those of exchange.json, of which the one of the most processes counts.
+    """
+    rate = max(exchanges, key=itemgetter("processes"))["mb_per_second"]
+
+    def line(model: str) -> dict[str, Any]:
+        row, config = measured[model], grpo_gsm8k.get_config(model)
+        tensor = row["devices"]  # of one group
+        data = _HOSTS * _GPUS // tensor
+        adapter = {"rank": row["lora_rank"], "targets": tuple(config.lora.targets)}
+        gradient = gradient_bytes(ARCHITECTURES[model], data=data, tensor=tensor, **adapter)
+        numbers = sizes.trained_numbers(ARCHITECTURES[model], parameters="lora", **adapter)
+        tokens = data * row["batch"] * row["new_tokens"]
+        completions = tokens * TOKEN_BYTES
+        if config.rl.routing_replay == "rollout":
+            tokens += data * row["prompt"]  # of one prompt in each group
+            completions += tokens * sizes.route_bytes(ARCHITECTURES[model])
+        exchanged = exchange_bytes(completions, data)
+        result = row | {
+            "mesh": f"{data} x {tensor}",
+            "own": 4 * numbers / 1e6,
+            "gradient": gradient / 1e6,
+            "exchanged": exchanged / 1e6,
+            "handed out": handed_out(completions / 1e6, data) / rate,
+            "card": short_name(row["device"]),
+        }
+        for link in LINKS:
+            seconds = 8 * (row["updates"] * gradient + exchanged) / (link * 1e9)
+            result[f"at {link}"] = f"{seconds:.2f} s, {seconds / (row['step_s'] + seconds):.1%}"
+        return result
+
+    columns = [
+        ("model", "{model}"),
+        ("mesh", "{mesh}"),
+        ("gradient", "{own:,.0f} MB"),
+        ("sent by a host for its sum", "{gradient:,.0f} MB"),
+        ("completions, sent by process 0", "{exchanged:,.0f} MB"),
+        ("and handed out to all", "{handed out:.1f} s"),
+        ("measured step of a group", "{step_s:.1f} s ({card})"),
+        *((f"both at {link} Gbit/s", f"{{at {link}}}") for link in LINKS),
+    ]
+    return table(columns, map(line, _ON_PAPER))

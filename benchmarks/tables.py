@@ -37,13 +37,8 @@ PAGES = (
     *(
         f"docs/{name}.md"
         for name in (
-            "agents",
-            "benchmarks",
-            "config",
-            "environments",
-            "evidence",
-            "examples",
-            "export",
+            *("agents", "benchmarks", "config", "environments", "evidence", "examples"),
+            *("export", "several_gpus"),
         )
     ),
 )
@@ -170,6 +165,12 @@ PARTS: dict[str, tuple] = {
     "startup": (result_tables.startup_table, "rollout"),
     "kernel": (result_tables.kernel_part, "kernel"),
     "kernel on an H100": (result_tables.kernel_part, "kernel_h100"),
+    # docs/several_gpus.md
+    "meshes of two hosts": (card_tables.mesh_table,),
+    "two hosts on paper": (
+        lambda rows: card_tables.network_table(_preset_steps(), rows), "exchange/rows",
+    ),
+    # docs/benchmarks.md
     "cards": (card_tables.card_table,),
     "kernels of other cards": (card_tables.paths_table, "rollout"),
 }  # fmt: skip

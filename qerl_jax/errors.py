@@ -1,6 +1,7 @@
 """The error for requests that cannot be fulfilled; its message says what to change."""
 
 import contextlib
+import errno
 import math
 import re
 from collections.abc import Generator, Mapping
@@ -10,6 +11,7 @@ from collections.abc import Generator, Mapping
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 )
+_FULL = errno.ENOSPC, errno.EDQUOT  # a full disk, and a full quota of the user
 
 
 class UserError(Exception):
@@ -68,6 +70,17 @@ def memory_errors(message: str) -> Generator[None]:
         if type(error).__name__ != "JaxRuntimeError" or "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(f"the device is out of memory: {message}") from error
+
+
+def user_text(error: BaseException) -> str:
+    """What an error says of bad input or of a full disk, to which the user has a remedy.
+
+    Returns:
+        The text; '' for another error.
+    """
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return f"no disk space: {error.filename or error}; free some and run the command again"
+    return str(error) if isinstance(error, UserError) else ""
 
 
 def first_line(error: BaseException) -> str:

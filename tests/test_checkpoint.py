@@ -206,3 +206,23 @@ def test_failed_background_write_is_reported(saved, monkeypatch):
 
 def test_keep_must_be_positive(tmp_path):
     refused("keep is 0", Checkpoints, tmp_path, keep=0)
+
+
+def test_a_process_that_could_not_write_does_not_wait_for_the_others(monkeypatch):
+    from orbax.checkpoint import multihost
+
+    waited = []
+    monkeypatch.setattr(multihost, "get_barrier_sync_fn", lambda: lambda **key: waited.append(key))
+
+    def write(error):
+        try:
+            if error:
+                raise error
+        finally:  # as in Orbax
+            checkpoint._wait_unless_failed(key="saved", timeout_ms=7)
+
+    with pytest.raises(OSError, match="full"):
+        write(OSError("full"))
+    assert not waited
+    write(None)
+    assert waited == [{"key": "saved", "timeout_ms": 7}]

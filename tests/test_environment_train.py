@@ -35,6 +35,7 @@ from qerl_jax.evaluation.sample import SampleConfig, chat, sample
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.policy import sharding
 from qerl_jax.policy.policy import Policy
+from qerl_jax.rollout.replicas import deal
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.show.html import page
 from qerl_jax.show.terminal import show
@@ -222,14 +223,15 @@ def test_an_evaluation_of_several_processes_has_the_environments_of_one(
         time_limit=5.0,
         environments=setup.collect.environments,
     )
-    whole = {answer["question"]: answer for answer in measure().answers}
+    whole = measure().answers
     assert len(whole) == 4
+    share, own_share = deal([len(prompt.ids) for prompt in setup.eval_prompts], 2)
+    assert len(own_share) == 2
     errors = json.dumps(["step: it is broken", ""])
     other = {"right": np.ones(1), "finished": np.ones(2, bool), "errors": np.array(errors)}
+    other["answers"] = np.array(json.dumps([(int(i), whole[i]) for i in share]))
     peers = types.SimpleNamespace(index=1, count=2, exchange=lambda share: [other, share])
-    answers = measure(processes=peers).answers
-    assert len(answers) == 2
-    assert all(answer == whole[answer["question"]] for answer in answers)
+    assert measure(processes=peers).answers == whole
     warning = "warning: the environment failed in 1 of 4 rows: step: it is broken\n"
     assert capsys.readouterr().err == warning
 

@@ -5,15 +5,18 @@ The processes run on one machine and connect over loopback, with Gloo in place o
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -31,6 +34,7 @@ from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.policy import sharding
 from qerl_jax.processes import folder as folder_lib
+from qerl_jax.processes import group, launch
 from qerl_jax.processes.group import Processes
 from qerl_jax.processes.launch import Rank, local_devices, read_rank
 from qerl_jax.run.metrics import read_steps
@@ -212,7 +216,7 @@ def test_a_run_that_loses_a_process_ends_with_a_line_that_names_it_and_goes_on(p
 def test_a_signal_to_one_process_saves_the_same_step_in_all(trained):
     stopped, codes, saved = trained["stopped"]
     assert codes == [128 + signal.SIGUSR1] * 2
-    assert f"saved after step {saved[-1]}; the same command continues\n" in stopped.said(0)
+    assert f"saved after step {saved[-1]}; the same command continues: " in stopped.said(0)
     assert saved in (["1"], ["1", "2"])
     assert "SIGUSR1: saving and stopping" in stopped.said(1)
 
@@ -400,12 +404,74 @@ def test_a_lost_process_ends_the_others_with_a_line_that_names_it(aborted):
     assert line.startswith(f"error: process 1 on {socket.gethostname()} is lost, which ends the ")
 
 
+@pytest.mark.parametrize(
+    ("answer", "is_lost"), [(b"settings", False), (b"", True), (None, True)], ids=str
+)
+def test_the_first_process_is_lost_unless_it_answers(monkeypatch, answer, is_lost):
+    """With None it says nothing, as a frozen process, for which the kernel still connects."""
+    monkeypatch.setattr(group, "_ANSWER_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        processes = Processes(address=f"127.0.0.1:{port}")
+
+        def serve():
+            connection, _ = server.accept()
+            if answer is not None:
+                connection.sendall(answer)
+                connection.close()
+            kept.append(connection)
+
+        kept = []
+        thread = threading.Thread(target=serve)
+        thread.start()
+        line = processes.why_aborted()
+        thread.join()
+        for connection in kept:
+            connection.close()
+    assert (line is not None) == is_lost
+    assert processes.why_aborted().startswith("error: process 0 is lost, ")  # It has ended.
+
+
+@pytest.mark.slow  # 30 s
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_process_that_no_longer_answers_ends_the_others_and_ends_once_it_does(cases, frozen):
+    """As where its host has no memory: the kernel still accepts connections for it."""
+    started = cases("sleeps")
+    started.until(lambda: all(f"connected {number}\n" in started.said(number) for number in (0, 1)))
+    started.processes[frozen].send_signal(signal.SIGSTOP)
+    other = 1 - frozen
+    assert started.processes[other].wait(LOST_SECONDS) == 1
+    (line,) = started.errors(other)
+    host = socket.gethostname()
+    assert line.startswith(f"error: process {frozen} on {host} is lost, which ends the run; ")
+    started.processes[frozen].send_signal(signal.SIGCONT)
+    assert started.wait() == [1, 1]
+    (line,) = started.errors(frozen)
+    ends = f"{other} on {host} is lost", f"{frozen} on {host} was silent for .* s, and then lost"
+    assert re.match(f"error: process ({'|'.join(ends)}), which ends the run; ", line)
+
+
 @pytest.mark.slow  # 10 s
 def test_an_error_of_one_process_ends_the_others(cases):
     started = cases("fails")
     assert started.wait() == [1, 1]
     (line,) = started.errors(0)
     assert line.endswith("failed, which ends the run: the device is out of memory")
+
+
+@pytest.mark.slow  # 10 s
+def test_a_measured_exchange_has_the_bytes_that_process_0_hands_out(tmp_path):
+    path = tmp_path / "exchange.json"
+    command = [sys.executable, "-m", "benchmarks.exchange", "--processes=2", "--megabytes=4"]
+    done = subprocess.run(
+        [*command, f"--out={path}"], cwd=step.__file__.rpartition("/benchmarks/")[0], check=True,
+        stdout=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    (row,) = json.loads(path.read_text())["rows"]
+    # Each of two processes reads the half of the other.
+    assert row["mb_per_second"] == pytest.approx(4 / row["seconds"])
+    (line,) = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]
+    assert line.startswith("processes=2 megabytes=4: ")
 
 
 @pytest.mark.slow  # 25 s
@@ -490,6 +556,55 @@ def test_a_share_may_take_longer_to_arrive_than_a_look():
         shares = processes.exchange({"x": np.array([value])})
         assert [share["x"].tolist() for share in shares] == [[value], [value]]
     assert processes._client.deleted == ["exchange/0/0"]
+
+
+def test_a_line_about_an_end_has_the_command(monkeypatch):
+    processes = Processes()
+    processes.names = [f"process {number} on node" for number in range(4)]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "x", "--workdir=my run"])
+    ends = "; the same command in all processes continues from the last checkpoint: "
+    ends += "python -m x '--workdir=my run'"
+    assert processes._loss_error([2, 3]).endswith(f"lost, which ends the run{ends}")
+    assert processes.with_command("no memory") == "no memory"  # A refused start is not repeated.
+    processes.has_checkpoint = True
+    assert processes.with_command("no memory") == f"no memory{ends}"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(errno.ENOSPC, "full", "run/a"), "no disk space: run/a; free some and run the "),
+        (OSError(errno.EDQUOT, "quota"), "no disk space: [Errno 122] quota; free some"),
+        (UserError("no reward"), "no reward"),
+        (OSError(errno.EIO, "broken", "run/a"), None),
+        (ValueError("a bug"), None),
+    ],
+)
+def test_an_error_of_a_process_names_the_command_where_the_user_has_a_remedy(
+    monkeypatch, error, text
+):
+    """Other errors stay as they are: a bug has a traceback."""
+
+    class Connected(Processes):
+        def begin(self):
+            self.has_checkpoint = True
+
+        def fail(self, error):
+            pass
+
+    monkeypatch.setattr(launch, "read_rank", lambda *_, **__: Rank("node1:99", 1, 0))
+    monkeypatch.setattr(launch, "_initialize", lambda _: None)
+    monkeypatch.setattr(launch, "Processes", lambda *_: Connected())
+    with (
+        pytest.raises(type(error) if text is None else UserError) as raised,
+        launch.connect(devices=4),
+    ):
+        raise error
+    if text is None:
+        assert raised.value is error
+    else:
+        assert str(raised.value).startswith(text)
+        assert str(raised.value).endswith(f" checkpoint: {shlex.join(sys.orig_argv)}")
 
 
 PLAIN = {

@@ -24,7 +24,6 @@ shell has closed, as by `2>&-`, is /dev/null. A character that a stream cannot e
 import argparse
 import contextlib
 import difflib
-import errno
 import functools
 import os
 import re
@@ -51,7 +50,7 @@ from qerl_jax.config.experiments import NAMES, config_file, is_installed
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.config.recipes import RECIPES
 from qerl_jax.data.mixture import name_sources
-from qerl_jax.errors import UserError, check_unicode, first_line, visible
+from qerl_jax.errors import UserError, check_unicode, first_line, user_text, visible
 from qerl_jax.rewards.from_config import name_rewards
 from qerl_jax.system.command import command_name, name_commands
 from qerl_jax.system.device_memory import take_memory
@@ -71,7 +70,6 @@ _CONFIG_MODULES = "config_config", "sweep_config"
 _SAVED = "\0saved:"  # begins what stands for the config of a run, which no file is named
 # Packages whose exits have said why.
 _MAY_EXIT = re.compile("qerl_jax|experiments|benchmarks|argparse|absl|__main__")
-_FULL = errno.ENOSPC, errno.EDQUOT  # a full disk, and a full quota of the user
 # What the second error for an unreadable config file begins with.
 _EARLIER_FAILURE = "Configuration is not available because of an earlier failure to load: "
 
@@ -160,7 +158,7 @@ def config_errors(argv: Sequence[str] = ()) -> Generator[None]:
     except UserError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.EPIPE, *_FULL):
+        if isinstance(error, BrokenPipeError) or user_text(error):
             raise  # absl could not write its help
         raise UserError(_config_message(error, argv)) from error
 
@@ -315,9 +313,9 @@ def _one_line_errors() -> Generator[None]:
             raise
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        if error.errno not in _FULL:
+        if not (text := user_text(error)):
             raise
-        _fail(f"no disk space: {error.filename or error}; free some and run the command again")
+        _fail(text)
     except StoppedError as stopped:
         sys.exit(stopped.exit_code)
     except SystemExit as stopped:

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ class GreedyScore:
     # Number of completions without a score, because a reward failed. They count neither as right
     # nor as wrong, so that scores over other problems are not comparable.
     missing: int = 0
-    # The first completions of this process, as values for JSON: `question`, `answer`, `completion`,
+    # The completions of the first prompts, as values for JSON: `question`, `answer`, `completion`,
     # `finished`, and `correct`, which is None without a score.
     answers: Sequence[Mapping[str, Any]] = ()
 
@@ -72,7 +73,7 @@ def greedy_accuracy(
     """
     shares = deal([len(prompt.ids) for prompt in prompts], processes.count)
     own_prompts = [prompts[i] for i in shares[processes.index]]
-    own_correct, ended, errors = np.zeros(0), list[Ended](), list[str]()
+    own_correct, ended, errors = np.zeros(0), dict[int, Ended](), list[str]()
     if own_prompts:  # There may be fewer prompts than processes.
         key = jax.random.key(0, impl="threefry2x32")
         rollout = PromptRollout(
@@ -88,19 +89,24 @@ def greedy_accuracy(
             for progress in rollout:
                 if on_progress is not None and progress.ended_rows < progress.rows:
                     on_progress(progress.ended_rows, progress.tokens)
-        ended = list(rollout.take(progress).values())
+        ended = rollout.take(progress)
         scores = score_completions(
             {"correct": correctness},
-            [one.to_score() for one in ended],
-            unscored={row for row, one in enumerate(ended) if one.has_failed},
+            [one.to_score() for one in ended.values()],
+            unscored={row for row, one in enumerate(ended.values()) if one.has_failed},
             time_limit=time_limit,
             on_wait=on_wait,
         )
         own_correct = is_correct(scores.parts["correct"])
         errors = [episode.error for episode in rollout.episodes]
-    finished = np.array([one.finished for one in ended], bool)
-    shared = {"right": own_correct, "finished": finished, "errors": np.array(json.dumps(errors))}
+    shared = {
+        "right": own_correct,
+        "finished": np.array([one.finished for one in ended.values()], bool),
+        "errors": np.array(json.dumps(errors)),
+        "answers": np.array(json.dumps(_shown(ended, shares[processes.index], own_correct))),
+    }
     results = processes.exchange(shared)
+    answers = [pair for share in results for pair in json.loads(str(share["answers"]))]
     errors = [e for share in results for e in json.loads(str(share["errors"]))]
     for line in failures(errors, agents=isinstance(environments, RunAgents)):
         print(f"warning: {line}", file=sys.stderr, flush=True)
@@ -110,17 +116,28 @@ def greedy_accuracy(
         accuracy=float(judged.mean()) if judged.size else math.nan,
         truncated=float(1 - np.mean(np.concatenate([share["finished"] for share in results]))),
         missing=correct.size - judged.size,
-        answers=[
+        answers=[answer for _, answer in sorted(answers, key=itemgetter(0))[:_SHOWN]],
+    )
+
+
+def _shown(
+    ended: Mapping[int, Ended], numbers: np.ndarray, correct: np.ndarray
+) -> list[tuple[int, dict[str, Any]]]:
+    """The first completions of a process as `GreedyScore.answers`, with their number among all."""
+    rows = sorted(zip(ended, ended.values(), correct.tolist(), strict=True), key=itemgetter(0))
+    return [
+        (
+            int(numbers[row]),
             {
                 "question": one.prompt.problem.question,
                 "answer": one.prompt.problem.answer,
                 "completion": one.text,
-                "finished": one.finished,
-                "correct": None if np.isnan(right) else bool(right),
-            }
-            for one, right in zip(ended[:_SHOWN], own_correct, strict=False)
-        ],
-    )
+                "finished": bool(one.finished),
+                "correct": None if math.isnan(right) else bool(right),
+            },
+        )
+        for row, one, right in rows[:_SHOWN]
+    ]
 
 
 def tokens_of_examples(prompts: Sequence[Prompt], examples: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import socket
 import sys
 import threading
@@ -31,6 +32,7 @@ _LOOK_SECONDS = 0.5
 _READ_SECONDS = 600.0  # how long a share that is there may take to arrive
 _PART_SECONDS = 10.0  # how long a process that ends waits for the others to hear why
 _JOIN_SECONDS = 5.0
+_ANSWER_SECONDS = 5.0  # how long process 0 may take to answer before it counts as lost
 _FIRST_SECONDS = 10.0  # how long process 0 may take to raise an error that another one raised
 _END_SECONDS = 600.0  # how long a finished process waits for the others
 _FAILED, _STOP, _SIGNAL = "told/failed", "told/stop", "told/signal"
@@ -44,6 +46,7 @@ class Processes:
         count: number of all processes.
         names: the processes with their hosts, such as 'process 1 on node7'.
         received: signals that this process has received; it may grow.
+        has_checkpoint: whether the run has one, so that an error in it can be followed by a start.
     """
 
     def __init__(self, index: int = 0, count: int = 1, address: str = ""):
@@ -63,8 +66,10 @@ class Processes:
             self._client = multihost.get_jax_distributed_client()
         self._exchanges = 0  # number of the next exchange
         self.received: Sequence[int] = ()
+        self.has_checkpoint = False
         self._signal = 0  # that another process has received
         self._stop: dict[str, int] | None = None
+        self._silence, self._last_look = 0.0, time.monotonic()
         self._exit_lock = threading.Lock()  # held by the thread that ends this process
         self._all_others_left, self._ended = threading.Event(), threading.Event()
         self._threads = [
@@ -170,6 +175,24 @@ class Processes:
         self._wait_for_others(range(self.count))
         self._stop_watching()
 
+    @property
+    def command(self) -> str:
+        """The command of this process, which resumes the run.
+
+        A command that takes the config from the run folder would not do: a host with a home folder
+        of its own takes it for the folder of another person.
+        """
+        return shlex.join(sys.orig_argv)
+
+    def how_to_resume(self) -> str:
+        """Says what continues the run; it reads no file, as the host that has them may be lost."""
+        how = "continues from the last checkpoint"
+        return f"the same command in all processes {how}: {visible(self.command)}"
+
+    def with_command(self, line: str) -> str:
+        """Returns a line about an error with what continues the run, if it has a checkpoint."""
+        return f"{line}; {self.how_to_resume()}" if self.has_checkpoint else line
+
     def end(self) -> None:
         """Waits until all processes are done, and disconnects; process 0 does so last."""
         self._client.wait_at_barrier("end", int(1000 * _END_SECONDS))
@@ -180,16 +203,27 @@ class Processes:
         self._stop_watching()
         jax.distributed.shutdown()
 
-    def coordinator_is_lost(self) -> str | None:
-        """Says that process 0 is lost, if it is: for the moment at which JAX aborts for it."""
+    def why_aborted(self) -> str | None:
+        """Says why JAX aborts this process: process 0 is lost, or it took this one for lost."""
         host, _, port = self._address.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+            address = host.strip("[]"), int(port)
+            with socket.create_connection(address, timeout=_ANSWER_SECONDS) as connection:
+                # The kernel connects for a process that is frozen; gRPC speaks first.
+                is_lost = not connection.recv(1)
         except socket.gaierror:
             return None
         except OSError:
+            is_lost = True
+        if is_lost:
             return self._loss_error([0])
-        return None
+        silence = max(self._silence, time.monotonic() - self._last_look)
+        if silence < HEARTBEAT_SECONDS:
+            return None
+        return (
+            f"error: {self.names[self.index]} was silent for {silence:.0f} s, and then lost, which "
+            f"ends the run; {self.how_to_resume()}"
+        )
 
     def _wait_for(self, number: int, other: int) -> bytes:
         key = f"exchange/{number}/{other}"
@@ -224,8 +258,11 @@ class Processes:
             thread.join(_JOIN_SECONDS)
 
     def _watch_messages(self) -> None:
-        """Reads the messages of other processes."""
+        """Reads the messages of other processes, and notes how long this one does not run."""
+        self._last_look = time.monotonic()
         while not self._ended.wait(_LOOK_SECONDS):
+            now = time.monotonic()
+            self._silence, self._last_look = max(self._silence, now - self._last_look), now
             try:
                 messages = dict(self._client.key_value_dir_get("told/"))
             except jax.errors.JaxRuntimeError:
@@ -239,7 +276,7 @@ class Processes:
                 if failure["process"] != self.index:
                     name = self.names[failure["process"]]
                     line = f"error: {name} failed, which ends the run: {failure['error']}"
-                    self._exit(line, range(self.count))
+                    self._exit(self.with_command(line), range(self.count))
                 return
 
     def _watch_heartbeats(self) -> None:
@@ -262,10 +299,7 @@ class Processes:
     def _loss_error(self, processes: Sequence[int]) -> str:
         names = " and ".join(self.names[number] for number in processes)
         verb = "is" if len(processes) == 1 else "are"
-        return (
-            f"error: {names} {verb} lost, which ends the run; the "
-            "same command in all processes continues from the last checkpoint"
-        )
+        return f"error: {names} {verb} lost, which ends the run; {self.how_to_resume()}"
 
     def _exit(self, line: str, alive: Sequence[int]) -> None:
         """Ends this process from a thread: its main thread may wait in a collective forever."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import jax
 
-from qerl_jax.errors import UserError, first_line
+from qerl_jax.errors import UserError, first_line, user_text
 from qerl_jax.processes.abort import line_on_abort
 from qerl_jax.processes.group import HEARTBEAT_SECONDS, Processes
 from qerl_jax.system.signals import StoppedError
@@ -125,7 +125,7 @@ def connect(*, devices: int) -> Generator[Processes]:
         with line_on_abort(lambda: f"error: {_connection_error(rank)}"):
             _initialize(rank)
         processes = Processes(rank.index, rank.count, rank.address)
-        stack.enter_context(line_on_abort(processes.coordinator_is_lost))
+        stack.enter_context(line_on_abort(processes.why_aborted))
         if rank.index:
             null = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(contextlib.redirect_stdout(null))
@@ -137,6 +137,8 @@ def connect(*, devices: int) -> Generator[Processes]:
             raise
         except BaseException as error:
             processes.fail(error)
+            if (text := user_text(error)) and processes.has_checkpoint:
+                raise UserError(processes.with_command(text)) from error
             raise
         processes.end()
 

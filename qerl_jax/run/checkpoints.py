@@ -10,6 +10,7 @@ which checkpoints they could not read, so that all of them resume from the same 
 """
 
 import contextlib
+import dataclasses
 import functools
 import shutil
 import sys
@@ -288,8 +289,29 @@ def _write_from_first_process() -> contextlib.AbstractContextManager[Any]:
     """Lets Orbax write what all processes hold from the first one, and not a part from each."""
     if jax.process_count() == 1:
         return contextlib.nullcontext()
-    saving = _orbax().options.ArrayOptions.Saving(use_replica_parallel=False)
-    return _orbax().Context(array_options=_orbax().options.ArrayOptions(saving=saving))
+    options: Any = _orbax().options
+
+    class AsyncOptions(options.AsyncOptions):
+        def v0(self) -> Any:
+            return dataclasses.replace(super().v0(), barrier_sync_fn=_wait_unless_failed)
+
+    saving = options.ArrayOptions.Saving(use_replica_parallel=False)
+    return _orbax().Context(
+        array_options=options.ArrayOptions(saving=saving), async_options=AsyncOptions()
+    )
+
+
+def _wait_unless_failed(*, key: str, timeout_ms: int) -> None:
+    """Waits for the other processes, as Orbax's own function; one that could not write does not.
+
+    Orbax calls it in `finally`. There the others never come: they wait until this one has written,
+    for twenty minutes, and hear of its error before that only if it raises.
+    """
+    if (error := sys.exception()) is not None:
+        raise error
+    from orbax.checkpoint import multihost
+
+    multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 def _one_process_context() -> contextlib.AbstractContextManager[Any]:

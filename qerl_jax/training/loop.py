@@ -182,6 +182,7 @@ def _train_in(
         ):
             processes.received = received
             run = begin(setup, folder, checkpoints, log, compilations)
+            processes.has_checkpoint = run.progress.step > 0
             if processes.writes and python_rewards != saved.get(PYTHON_REWARDS, {}):
                 record_fact(folder, PYTHON_REWARDS, python_rewards)
             try:
@@ -194,7 +195,9 @@ def _train_in(
                     save(run, stops=True)
                     step = run.progress.step
                     goes_on = "the same command continues"
-                    if processes.count == 1 and not python_rewards:
+                    if processes.count > 1:
+                        goes_on += f": {processes.command}"
+                    elif not python_rewards:
                         goes_on += f": {command_to_go_on(folder.path, steps=config.steps)}"
                     print(f"saved after step {step}; {goes_on}", flush=True)
                 if not isinstance(error, MissingProgramError):

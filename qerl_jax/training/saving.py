@@ -106,6 +106,7 @@ def save_checkpoint(run: Run) -> None:
             "prompts": run.prompts_digest,
         },
     )
+    run.setup.processes.has_checkpoint = True
     if run.setup.kept is not None:
         run.setup.kept.forget(min(run.checkpoints.steps))
 
