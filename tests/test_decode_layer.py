@@ -253,7 +253,7 @@ def test_when_the_output_projection_computes_the_norm(change, expected, monkeypa
         for name, shape in {"o": (512, 128), "gate_up": (1280, 512)}.items()
     )
     attended, scale = layer.Activations(normal(4, 8, 128)), jnp.ones(512)
-    own = layer.Own({"post_attention_layernorm": scale}, {}, 1e-6, None)
+    own = layer.Own({"post_attention_layernorm": scale}, {}, 1e-6, None, 0)
     mixed = layer.Mixed(normal(5, 8, 512), attended, o)
     with pytest.raises(StopTraceError, match="^with norm" if expected else "^without norm"):
         layer._output(own, mixed, gate_up)

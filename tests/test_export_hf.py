@@ -680,7 +680,7 @@ def test_a_base_that_is_in_nvfp4_already(tiny, tmp_path, capsys):
     run_export(run, "peft")
     assert f"vllm serve {base} --enable-lora" in capsys.readouterr().out
     run_export(run, "nvfp4")
-    refused("holds NVFP4 weights alone", run_export, run, "merged", onto="bf16")
+    refused("holds NVFP4 weights; leave it out", run_export, run, "merged", onto="bf16")
 
 
 def test_a_run_that_trained_everything(tiny, tmp_path):

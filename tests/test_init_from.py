@@ -206,9 +206,10 @@ def best(origin, tiny, tmp_path, monkeypatch):
     saved = json.loads((run / "config.json").read_text())["config"]
     lora = {name: saved["lora"][name] for name in ("rank", "alpha", "rslora")}
     options = LoraConfig(**lora, targets=tuple(saved["lora"]["targets"]))
+    architecture = tiny_run.architecture(tiny.model)
 
     def save(step, between=lambda: None):
-        trainable = load_peft_adapter(run / "adapter", tiny_run.architecture(tiny.model), options)
+        trainable = load_peft_adapter(run / "adapter", architecture, options)
         trainable = jax.tree.map(lambda x: x + step, trainable)
         write = saving.write_atomic
 
@@ -219,14 +220,14 @@ def best(origin, tiny, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(saving, "write_atomic", late)
             method = types.SimpleNamespace(lora_config=options)
-            model = types.SimpleNamespace(source="base")
+            model = types.SimpleNamespace(source="base", config=architecture)
             config = ConfigDict({"train": {"parameters": "lora"}})
             setup = types.SimpleNamespace(method=method, model=model, config=config)
             saving.save_best(RunFolder(run), setup, trainable, step=step, accuracy=step / 10)
         return checksum(trainable)
 
     method = types.SimpleNamespace(lora_config=options)
-    model = types.SimpleNamespace(config=tiny_run.architecture(tiny.model))
+    model = types.SimpleNamespace(config=architecture)
     config = ConfigDict({"init_from": f"{run}:best"})
     setup = types.SimpleNamespace(config=config, method=method, model=model)
 
