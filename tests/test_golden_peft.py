@@ -120,8 +120,8 @@ def test_adapters_of_routed_experts(family, tmp_path):
     )
     adapter = load_peft_adapter(folder, model.config, options)
     assert_logits(model.params, adapter.lora, model.config, expected, "stacked")
-    in_turn = names.takes_turns(model.config)
-    written = {"base_model": family, "in_turn": in_turn}
+    interleaved = names.interleaves(model.config)
+    written = {"base_model": family, "interleaved": interleaved}
     save_peft_adapter(tmp_path / "stacked", adapter, options, **written)
     files = [path / "adapter_model.safetensors" for path in (tmp_path / "stacked", folder)]
     assert files[0].read_bytes() == files[1].read_bytes()
