@@ -16,14 +16,17 @@ import trees
 from refusal import refused
 
 import qerl_jax
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.export import write
 from qerl_jax.export.write import ExportConfig, export
+from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.quantization import cache
+from qerl_jax.quantization import base, cache
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.weights import safetensors
+from qerl_jax.weights.checkpoint import open_checkpoint
 from qerl_jax.weights.load import load
 
 CALIBRATED = {"model.calibration": "gptq", "steps": 2, "eval.every": 0}
@@ -264,8 +267,6 @@ def test_another_config_has_a_base_of_its_own(run, home, changes, tiny, tmp_path
 
 
 def test_a_killed_calibration_leaves_nothing_half_written(tiny, tmp_path, monkeypatch):
-    from qerl_jax.quantization import base
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     layers = base.calibrated_layers
 
@@ -281,6 +282,18 @@ def test_a_killed_calibration_leaves_nothing_half_written(tiny, tmp_path, monkey
     assert not (tmp_path / "run").exists()
     qerl_jax.train(tiny.config(CALIBRATED), workdir=tmp_path / "run")
     assert len(entries(tmp_path)) == 1
+
+
+def test_gpt_oss_is_not_calibrated(tmp_path):
+    """Its plan says so, and a run does before it samples a text."""
+    config = get_config("gpt-oss-20b")
+    config.model.format, config.model.calibration = "nvfp4", "gptq"
+    words = "model.calibration='gptq': a gpt_oss is not calibrated"
+    refused(words, base.describe_cost, config, ARCHITECTURES["gpt-oss-20b"])
+    checkpoint = open_checkpoint(
+        str(tiny_run.write_model(tmp_path / "model", model_type="gpt_oss"))
+    )
+    refused(words, base.calibrated_base, config, checkpoint, [])
 
 
 def test_an_nvfp4_checkpoint_is_taken_as_it_is(run, tiny, home, tmp_path, monkeypatch):

@@ -214,6 +214,7 @@ def test_gpt_oss_of_transformers_own_class(changes):
         ({"sliding_window": 0}, "sliding_window is 0, must be positive"),
         ({"layer_types": ["sliding_attention"]}, "must name one of sliding_attention, full_att"),
         ({"layer_types": "sliding_attention"}, "layer_types is 'sliding_attention'"),
+        ({"layer_types": [["full_attention"]] * 28}, r"layer_types is \[\['full_attention'\]"),
         ({"num_hidden_layers": 1 << 60}, "layers are more than"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "original_max_position_embed"),
         ({"rope_scaling": YARN | {"factor": 0.5}}, "YaRN by 0.5 between"),

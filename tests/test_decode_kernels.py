@@ -217,16 +217,11 @@ def test_attention(dtype, qk_norm, kv_heads, group, positions, head_dim, num_sms
     assert_same_cache(caches[1], values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpret", BACKENDS)
 @pytest.mark.parametrize(
     ("kv_heads", "group", "positions", "window", "num_sms"),
-    [
-        (1, 3, 333, 130, 132),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((2, 8, 600, 128, 132), (2, 8, 300, 1, 1), (1, 9, 200, 64, 132))
-        ),
-    ],
+    [(1, 3, 333, 130, 132), (2, 8, 600, 128, 132), (2, 8, 300, 1, 1), (1, 9, 200, 64, 132)],
 )
 def test_attention_with_sinks_and_a_window(kv_heads, group, positions, window, num_sms, interpret):
     """Of rows shorter and longer than the window, which begins in any block."""

@@ -39,7 +39,7 @@ from qerl_jax.policy.quant import quantize, tile_order
         ("qwen2", PROJECTIONS, 3),
         pytest.param("qwen3", ("k_proj", "down_proj"), 8, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", (), 4, marks=pytest.mark.slow),
-        ("gpt_oss", ("q_proj", "o_proj"), 1),
+        pytest.param("gpt_oss", ("q_proj", "o_proj"), 1, marks=pytest.mark.slow),
         pytest.param("gpt_oss with adapters of experts", ("k_proj",), 3, marks=pytest.mark.slow),
     ],
 )

@@ -20,7 +20,7 @@ from tiny_checkpoints import write_tokenizer
 
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.data import environment_config
-from qerl_jax.data.environments import columns_of, conversation_metrics
+from qerl_jax.data.environments import columns_of, conversation_columns, conversation_metrics
 from qerl_jax.data.prompts import Problem
 from qerl_jax.environments import episodes as episodes_module
 from qerl_jax.environments import worker
@@ -557,6 +557,26 @@ def calculate(pool, turns, **options):
             reply = take_turn(episodes, text=text, **last)
             replies.append(written.decode(reply.ids))
     return replies, reply.ending, episodes.episodes[0]
+
+
+@pytest.mark.parametrize("name", ["calculator", "faults"])
+def test_rewards_of_a_conversation_get_answers_alone(name, pool):
+    """Of a turn of gpt-oss the final channel, also of turns before the last one."""
+
+    class Channels(Written):
+        def answer(self, ids):
+            return self.decode(ids).rpartition("final:")[2]
+
+    said = environments(pool, Channels(), name, max_turns=2, time_limit=10.0)
+    columns = {"answer": "3"} if name == "calculator" else {"question": "t3 t4"}
+    with Episodes(said, [columns], [0], [None]) as episodes:
+        if name == "faults":
+            take_turn(episodes, text="t9 final:t3 t4")
+        take_turn(episodes, text="t9 final:t5")
+        (episode,) = episodes.episodes
+    turns = ["t3 t4", "t5"] if name == "faults" else ["t5"]
+    assert conversation_columns(episode)["turns"] == turns
+    assert episode.answer == "t5"
 
 
 def test_calls_that_fail_are_messages(pool):

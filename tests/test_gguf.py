@@ -130,6 +130,29 @@ def test_experts_that_do_not_fit(tmp_path, metadata, named):
     refused(named, gguf.open_gguf, path)
 
 
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"rope.scaling.yarn_beta_fast": 0.5}, "between 1.0 and 0.5 rotations"),
+        ({"rope.scaling.factor": float("inf")}, "YaRN by inf"),
+        ({"rope.scaling.factor": 0.5}, "rope.scaling.factor=0.5 is less than 1"),
+        ({"rope.scaling.type": "linear"}, "rope.scaling.type='linear'"),
+        ({"block_count": 2**31}, "2147483648 layers are more than"),
+        ({"attention.sliding_window": 0}, "window of 0 positions"),
+    ],
+)
+def test_settings_of_gpt_oss_that_are_not_supported(tmp_path, metadata, named):
+    path, _ = write(tmp_path, model_config("gpt_oss"), metadata=metadata)
+    assert str(path) in refused(named, gguf.open_gguf, path)
+
+
+def test_limits_of_yarn_are_read(tmp_path):
+    metadata = {"rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0}
+    path, _ = write(tmp_path, model_config("gpt_oss"), metadata=metadata)
+    scaling = gguf.open_gguf(path).config.rope_scaling
+    assert (scaling.beta_fast, scaling.beta_slow) == (16.0, 2.0)
+
+
 def test_an_unknown_architecture(tmp_path):
     writer = gguf_package.GGUFWriter(tmp_path / "x.gguf", "gemma3")
     writer.write_header_to_file()

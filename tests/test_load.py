@@ -260,6 +260,7 @@ def test_a_mixture_may_be_packed_in_part(tmp_path, dense, named):
         ({"format": "float-quantized"}, "float-quantized"),
         ({"format": None}, "by 'compressed-tensors' are not supported"),
         ({"quant_method": "bitsandbytes", "format": None}, "by 'bitsandbytes' are not supported"),
+        ({"quant_method": "mxfp4"}, "by 'mxfp4' as .* are not supported.* 'mxfp4' of gpt-oss"),
         ({"transform_config": {"config_groups": {}}}, "transform_config"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "'num_bits': 8"),

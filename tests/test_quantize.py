@@ -259,6 +259,8 @@ def test_the_command_refuses(tmp_path, monkeypatch, source, text, changes, named
 def test_the_command_refuses_packed_and_unreadable_sources(tiny, tmp_path, source, text):
     packed = str(GOLDEN / "nvfp4_llama")
     refused("in NVFP4 already", command.run, options(model=packed, out=str(tmp_path / "out")))
+    for name, words in (("gpt_oss_mxfp4", "in MXFP4 already"), ("gpt_oss", "not written in NVFP4")):
+        refused(words, command.run, options(model=str(GOLDEN / name), out=str(tmp_path / "out")))
     run = finished_run.write_run(tmp_path / "run", tiny)
     with pytest.raises(UserError, match=r"is a run, .* experiments.export .*--format=nvfp4"):
         command.run(options(model=str(run), out=str(tmp_path / "out")))

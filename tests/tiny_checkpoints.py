@@ -242,12 +242,12 @@ def published_gpt_oss(config, tensors):
                     continue
                 parts = [found.pop(f"{module}.weight{suffix}") for module in modules]
                 parts = np.stack(parts).reshape(config.experts.count, members, *parts[0].shape)
-                rows = names.in_turn(parts)
+                rows = names.interleaved(parts)
                 if suffix == "_packed":
                     rows = rows.reshape(*rows.shape[:2], -1, 16)
                 found[f"{base}{stored}"] = rows if suffix else rows.swapaxes(1, 2)
         bias = f"{names.stacked_tensor(layer, 'experts_gate_up')}_bias"
-        found[bias] = names.in_turn(found[bias])
+        found[bias] = names.interleaved(found[bias])
     return {name: np.ascontiguousarray(tensor) for name, tensor in found.items()}
 
 

@@ -109,8 +109,8 @@ class _QueryBlocks:
         """The scores [64, 64] of keys and queries, and -inf where a query does not see a key.
 
         `keys` and `ends` [64] are the index and the `Segments.ends` of each key, from the tile's
-        first. A window are the positions from which on a query does not see a key [64], and in
-        shared memory the positions of the queries [64].
+        first. `window` has for each key the first position whose query does not see it [64] and,
+        in shared memory, the positions of the queries [64].
         """
 
         def hide():

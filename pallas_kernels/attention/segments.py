@@ -38,8 +38,8 @@ class Segments(NamedTuple):
         sums: int32 [T / 128, 2], the first slot of each divided tile of keys and its number of
             parts, or zeros.
         ends: int32 [T], the end of the run of queries that see each key.
-        positions: int32 [T], the position of each token in its row, which a window is by; None
-            where there is no window. It is not of `segments`, see `windowed`.
+        positions: int32 [T], the position of each token in its row, where attention has a window;
+            None otherwise, and in what `segments` returns.
     """
 
     ids: Array

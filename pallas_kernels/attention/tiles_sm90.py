@@ -130,8 +130,8 @@ class KeyBlocks:
         """The scores [64, size] of the i-th block, and -inf where a query does not see a key.
 
         `queries` [64] has the index of each query, `ends` [size], in shared memory, the
-        `Segments.ends` of each key. A window are the positions of the queries [64], and in shared
-        memory the positions [size] from which on a query does not see a key.
+        `Segments.ends` of each key. `window` has the positions of the queries [64] and, in shared
+        memory, for each key the first position whose query does not see it [size].
         """
 
         def hide():

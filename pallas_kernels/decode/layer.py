@@ -20,9 +20,9 @@ A mixture of experts has these steps after attention:
     step       kernels                    conditions
     output     o_proj, add_rmsnorm        none; the norm also multiplies by the router
     route      route_experts              M <= 256
-    experts    experts_mlp                FP4 in tiles of eight rows (`experts.api`), no biases;
-                                          the norm of the next layer adds the pairs of each
-                                          token up
+    experts    experts_mlp                FP4 in tiles of eight rows (`experts.api`), no biases
+                                          and no limit; the norm of the next layer adds the
+                                          pairs of each token up
                two grouped products       none; XLA adds the biases, and clamps SwiGLU
     shared     experts_mlp                if all tokens have an expert, too, of the same width, FP4
                                           and with few ranks: the same kernel; the norm of the
@@ -134,11 +134,6 @@ class Own(NamedTuple):
     eps: float  # epsilon of the norms
     axis: str | None  # axis of a mesh whose devices have the layer together
     window: int  # number of positions that a token sees, 0 for all
-
-    @property
-    def limits(self) -> dict[str, Any]:
-        """What changes attention: 'sinks', and 'window'."""
-        return {"sinks": self.layer.get("sinks"), "window": self.window}
 
     def projection(self, name: str) -> Projection:
         """A projection of the layer."""
@@ -425,7 +420,8 @@ def _attention(
     """Attention, and the updated keys and values; the output projection reads the former."""
     if len(inputs.qkv) > len(inputs.lengths):
         return _attention_of_several(inputs, o, own)
-    options, (sinks, window) = {"eps": own.eps, "num_sms": num_sms()}, own.limits.values()
+    options = {"eps": own.eps, "num_sms": num_sms()}
+    sinks, window = own.layer.get("sinks"), own.window
     # The Hopper kernel makes x A^T too: after attention in one part nothing is left to do.
     unsplit = (
         isinstance(o.weight, Fp4Tiles)
@@ -456,7 +452,8 @@ def _attention_of_several(
     with jax.named_scope("attention"):
         written = attention_queries.write(inputs, eps=own.eps)
         count = len(inputs.qkv) // len(inputs.lengths)
-        merged = _attend_queries(written, count, inputs.num_heads, o.a, **own.limits)
+        limits = {"sinks": own.layer.get("sinks"), "window": own.window}
+        merged = _attend_queries(written, count, inputs.num_heads, o.a, **limits)
         return Activations(*merged), written.keys, written.values
 
 

@@ -194,9 +194,9 @@ def _limited(x, experts, table, row_weights, width, limit):
     gate, up = jnp.split(y, 2, axis=1)
     hidden = activated(gate, up, limit)
     y = product((hidden * weights).astype(x.dtype), 1, outputs)
-    return (
-        y if biases is None else (y + weights * bias_of(biases[1], table, x.dtype)).astype(x.dtype)
-    )
+    if biases is not None:
+        y = (y + weights * bias_of(biases[1], table, x.dtype)).astype(x.dtype)
+    return y
 
 
 def takes_shared(

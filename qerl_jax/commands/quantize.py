@@ -30,7 +30,6 @@ from typing import Any
 from qerl_jax.commands import cli
 from qerl_jax.system.command import command_name
 from qerl_jax.system.signals import exit_on_stop_signals
-from qerl_jax.weights.names import takes_turns
 
 _DEFAULTS = {"windows": 160, "width": 512}
 
@@ -73,10 +72,10 @@ def _quantize(arguments: argparse.Namespace) -> None:
     if checkpoint.packed:
         form = checkpoint.packed_form.upper()
         raise UserError(f"{checkpoint.path}: its weights are in {form} already")
-    if takes_turns(checkpoint.config):
+    if not checkpoint.config.packs_projections:
         raise UserError(
             f"{checkpoint.path}: a {checkpoint.config.model_type} is not written in NVFP4, which "
-            "no program reads; its hub has it with experts in MXFP4"
+            "no program reads: take the published model, whose experts are in MXFP4"
         )
     calibration, held_out = _texts(arguments, checkpoint)
     rounded_errors: list[dict[str, float]] = []

@@ -115,7 +115,8 @@ def environment_of(columns: Mapping[str, Any], names: Sequence[str]) -> str:
 class Episode:
     """What has happened to a row."""
 
-    # Role ('assistant' or 'environment') and text of everything after the prompt.
+    # Role ('assistant' or 'environment') and text of everything after the prompt; turns of the
+    # policy as rewards get them.
     parts: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     # The same as chat messages, as TRL gives them to rewards.
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -226,13 +227,12 @@ class Episodes:
         ids = list(turn.ids)
         if turn.complete and ids[-1] in self._all.tokenizer.eos_ids:
             ids = ids[:-1]
-        text = self._all.tokenizer.decode(ids)
+        text = self._all.tokenizer.answer(ids)
         episode.parts.append(("assistant", text))
         if episode.turns == 1:
             self._request(row, self._all.reset_request(self._columns[row], self._seeds[row]))
         calls: list[Call] = []
         if self._all.contracts[self._names[row]].kind == "text":
-            text = self._all.tokenizer.answer(ids)
             episode.messages.append({"role": "assistant", "content": text})
             self._request(row, {"op": "step", "text": text})
         else:

@@ -31,7 +31,7 @@ from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.system.live_line import waiting
 from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.load import LoadedModel
-from qerl_jax.weights.names import takes_turns
+from qerl_jax.weights.names import interleaves
 
 _FOUR_BITS = ("nvfp4", "mxfp4")
 
@@ -92,7 +92,7 @@ def merged_layers(
             if lora is not None and name in adapters:
                 update = functools.partial(expert_update, adapters[name], lora.scale)
             weight, form = layer[name], format
-            if update is None and takes_turns(model.config) and isinstance(weight, QuantTensor):
+            if update is None and interleaves(model.config) and isinstance(weight, QuantTensor):
                 # Those of gpt-oss are published in MXFP4.
                 form = weight.format if weight.format == "mxfp4" else format
             experts[name] = _round_experts(

@@ -290,7 +290,7 @@ def number_format(config: ExportConfig) -> str:
 
 
 def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
-    if names.takes_turns(policy.base.config) and number_format(config) not in ("", "bf16"):
+    if names.interleaves(policy.base.config) and number_format(config) not in ("", "bf16"):
         raise UserError(
             f"--format={config.format}: a {policy.base.config.model_type} is exported by "
             "--format=peft, or by --format=merged, where experts in MXFP4 keep their bytes"
@@ -396,7 +396,7 @@ def _export_adapter(
             base_model=base_model,
             nested=nested,
             stacked=card.stacked_experts,
-            in_turn=names.takes_turns(base.config),
+            interleaved=names.interleaves(base.config),
         )
         written = peft.load_peft_adapter(staged, base.config, policy.lora_config)
         if checksum(written) != checksum(trainable):
@@ -478,7 +478,7 @@ def _export_model(config: ExportConfig, policy: LoadedPolicy, out: Path) -> Card
 
 def _keeps_blocks(policy: LoadedPolicy) -> bool:
     """Whether a merged model keeps the experts of its base as they are, in MXFP4."""
-    in_blocks = names.takes_turns(policy.base.config) and policy.base.format == "mxfp4"
+    in_blocks = names.interleaves(policy.base.config) and policy.base.format == "mxfp4"
     return in_blocks and not _adapts_experts(policy)
 
 

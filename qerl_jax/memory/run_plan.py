@@ -247,7 +247,8 @@ def plan_run(
     weights += sizes.head_copy_bytes(model, config.rollout.head_format)
     if device.pool is not None:
         spread = _PACKED_SPREAD - 1
-        if not model.packs_projections:  # Others of such models have whole tiles, or hardly more.
+        if not model.packs_projections:
+            # Widths of gpt-oss are no multiples of a tile, which those of other models hardly miss.
             spread += sizes.tile_padding(model) - 1
         weights += int(spread * sizes.packed_bytes(model, config.model.format))
     free = None if device.usable is None else device.usable - weights - training

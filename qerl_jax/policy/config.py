@@ -77,12 +77,13 @@ class YarnScaling:
     attention_factor: float  # multiplies the cosines and sines
 
     def __post_init__(self):
-        if not self.factor >= 1 or not 0 < self.beta_slow < self.beta_fast:
+        has_range = 0 < self.beta_slow < self.beta_fast < math.inf
+        if not 1 <= self.factor < math.inf or not has_range:
             raise UserError(
                 f"model config: YaRN by {self.factor} between {self.beta_slow} and "
                 f"{self.beta_fast} rotations: the factor must be at least 1, the range not empty"
             )
-        if self.original_max_position < 1 or not self.attention_factor > 0:
+        if self.original_max_position < 1 or not 0 < self.attention_factor < math.inf:
             raise UserError(
                 f"model config: YaRN from {self.original_max_position} positions with "
                 f"attention_factor {self.attention_factor}: both must be positive"
@@ -525,7 +526,8 @@ def _gpt_oss_fields(hf: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
 
 def _layers_of_kind(kinds: Any, known: tuple[str, ...], layers: int) -> tuple[int, ...]:
     """Returns the numbers of the layers whose kind, in a list for all of them, is the first one."""
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(known):
+    is_list = isinstance(kinds, list) and len(kinds) == layers
+    if not is_list or not all(kind in known for kind in kinds):
         raise UserError(
             f"config.json: layer_types is {kinds!r:.100}, must name one of {', '.join(known)} for "
             f"each of the {layers} layers"

@@ -57,8 +57,23 @@ def recorded_digest(run: Mapping[str, Any]) -> str:
     return fact.get("digest", "") if isinstance(fact, Mapping) else ""
 
 
+def check_calibrates(model: ModelConfig) -> None:
+    """Raises a UserError for a model that is not calibrated."""
+    if not model.packs_projections:
+        raise UserError(
+            f"model.calibration='gptq': a {model.model_type} is not calibrated, as it was trained "
+            "with experts in MXFP4; pass --config.model.format=mxfp4, or for experts of 16 bits "
+            "--config.model.calibration=none"
+        )
+
+
 def calibration_cost(model: ModelConfig) -> tuple[int, int]:
-    """Estimates the seconds on an H100 and the bytes on the disk that a calibrated base takes."""
+    """Estimates the seconds on an H100 and the bytes on the disk that a calibrated base takes.
+
+    Raises:
+        UserError: the model is not calibrated.
+    """
+    check_calibrates(model)
     seconds = _SECONDS + _SECONDS_PER_WEIGHT * packed_numbers(model)
     return round(seconds), weight_bytes(model, format="nvfp4", itemsize=2)
 
@@ -90,6 +105,7 @@ def calibrated_base(
     Raises:
         UserError: the cache cannot be written, or the model cannot be quantized.
     """
+    check_calibrates(checkpoint.config)
     text = TextConfig(max_new_tokens=min(512, config.rollout.max_new_tokens))
     chosen = choose_prompts([prompt.ids for prompt in prompts], text)
     facts = _facts(checkpoint) | {

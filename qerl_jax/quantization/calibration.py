@@ -109,12 +109,6 @@ def calibrated_layers(
     Raises:
         UserError: the inputs of a projection fill no whole blocks, or as in `calibrate`.
     """
-    if names.takes_turns(checkpoint.config):
-        raise UserError(
-            f"{checkpoint.path}: a {checkpoint.config.model_type} is not calibrated, as it is "
-            "trained with experts in MXFP4; load those (in a run: --config.model.format=mxfp4), or "
-            "pass --config.model.calibration=none"
-        )
     check_formats(checkpoint, "nvfp4")
     read = functools.partial(read_layer, checkpoint, dtype=DTYPES["bfloat16"])
     layers = each_layer(read, checkpoint.config.num_layers, label="calibrating")

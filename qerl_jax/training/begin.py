@@ -68,7 +68,7 @@ from qerl_jax.training.kept_sessions import KeptSessions
 from qerl_jax.training.saving import Run, policy_folder, save_checkpoint
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import Progress
-from qerl_jax.weights.names import takes_turns
+from qerl_jax.weights.names import interleaves
 from qerl_jax.weights.peft import load_peft_adapter, read_peft_config, save_peft_adapter
 
 # Folded into the key of the run, and then a checksum of the parameters that it begins with: the
@@ -359,7 +359,7 @@ def _begin_from(
                 state.trainable,
                 setup.method.lora_config,
                 base_model=setup.model.source,
-                in_turn=takes_turns(setup.model.config),
+                interleaved=interleaves(setup.model.config),
             )
     facts = {"step": step, "cursor": cursor.to_json(), "parameters": origin_checksum}
     setup.processes.check_same(facts, _REMEDY)

@@ -33,7 +33,7 @@ from qerl_jax.system.live_line import LiveLine
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import Progress, StepResult
 from qerl_jax.training.validate import how_to_train_on
-from qerl_jax.weights.names import takes_turns
+from qerl_jax.weights.names import interleaves
 from qerl_jax.weights.peft import save_peft_adapter
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
 
@@ -250,7 +250,7 @@ def save_policy(
     """
     path, model = policy_folder(folder, setup.config, best=best), setup.model
     if trainable.lora is not None:
-        options = {"base_model": model.source, "in_turn": takes_turns(model.config)}
+        options = {"base_model": model.source, "interleaved": interleaves(model.config)}
         save_peft_adapter(path, trainable, setup.method.lora_config, **options)
         return
     dtype = setup.config.model.dtype

@@ -101,7 +101,7 @@ def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
 
 def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
     hf, config = _read_config(path)
-    layout = packed.layout(path, hf)
+    layout = packed.layout(path, hf, mxfp4=not config.packs_projections)
     form = "mxfp4" if layout == packed.MXFP4 else "nvfp4"
     tensors, ignored = safetensors.read_folder(path), []
     if config.model_type in NESTED_TYPES:

@@ -322,7 +322,7 @@ def _config(
     head_dim = get("attention.key_length", default=embed_dim // max(num_heads, 1))
     of_family = _hybrid(path, get, tensors) if architecture in ("qwen35", "qwen35moe") else {}
     if architecture == "gpt-oss":
-        of_family = _gpt_oss(path, get)
+        of_family = _gpt_oss(path, get, tensors)
     is_mixture = architecture.endswith("moe") or architecture == "gpt-oss"
     experts = _experts(path, get, architecture) if is_mixture else None
     plain = {
@@ -375,22 +375,37 @@ def _experts(path: pathlib.Path, get: functools.partial, architecture: str) -> E
         raise UserError(f"{path}: {error}") from error
 
 
-def _gpt_oss(path: pathlib.Path, get: functools.partial) -> dict[str, Any]:
-    """Returns the fields of gpt-oss, whose YaRN llama.cpp does with rounded limits alone."""
+def _gpt_oss(
+    path: pathlib.Path, get: functools.partial, tensors: Mapping[str, GgufTensor]
+) -> dict[str, Any]:
+    """Returns the fields that only gpt-oss has.
+
+    The limits of YaRN are not rounded, as in the published config.json; llama.cpp rounds them.
+    """
     scaling = None
     if get("rope.scaling.type", kind=str, default="none") == "yarn":
         factor = _decimal(get("rope.scaling.factor", kind=float))
         if not factor >= 1:
             raise UserError(f"{path}: rope.scaling.factor={factor} is less than 1")
         original = get("rope.scaling.original_context_length")
-        scaling = YarnScaling(
-            *(factor, 32.0, 1.0, original, False), attention_factor=0.1 * math.log(factor) + 1
+        fast, slow = (
+            _decimal(get(f"rope.scaling.yarn_beta_{name}", kind=float, default=default))
+            for name, default in (("fast", 32.0), ("slow", 1.0))
         )
+        try:
+            scaling = YarnScaling(
+                *(factor, fast, slow, original),
+                truncate=False,
+                attention_factor=0.1 * math.log(factor) + 1,
+            )
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+    layers = {_layer_of(name) for name in tensors if ".attn_sinks." in name}
     return {
         "rope_scaling": scaling,
         "sinks": True,
         "window": get("attention.sliding_window"),
-        "window_layers": tuple(range(0, get("block_count"), 2)),
+        "window_layers": tuple(sorted(number for number in layers if number % 2 == 0)),
         "other_biases": True,
         "swiglu_limit": _SWIGLU_LIMIT,
     }

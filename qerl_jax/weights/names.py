@@ -72,11 +72,11 @@ def expert_tensors(config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str,
 
     Tensors that stack all experts of a layer are cut into views: [E, N, K] of the weights, and in
     the NVFP4 of compressed-tensors the stacked weight_packed, weight_scale and weight_global_scale;
-    of gpt-oss what `in_turn` describes.
+    of gpt-oss what `interleaved` describes.
     """
     found = dict(tensors)
-    if takes_turns(config):
-        return _expert_tensors_in_turn(config, found)
+    if interleaves(config):
+        return _interleaved_expert_tensors(config, found)
     stacks = {
         f"{_MODULES[stack.name]}.{stack.tensor}{suffix}": (stack, suffix)
         for stack in kinds.STACKS.values()
@@ -101,15 +101,15 @@ def expert_tensors(config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def takes_turns(config: ModelConfig) -> bool:
-    """Whether stacked experts have the rows of gate and up in turn, and dense ones [K, N]."""
+def interleaves(config: ModelConfig) -> bool:
+    """Whether checkpoints store experts with rows of gate and up in turn, and dense ones [K, N]."""
     return config.model_type == "gpt_oss"
 
 
-def in_turn(parts: np.ndarray) -> np.ndarray:
+def interleaved(parts: np.ndarray) -> np.ndarray:
     """Returns rows [E, members, n, ...] of experts as gpt-oss stores them, [E, N, ...].
 
-    Row i of all members is next to each other: gate in even rows, up in odd ones. That holds for
+    Rows i of all members are next to each other: gate in even rows, up in odd ones. That holds for
     `experts.gate_up_proj_bias` [E, 2F] and for the MXFP4 of `experts.gate_up_proj_blocks`
     [E, 2F, D/32, 16] and `_scales` [E, 2F, D/32], whose bytes are those of `QuantTensor`. A dense
     `experts.gate_up_proj` is [E, D, 2F].
@@ -118,7 +118,7 @@ def in_turn(parts: np.ndarray) -> np.ndarray:
     return rows.reshape(len(rows), -1, *rows.shape[3:])
 
 
-def _expert_tensors_in_turn(config: ModelConfig, found: dict[str, Any]) -> dict[str, Any]:
+def _interleaved_expert_tensors(config: ModelConfig, found: dict[str, Any]) -> dict[str, Any]:
     """`expert_tensors` of gpt-oss, whose packed experts get the names of compressed-tensors."""
     suffixes = {"": "", "_blocks": "_packed", "_scales": "_scale", "_bias": ""}
     for layer, (name, stack) in itertools.product(range(config.num_layers), kinds.STACKS.items()):

@@ -44,10 +44,11 @@ _LARGEST_SCALE_BYTE = 0x7E  # 448; larger bytes are NaN and the negative numbers
 _LARGEST_PRODUCT = np.float32(448 * 6)
 
 
-def layout(folder: pathlib.Path, hf: Mapping[str, Any]) -> str | None:
+def layout(folder: pathlib.Path, hf: Mapping[str, Any], *, mxfp4: bool) -> str | None:
     """Tells how the projections of a model folder are stored, by `hf`, its config.json.
 
-    An older ModelOpt writes hf_quant_config.json into the folder.
+    An older ModelOpt writes hf_quant_config.json into the folder. `mxfp4` says whether the family
+    may be in MXFP4, as gpt-oss is.
 
     Returns:
         COMPRESSED_TENSORS, MODELOPT, MXFP4, or None where the weights are dense.
@@ -63,7 +64,7 @@ def layout(folder: pathlib.Path, hf: Mapping[str, Any]) -> str | None:
     if not isinstance(quantization, dict):
         raise UserError(f"{folder}: quantization_config is {quantization!r:.50}, must be an object")
     method = quantization.get("quant_method")
-    if method == MXFP4:
+    if method == MXFP4 and mxfp4:
         return MXFP4
     if method == MODELOPT:
         details = quantization.get("quantization", quantization)
@@ -82,7 +83,8 @@ def layout(folder: pathlib.Path, hf: Mapping[str, Any]) -> str | None:
         raise UserError(
             f"{folder}: weights quantized by {method!r:.50}{form} are not supported; "
             "supported: 'compressed-tensors' as 'nvfp4-pack-quantized', 'modelopt' as "
-            f"{' or '.join(map(repr, _MODELOPT_ALGORITHMS))}, or unquantized weights"
+            f"{' or '.join(map(repr, _MODELOPT_ALGORITHMS))}, 'mxfp4' of gpt-oss, or unquantized "
+            "weights"
         )
     unusual += _unusual_groups(quantization.get("config_groups"))
     if unusual:

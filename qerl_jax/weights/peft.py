@@ -62,7 +62,7 @@ def save_peft_adapter(
     lora_config: LoraConfig,
     *,
     base_model: str,
-    in_turn: bool = False,
+    interleaved: bool = False,
 ) -> None:
     """Writes an adapter folder: adapter_config.json and adapter_model.safetensors (float32).
 
@@ -73,13 +73,13 @@ def save_peft_adapter(
         trainable: the adapter and, where they are trained too, the norms (PEFT's modules_to_save).
         lora_config: the adapter's options.
         base_model: hub id or path of the base model, written as base_model_name_or_path.
-        in_turn: whether the base has gate and up of experts in turn, see `names.takes_turns`.
+        interleaved: whether the base has gate and up of experts in turn, see `names.interleaves`.
 
     Raises:
         UserError: the folder cannot be written, for example because the disk is full.
     """
     with staged_folder(folder, replace=True) as new_folder:
-        options = {"base_model": base_model, "in_turn": in_turn}
+        options = {"base_model": base_model, "interleaved": interleaved}
         fill_peft_adapter(new_folder, trainable, lora_config, **options)
 
 
@@ -91,7 +91,7 @@ def fill_peft_adapter(
     base_model: str,
     nested: bool = False,
     stacked: bool = True,
-    in_turn: bool = False,
+    interleaved: bool = False,
 ) -> None:
     """Writes the files of an adapter into an empty folder.
 
@@ -103,7 +103,7 @@ def fill_peft_adapter(
         nested: whether the text model is a part of the base, as vLLM and PEFT name its layers where
             the base also has a vision tower.
         stacked: the layout of the adapters of routed experts, see `expert_tensors`.
-        in_turn: as in `save_peft_adapter`.
+        interleaved: as in `save_peft_adapter`.
     """
     assert trainable.lora is not None, "where every parameter is trained there is no adapter"
     layers = jax.device_get(trainable.lora.layers)
@@ -119,7 +119,7 @@ def fill_peft_adapter(
         for norm, value in norms.items()
     }
     for layer, adapters in enumerate(layers):
-        tensors |= expert_tensors(adapters, layer, stacked=stacked, in_turn=in_turn)
+        tensors |= expert_tensors(adapters, layer, stacked=stacked, interleaved=interleaved)
     tensors = {n: np.asarray(jax.device_get(value), np.float32) for n, value in tensors.items()}
     if nested:
         tensors = {names.nested_peft(name): value for name, value in tensors.items()}
@@ -135,7 +135,7 @@ def expert_tensors(
     layer: int,
     *,
     stacked: bool,
-    in_turn: bool = False,
+    interleaved: bool = False,
 ) -> dict[str, np.ndarray]:
     """Returns PEFT's tensors of the adapters on the routed experts of a layer.
 
@@ -150,7 +150,7 @@ def expert_tensors(
         layer: number of the layer.
         stacked: whether all experts are in one pair, A [E R, K] and B [N, R E] in which the expert
             is the fastest axis. These are target_parameters in the options of PEFT.
-        in_turn: whether N has the rows of gate and up in turn, as the base has them.
+        interleaved: whether N has the rows of gate and up in turn, as the base has them.
     """
     found = {}
     for stack in (stack for stack in STACKS if stack in adapters):
@@ -158,8 +158,8 @@ def expert_tensors(
         modules = names.modules_of_stack(layer, stack, len(a))
         members = len(STACKS[stack].members)
         if stacked:
-            if in_turn:
-                b = names.in_turn(b.reshape(len(b), members, -1, b.shape[2]))
+            if interleaved:
+                b = names.interleaved(b.reshape(len(b), members, -1, b.shape[2]))
             found[names.peft_experts(layer, stack, "a")] = a.reshape(-1, a.shape[2])
             found[names.peft_experts(layer, stack, "b")] = np.moveaxis(b, 0, 2).reshape(
                 b.shape[1], -1
@@ -196,7 +196,7 @@ def take_experts(
             a = _take(folder, tensors, name_a, (experts * rank, inputs))
             b = _take(folder, tensors, name_b, (outputs, rank * experts))
             b = np.moveaxis(b.reshape(outputs, rank, experts), 2, 0)
-            if names.takes_turns(model_config):
+            if names.interleaves(model_config):
                 members = len(STACKS[stack].members)
                 parts = b.reshape(experts, -1, members, rank).swapaxes(1, 2)
                 b = parts.reshape(experts, outputs, rank)

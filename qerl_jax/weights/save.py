@@ -304,9 +304,11 @@ def _layer_tensors(
                 yield bias, others.pop(bias)
     for stack, expert_modules in names.expert_modules(model_config, number).items():
         weight, shape = layer[stack], stack_shapes(model_config, number)[stack]
-        if names.takes_turns(model_config):
+        if names.interleaves(model_config):
             sizes = shape[0], len(STACKS[stack].members), shape[1], shape[2]
-            yield from _experts_in_turn(names.stacked_tensor(number, stack), weight, sizes, dtype)
+            yield from _interleaved_experts(
+                names.stacked_tensor(number, stack), weight, sizes, dtype
+            )
             continue
         is_packed = isinstance(weight, QuantTensor) and weight.format == "nvfp4"
         if is_packed or not names.stacks_experts(model_config):
@@ -324,7 +326,7 @@ def _layer_tensors(
     yield from others.items()
 
 
-def _experts_in_turn(
+def _interleaved_experts(
     name: str, weight: Any, sizes: tuple[int, int, int, int], dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of a stack [E N, K] of gpt-oss, which keeps the bytes of MXFP4.
@@ -335,7 +337,9 @@ def _experts_in_turn(
     if isinstance(weight, QuantTensor) and weight.format == "mxfp4":
         stored = jax.device_get(checkpoint_order(weight))
         parts = stored.packed, stored.scales.view(np.uint8)
-        codes, scales = (names.in_turn(x.reshape(experts, members, -1, x.shape[1])) for x in parts)
+        codes, scales = (
+            names.interleaved(x.reshape(experts, members, -1, x.shape[1])) for x in parts
+        )
         yield f"{name}_blocks", codes.reshape(*scales.shape, 16)
         yield f"{name}_scales", scales
         return
@@ -344,7 +348,7 @@ def _experts_in_turn(
         next(_module_tensors("", part, dtype))[1].reshape(1, members, -1, columns)
         for _, part in _parts(weight, dict.fromkeys(range(experts), rows))
     ]
-    yield name, np.stack([names.in_turn(expert)[0].T for expert in dense])
+    yield name, np.stack([names.interleaved(expert)[0].T for expert in dense])
 
 
 def _parts(weight: Any, rows: Mapping[Any, int]) -> Iterator[tuple[Any, Any]]:
@@ -385,8 +389,8 @@ def _other_tensors(
         elif names.is_wide(array) and not _fits(value, dtype):
             # Gates that a file stored in float32 stay so, which transformers and vLLM read as well.
             own_dtype = np.dtype(np.float32)
-        if names.takes_turns(model_config) and np.ndim(value) == 3:
-            value = names.in_turn(np.asarray(value))
+        if names.interleaves(model_config) and np.ndim(value) == 3:
+            value = names.interleaved(np.asarray(value))
         ends = list(itertools.accumulate(shape[0] for shape in tensors.values()))
         parts = np.split(_dense(value, own_dtype), ends[:-1])
         found |= dict(zip(tensors, parts, strict=True))

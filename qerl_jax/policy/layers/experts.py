@@ -223,12 +223,12 @@ def _routed(own: Own, h: jax.Array, weights: jax.Array, routes: jax.Array) -> ja
 
     rows = to_rows(h.reshape(-1, width), own_table)
     gate_up = checkpoint_name(product(rows, _EXPERTS_GATE_UP), _GATE_UP.product)
+    if own.config.other_biases:
+        gate_up = gate_up + bias_of(own.layer["experts_gate_up_bias"], own_table, dtype)
+    gate, up = jnp.split(gate_up, 2, axis=-1)
     with jax.named_scope("mlp"):
         # A weight multiplies the input of down, so that its gradient does not read the result.
         row_weights = to_rows(weights.reshape(-1, 1), own_table)
-        if own.config.other_biases:
-            gate_up = gate_up + bias_of(own.layer["experts_gate_up_bias"], own_table, dtype)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
         hidden = (activated(gate, up, own.config.swiglu_limit) * row_weights).astype(dtype)
     y = product(hidden, _EXPERTS_DOWN)
     if own.config.other_biases:
