@@ -16,6 +16,7 @@ from refusal import refused
 from qerl_jax.data import environment_config
 from qerl_jax.data.environment_config import serve_agents
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.run_environments import environments_of
 from qerl_jax.policy import sharding
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.system.jsonl import read_jsonl
@@ -233,3 +234,19 @@ def test_a_server_that_does_not_start_ends_the_runner(talker, monkeypatch):
 )
 def test_what_does_not_work_is_refused(talker, tmp_path, changes, message):
     refused(message, train, talker.config(AGENTS | changes), workdir=tmp_path / "run")
+
+
+def test_an_evaluation_starts_the_episodes_of_one_group_of_devices(talker, monkeypatch):
+    found = []
+
+    def runner(functions, *, python, processes):
+        found.append(processes)
+        raise UserError("it is not started")
+
+    monkeypatch.setattr(environment_config, "agent_runner", runner)
+    config = talker.config(AGENTS | {"mesh.data": 4, "environment.processes": 3})
+    refused("not started", environment_config.make_environments, config, None)
+    run = {"config": config.to_dict()}
+    refused("not started", environments_of, run, None, trusted=True)
+    assert found == [12, 3]
+    assert run["config"]["mesh"]["data"] == 4

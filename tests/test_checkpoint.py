@@ -1,7 +1,9 @@
 """Checkpoints: what is saved comes back, and damage is noticed."""
 
+import concurrent.futures
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import flax.struct
@@ -18,6 +20,7 @@ from refusal import refused
 from qerl_jax.errors import UserError
 from qerl_jax.run import checkpoints as checkpoint
 from qerl_jax.run.checkpoints import Checkpoints
+from qerl_jax.system.signals import StoppedError
 
 
 @flax.struct.dataclass
@@ -221,8 +224,32 @@ def test_a_process_that_could_not_write_does_not_wait_for_the_others(monkeypatch
         finally:  # as in Orbax
             checkpoint._wait_unless_failed(key="saved", timeout_ms=7)
 
-    with pytest.raises(OSError, match="full"):
-        write(OSError("full"))
-    assert not waited
-    write(None)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with pytest.raises(OSError, match="full"):
+            pool.submit(write, OSError("full")).result()
+        assert not waited
+        pool.submit(write, None).result()
     assert waited == [{"key": "saved", "timeout_ms": 7}]
+
+
+def test_a_run_of_several_processes_saves_while_it_handles_a_signal(tmp_path, monkeypatch):
+    """Orbax meets the other processes in the thread that asks for a save, too."""
+    from orbax.checkpoint import multihost
+
+    waited, context = [], checkpoint._write_from_first_process
+
+    def of_several():
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "process_count", lambda: 2)
+            return context()
+
+    monkeypatch.setattr(checkpoint, "_write_from_first_process", of_several)
+    monkeypatch.setattr(multihost, "get_barrier_sync_fn", lambda: lambda **key: waited.append(key))
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        try:
+            raise StoppedError(signal.SIGTERM)
+        except StoppedError:
+            checkpoints.save(10, make_state(10), meta_of(10))
+            checkpoints.wait()
+    assert waited
+    assert restore(tmp_path)[0] == 10

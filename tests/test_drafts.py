@@ -14,12 +14,14 @@ from refusal import refused
 from tiny_model import random_lora, random_tokens, tiny_policy
 from tiny_rollout import KEY, PROMPTS, TURNS, Dialog
 
+from qerl_jax.environments.roles import OPEN
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import decode, drafts, shapes
 from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.rollout.drafts import NOTHING, DraftLength
 from qerl_jax.rollout.progress import Statistics, draft_metrics
+from qerl_jax.rollout.scheduler import Scheduler
 from qerl_jax.training.loop import train
 
 last = functools.partial(tiny_rollout.last, layers=1)
@@ -192,20 +194,60 @@ def test_turns_are_those_without_drafts_whatever_the_time(options):
     config, params = tiny_policy("qwen3", num_layers=1)
     policy = Policy(params, random_lora(config))
 
-    def converse(seconds, mode):
+    def converse(dialog, mode):
         made = tiny_rollout.sampler(
             max_new_tokens=14, eos_ids=tuple(range(26, 30)), group_size=4, drafts=mode, **options
         )
         made = dataclasses.replace(made, turns=TURNS, model_config=config).at_temperature(0.3)
-        *_, end = made.steps(KEY, policy, PROMPTS, dialog=Dialog(seconds))
+        *_, end = made.steps(KEY, policy, PROMPTS, dialog=dialog)
         return end
 
-    fast, slow, plain = (converse(*x) for x in ((0.0, "on"), (0.02, "on"), (0.0, "off")))
+    fast, plain = (converse(Dialog(), mode) for mode in ("on", "off"))
     assert fast.statistics.accepted > 0
+    slow = converse(Dialog(0.02), "on")
     jax.tree.map(np.testing.assert_array_equal, slow.rollout, fast.rollout)
+    for name in ("live", "drafted", "accepted"):
+        assert getattr(slow.statistics, name) == getattr(fast.statistics, name), name
     same_tokens(fast.rollout, plain.rollout)
     np.testing.assert_array_equal(fast.rollout.roles, plain.rollout.roles)
     np.testing.assert_allclose(fast.rollout.logprobs, plain.rollout.logprobs, atol=1e-4)
+
+
+@dataclasses.dataclass
+class Late(Dialog):
+    """The environments of rows 0 and 8 reply when the other 10 rows have ended."""
+
+    held: list = dataclasses.field(default_factory=list)
+    ended: int = 0
+
+    def replies(self, seconds):
+        found = super().replies(seconds)
+        self.held += [reply for reply in found if reply.row in (0, 8)]
+        found = [reply for reply in found if reply.row not in (0, 8)]
+        self.ended += sum(reply.ending != OPEN for reply in found)
+        if self.ended == 10:
+            found, self.held = found + self.held, []
+        return found
+
+
+def test_rows_that_decode_together_have_histories_of_their_own(monkeypatch):
+    """Also where a row waits while more rows come than there are histories."""
+    config, params = tiny_policy("qwen3", num_layers=1)
+    places, found = Scheduler._places, []
+
+    def recording(self, rows):
+        result = places(self, rows)
+        found.append(([row.number for row in rows], result[[row.cache_row for row in rows]]))
+        return result
+
+    monkeypatch.setattr(Scheduler, "_places", recording)
+    made = tiny_rollout.sampler(max_new_tokens=14, group_size=4, drafts="on", max_rows=2)
+    made = dataclasses.replace(made, turns=TURNS, model_config=config)
+    *_, end = made.steps(KEY, Policy(params, random_lora(config)), PROMPTS, dialog=Late())
+    assert end.ended.all()
+    assert any(sorted(rows) == [0, 8] for rows, _ in found)
+    for rows, own in found:
+        assert len(set(own.tolist())) == len(rows), rows
 
 
 # --- How long drafts are --------------------------------------------------------------------------

@@ -426,7 +426,7 @@ def test_programs_are_compared_with_the_memory_before_a_rollout(
     settings, rollouts, monkeypatch, capsys
 ):
     monkeypatch.setattr(report, "this_device", lambda: Device(10**4, "xla"))
-    said = r"the program '\w+' takes .* GB that JAX has are taken: lower --max-rows=9, --samples=3"
+    said = r"the program '\w+' takes .* GB that JAX has; lower --max-rows=9, --samples=3"
     refused(said, evaluate, settings())
     assert rollouts == []
     monkeypatch.setattr(report, "_compare", lambda *_, planned, held, remedy: [f"more, {remedy}"])

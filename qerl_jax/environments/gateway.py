@@ -5,7 +5,7 @@ session. A request that continues what a row of its session has extends the row:
 grow. Any other request begins a further row. The record of a session has the ids that were sampled
 and those that were sent, and the rows that are trained on follow from it.
 
-The threads of the server ask, the thread that samples takes the requests and answers them.
+The thread of the server asks; the threads that sample take the requests and answer them.
 """
 
 import collections
@@ -302,7 +302,7 @@ class Gateway:
             self._is_alive = is_alive
 
     def part(self, sessions: Sequence[int]) -> "Part":
-        """Returns the requests of some sessions, which another thread may take than the others."""
+        """Returns the requests of some sessions, which a thread of their own may take."""
         with self._changed:
             part = Part(self, sessions)
             self._parts.append(part)

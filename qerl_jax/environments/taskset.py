@@ -178,11 +178,17 @@ async def _prepare(harness: Any) -> None:
 
 
 async def _find_server() -> None:
-    server = EnvClient(_OPTIONS["address"])
     try:
-        await server.wait_for_server_startup(_SERVER_SECONDS)
-    finally:
-        await server.close()
+        server = EnvClient(_OPTIONS["address"])
+        try:
+            await server.wait_for_server_startup(_SERVER_SECONDS)
+        finally:
+            await server.close()
+    except Exception as error:  # ZeroMQ has its own for what is no address.
+        raise ValueError(
+            f"environment.address={_OPTIONS['address']}: {error}: pass the address of an env "
+            "server that runs, such as tcp://127.0.0.1:5000, or leave environment.address out"
+        ) from error
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,9 @@ def environments_of(
     if run is None or not has_environment(run):
         return None
     check_trusted(run, trusted=trusted)
-    return make_environments(ConfigDict(run["config"]), tokenizer)
+    config = ConfigDict(run["config"])
+    config.mesh.data = 1  # One group of devices samples here, however many the run has.
+    return make_environments(config, tokenizer)
 
 
 def check_trusted(run: Mapping[str, Any] | None, *, trusted: bool) -> None:

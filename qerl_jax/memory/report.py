@@ -136,13 +136,16 @@ def _compare(
     """A line where a program takes more than was planned and is free; see `check_programs`."""
     if device.pool is None or device.usable is None:
         return []
-    line = (
-        f"{title} takes {_gb(size)} GB, where the plan has {_gb(planned)} GB, and {_gb(held)} GB "
-        f"of the {_gb(device.pool)} GB that JAX has are taken: lower {remedy}"
+    need = (
+        f"{title} takes {_gb(size)} GB, where the plan has {_gb(planned)} GB, and what is held "
+        f"meanwhile takes {_gb(held)} GB: together {_gb(held + size)} GB, more than the "
     )
+    pool = f"{_gb(device.pool)} GB that JAX has; lower {remedy}"
     if held + size > device.pool:
-        raise UserError(line)
-    return [line] if size > planned and held + size > device.usable else []
+        raise UserError(need + pool)
+    if size <= planned or held + size <= device.usable:
+        return []
+    return [f"{need}{_gb(device.usable)} GB that a plan fills of the {pool}"]
 
 
 def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:

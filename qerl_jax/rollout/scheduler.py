@@ -292,8 +292,15 @@ class Scheduler:
         if self._shapes.histories is None:
             return None
         places = np.full(len(self._slots), self._num_histories, np.int32)
-        places[array_of(rows, "cache_row")] = array_of(rows, "number") % self._num_histories
+        places[array_of(rows, "cache_row")] = [self._place(row) for row in rows]
         return places
+
+    def _place(self, row: Row) -> int:
+        """Returns where the history has the tokens of a row.
+
+        With environments it is that of its slot: which rows decode together depends on the time.
+        """
+        return row.cache_row if self._turns.keeps_cache else row.number % self._num_histories
 
     def _begin_history(self, rows: Sequence[Row], size: tuple[int, int]) -> None:
         """Brings the tokens of at most R rows to the device, of which a row has at most W."""
@@ -303,7 +310,7 @@ class Scheduler:
         tokens, rollout = np.full(size, NOTHING, np.int32), self._completions.rollout
         for i, row in enumerate(rows):
             prompt, length = len(row.prompt), rollout.lengths[row.number]
-            places[i], tokens[i, :prompt] = row.number % self._num_histories, row.prompt
+            places[i], tokens[i, :prompt] = self._place(row), row.prompt
             tokens[i, prompt : prompt + length] = rollout.tokens[row.number, :length]
         history = self._programs["begin", *size](self._state.history, places, tokens)
         self._state = dataclasses.replace(self._state, history=history)

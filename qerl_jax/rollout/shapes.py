@@ -259,12 +259,11 @@ def _histories(
     """Returns the `RolloutShapes.histories`; later groups take the place of earlier ones.
 
     What other rows have written depends on the time of environments, and so would the last bits of
-    the numbers of a row. So a row that talks to one is alone.
+    the numbers of a row. So a row that talks to one is alone: there is one history for each slot.
     """
-    rows = _HISTORIES * max_rows
     if turns is not None:
-        return min(num_prompts * group_size, rows), 1
-    return min(num_prompts, -(-rows // group_size)), group_size
+        return max_rows, 1
+    return min(num_prompts, -(-_HISTORIES * max_rows // group_size)), group_size
 
 
 def extensions(rows: int, reply_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -475,9 +474,9 @@ def moved_bytes(
 ) -> int:
     """Returns the bytes of the largest change of the cache between two chunks.
 
-    Without environments one array of the cache at a time is gathered for a smaller batch, or as
-    many as take no more than the logits; with them rows are extended, or one of them is copied to
-    the host.
+    Without environments arrays of the cache are gathered for a smaller batch: one at a time, or
+    several that take no more than the logits, which are planned anyway. With environments rows are
+    extended, or one of them is copied to the host.
 
     Args:
         model_config: the architecture.

@@ -48,7 +48,7 @@ class Agents(Protocol):
     def part(self, sessions: Sequence[int], /) -> "Requests":
         """Returns the requests of some sessions, in which they are numbered from 0.
 
-        Another thread may use it while others use the parts of other sessions.
+        The parts of different sessions may be used by different threads.
         """
         ...
 

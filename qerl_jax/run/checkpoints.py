@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import shutil
 import sys
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -304,10 +305,13 @@ def _write_from_first_process() -> contextlib.AbstractContextManager[Any]:
 def _wait_unless_failed(*, key: str, timeout_ms: int) -> None:
     """Waits for the other processes, as Orbax's own function; one that could not write does not.
 
-    Orbax calls it in `finally`. There the others never come: they wait until this one has written,
-    for twenty minutes, and hear of its error before that only if it raises.
+    Orbax calls it in the `finally` of the thread that writes. There the others never come: they
+    wait until this one has written, for twenty minutes, and hear of its error before that only if
+    it raises. Orbax also calls it in the thread that asks for a save, which may do so while it
+    handles an error, such as the signal that stops the run.
     """
-    if (error := sys.exception()) is not None:
+    error = sys.exception()
+    if error is not None and threading.current_thread() is not threading.main_thread():
         raise error
     from orbax.checkpoint import multihost
 

@@ -19,7 +19,7 @@ from qerl_jax.data.order import Cursor, read_cursor
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.environments.episodes import Episode
 from qerl_jax.errors import UserError
-from qerl_jax.processes.group import Processes
+from qerl_jax.processes.group import ALONE
 from qerl_jax.rewards.scored import Scores
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.progress import Statistics
@@ -39,7 +39,7 @@ class KeptSessions:
 
     folder: Path
     prompts: Sequence[Prompt]  # the training prompts
-    processes: Peers = dataclasses.field(default_factory=Processes)
+    processes: Peers = ALONE
 
     def collect(self, step: int, sample: Callable[[], Collected]) -> Collected:
         """Returns what was collected for a step, or collects it now and keeps it.

@@ -182,7 +182,8 @@ def _train_in(
         ):
             processes.received = received
             run = begin(setup, folder, checkpoints, log, compilations)
-            processes.has_checkpoint = run.progress.step > 0
+            # A run that begins from another one has saved already.
+            processes.has_checkpoint |= run.progress.step > 0
             if processes.writes and python_rewards != saved.get(PYTHON_REWARDS, {}):
                 record_fact(folder, PYTHON_REWARDS, python_rewards)
             try:
