@@ -165,38 +165,23 @@ def mlp(
             return rows, others[0][: len(x)] if others else None
     assert shared is None, "`takes_shared` says where it may be given"
     own, after = adapters
-    if not plain:
-        return _limited(x, experts, table, row_weights, width, limit), None
-    if own is None:
+    if plain and own is None:
         hidden = gated_matmul(x, gate_up, table, row_weights, width=width)
     else:
         rows = to_rows(x, table)
         y = grouped_matmul(rows, gate_up, table, outputs=2 * width)
-        hidden = _gated(y + grouped_lora(rows, own, table), table, row_weights)
+        if own is not None:
+            y = y + grouped_lora(rows, own, table)
+        if biases is not None:
+            y = y + bias_of(biases[0], table, y.dtype)
+        hidden = _gated(y, table, row_weights, limit)
     y = grouped_matmul(hidden, down, table, outputs=outputs, zeros=after is not None)
-    return y if after is None else y + grouped_lora(hidden, after, table), None
-
-
-def _limited(x, experts, table, row_weights, width, limit):
-    """`mlp` of experts with biases, or with a limit: XLA computes what is between the products."""
-    gate_up, down, adapters, biases = experts
-    outputs = _outputs(down) * 2 * width // _outputs(gate_up)
-    rows, weights = to_rows(x, table), to_rows(row_weights[:, None], table)
-
-    def product(rows, number, outputs):
-        y = grouped_matmul(rows, (gate_up, down)[number], table, outputs=outputs)
-        adapter = adapters[number]
-        return y if adapter is None else y + grouped_lora(rows, adapter, table)
-
-    y = product(rows, 0, 2 * width)
+    if after is not None:
+        y = y + grouped_lora(hidden, after, table)
     if biases is not None:
-        y = y + bias_of(biases[0], table, y.dtype)
-    gate, up = jnp.split(y, 2, axis=1)
-    hidden = activated(gate, up, limit)
-    y = product((hidden * weights).astype(x.dtype), 1, outputs)
-    if biases is not None:
-        y = (y + weights * bias_of(biases[1], table, x.dtype)).astype(x.dtype)
-    return y
+        added = to_rows(row_weights[:, None], table) * bias_of(biases[1], table, x.dtype)
+        y = (y + added).astype(x.dtype)
+    return y, None
 
 
 def takes_shared(
@@ -255,9 +240,9 @@ def gated_matmul(
     return _gated(y, table, row_weights)
 
 
-def _gated(y, table, row_weights):
+def _gated(y, table, row_weights, limit=0.0):
     gate, up = jnp.split(y, 2, axis=1)
-    return (jax.nn.silu(gate) * up * to_rows(row_weights[:, None], table)).astype(y.dtype)
+    return (activated(gate, up, limit) * to_rows(row_weights[:, None], table)).astype(y.dtype)
 
 
 @jax.named_scope("experts")
