@@ -201,24 +201,19 @@ def test_two_hosts_with_other_clocks_and_a_late_first_process_train_as_one_proce
     assert evaluations(whole) == evaluations(alone)
 
 
-def test_a_host_that_dies_ends_the_other(pair):
+@pytest.mark.parametrize(
+    ("killed", "alive", "lost"),
+    [((2, 3), (0, 1), f"{of(2, 3)} are lost"), ((0, 1), (2, 3), f"{of(0)} is lost")],
+    ids=["host", "host of process 0"],
+)
+def test_a_host_that_dies_ends_the_other(pair, killed, alive, lost):
     broken = Broken(pair, 3, "update 2")
     pair.hosts.unplug()  # Nothing of it says so.
-    for number in (2, 3):
+    for number in killed:
         broken.run.processes[number].kill()
-    assert broken.codes(0, 1) == [1, 1]
-    for number in (0, 1):
-        assert broken.line(number).startswith(f"error: {of(2, 3)} are lost, which ends the run; ")
-
-
-def test_the_host_of_process_0_that_dies_ends_the_other(pair):
-    broken = Broken(pair, 3, "update 2")
-    pair.hosts.unplug()
-    for number in (0, 1):
-        broken.run.processes[number].kill()
-    assert broken.codes(2, 3) == [1, 1]
-    for number in (2, 3):
-        assert broken.line(number).startswith(f"error: {of(0)} is lost, which ends the run; ")
+    assert broken.codes(*alive) == [1, 1]
+    for number in alive:
+        assert broken.line(number).startswith(f"error: {lost}, which ends the run; ")
 
 
 def test_a_cable_that_stays_out_ends_both_hosts(pair):
