@@ -246,8 +246,8 @@ def test_attention_with_sinks_and_a_window(kv_heads, group, positions, window, n
         assert_same_cache(cache, want)
 
 
-def run_several(inputs, a, attend, count, interpret, sinks=None):
-    """Attention of several tokens of each row, x A^T, and the updated keys and values."""
+def several_tokens(a, attend, count, interpret, sinks=None):
+    """Returns attention of several tokens of each row, x A^T, and the updated keys and values."""
 
     @jax.jit
     def run(inputs):
@@ -257,7 +257,7 @@ def run_several(inputs, a, attend, count, interpret, sinks=None):
         merged = attention.merge_parts(parts, a, dtype=inputs.qkv.dtype, **options)
         return *merged, written.keys, written.values
 
-    return run(inputs)
+    return run
 
 
 def draw_several(count, group, cache_shape, lengths, **options):
@@ -303,7 +303,7 @@ def test_several_tokens_with_sinks_and_a_window(positions, window, interpret):
     attend = functools.partial(
         attention_queries.attend, num_sms=132, window=window, interpret=interpret
     )
-    attended, _, *caches = run_several(inputs, a, attend, 4, interpret, sinks)
+    attended, _, *caches = several_tokens(a, attend, 4, interpret, sinks)(inputs)
     assert_several(inputs, factor, attended, *caches, sinks=sinks, window=window)
 
 
@@ -337,7 +337,7 @@ def test_attention_of_several_tokens(
     )
     a = draw(9, 32, kv_heads * group * head_dim)
     attend = functools.partial(attention_queries.attend, num_sms=num_sms, interpret=interpret)
-    attended, xa_partials, *caches = run_several(inputs, a, attend, count, interpret)
+    attended, xa_partials, *caches = several_tokens(a, attend, count, interpret)(inputs)
     assert_xa_partials(xa_partials, attended, a)
     assert_several(inputs, factor, attended, *caches)
 
@@ -393,7 +393,7 @@ def test_sm90_attention_of_several_tokens(
         biased=False,
     )
     attend = functools.partial(attention_sm90.attend_queries, num_sms=num_sms, interpret=simulated)
-    attended, _, *caches = run_several(inputs, None, attend, count, True)
+    attended, _, *caches = several_tokens(None, attend, count, True)(inputs)
     assert_several(inputs, factor, attended, *caches)
 
 
@@ -413,10 +413,11 @@ def test_sm90_attention_of_several_tokens_on_a_hopper_gpu(count, kv_heads, group
         biased=True,
     )
     attend = functools.partial(attention_sm90.attend_queries, num_sms=132)
-    attended, _, *caches = run_several(inputs, None, attend, count, False)
+    run = several_tokens(None, attend, count, False)
+    attended, _, *caches = run(inputs)
     assert_several(inputs, factor, attended, *caches)
     for _ in range(20):  # a race would show
-        again, _, *caches_again = run_several(inputs, None, attend, count, False)
+        again, _, *caches_again = run(inputs)
         pairs = zip(caches_again, caches, strict=True)
         written = np.asarray(inputs.lengths)[:, None] + np.arange(count) < positions
         written &= (np.asarray(inputs.lengths)[:, None] > 0) | (np.arange(count) == 0)
