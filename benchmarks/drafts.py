@@ -29,6 +29,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import gc
 import itertools
 import time
 from typing import Any
@@ -109,6 +110,9 @@ def measure(subject: Any, prompts: list, groups: int, size: Any, samplers: list[
     def in_turn(_: Any, rows: int, choices: list[int]) -> int:
         return choices[number % len(choices)]
 
+    # A look through all objects of the programs takes up to a second, in whichever rollout it falls.
+    gc.collect()
+    gc.freeze()
     (count, _), key = size, jax.random.key(0)
     seconds, tokens, work, equal = np.zeros((2, 0)), np.zeros((2, 0)), [], 0
     warm = [0] * _UNTIMED
