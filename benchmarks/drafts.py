@@ -110,7 +110,7 @@ def measure(subject: Any, prompts: list, groups: int, size: Any, samplers: list[
     def in_turn(_: Any, rows: int, choices: list[int]) -> int:
         return choices[number % len(choices)]
 
-    # A look through all objects of the programs takes up to a second, in whichever rollout it falls.
+    # Looking through all objects of the programs takes up to a second, in whichever rollout it is.
     gc.collect()
     gc.freeze()
     (count, _), key = size, jax.random.key(0)
