@@ -7,10 +7,10 @@ Each rollout samples a number of prompts with a number of completions each: 2x16
 with 16 completions. The first rollouts of each kind are not timed: a program is loaded when it
 first runs, so they take all lengths of drafts in turn. Then rollouts of the first problems of a
 file are sampled in both ways, each of which is first in half of them, until --groups groups have
-been sampled in each. A rollout is timed from an idle device to an idle device. All programs are
-compiled before. The policy has an adapter of rank --lora-rank, as it is before training. Several
-commands may run at the same time if the memory holds them (XLA_PYTHON_CLIENT_PREALLOCATE=false):
-they take turns in measuring.
+been sampled in each. A rollout is timed from an idle device to an idle device. The programs of all
+files and sizes are compiled before. The policy has an adapter of rank --lora-rank, as it is before
+training. Several commands may run at the same time if the memory holds them
+(XLA_PYTHON_CLIENT_PREALLOCATE=false): they take turns, two rollouts at a time.
 
 Fields of a row, of which those of tokens and seconds are sums over its rollouts:
 
@@ -27,7 +27,9 @@ Fields of a row, of which those of tokens and seconds are sums over its rollouts
 
 import argparse
 import collections
+import contextlib
 import dataclasses
+import gc
 import itertools
 import time
 from typing import Any
@@ -91,6 +93,7 @@ def measure(subject: Any, prompts: list, groups: int, size: Any, samplers: list[
     import jax
     import numpy as np
 
+    from pallas_kernels.gpu_lock import sole_use
     from qerl_jax.rollout.drafts import DraftLength
     from qerl_jax.rollout.progress import draft_metrics
 
@@ -107,24 +110,24 @@ def measure(subject: Any, prompts: list, groups: int, size: Any, samplers: list[
     def in_turn(_: Any, rows: int, choices: list[int]) -> int:
         return choices[number % len(choices)]
 
+    # Looking through all objects of the programs takes up to a second, in whichever rollout it is.
+    gc.collect()
+    gc.freeze()
     (count, _), key = size, jax.random.key(0)
     seconds, tokens, work, equal = np.zeros((2, 0)), np.zeros((2, 0)), [], 0
     warm = [0] * _UNTIMED
     for number, first in enumerate(itertools.chain(warm, range(0, groups, count))):
         chosen = [prompts[i % len(prompts)] for i in range(first, first + count)]
         own_key = jax.random.fold_in(key, number)
-        if number < _UNTIMED:
-            with mock.patch.object(DraftLength, "choose", in_turn):
-                for sampler in samplers:
-                    timed(sampler, own_key, chosen)
-            continue
+        choice = mock.patch.object(DraftLength, "choose", in_turn)
         order = (0, 1) if number % 2 else (1, 0)
-        ends = [
-            end for _, end in sorted((way, timed(samplers[way], own_key, chosen)) for way in order)
-        ]
-        (off, _), (on, _) = ends
-        seconds = np.c_[seconds, [time for _, time in ends]]
-        tokens = np.c_[tokens, [end.tokens for end, _ in ends]]
+        with sole_use(), choice if number < _UNTIMED else contextlib.nullcontext():
+            ends = dict(sorted((way, timed(samplers[way], own_key, chosen)) for way in order))
+        if number < _UNTIMED:
+            continue
+        (off, _), (on, _) = ends.values()
+        seconds = np.c_[seconds, [time for _, time in ends.values()]]
+        tokens = np.c_[tokens, [end.tokens for end, _ in ends.values()]]
         work.append(on.statistics)
         same = np.cumprod(off.rollout.tokens == on.rollout.tokens, axis=1).sum(axis=1)
         equal += int(np.minimum(same, off.rollout.lengths).sum())
@@ -154,7 +157,6 @@ def run(options: argparse.Namespace) -> None:
     import jax
 
     from benchmarks.rollout.subject import Subject, check_names, first_problems, model_name
-    from pallas_kernels.gpu_lock import sole_use
     from qerl_jax.compile.operation import commit
     from qerl_jax.errors import UserError
     from qerl_jax.policy import lora
@@ -178,6 +180,7 @@ def run(options: argparse.Namespace) -> None:
         loaded=loaded,
     )
     limits *= len(paths) // len(limits)
+    kinds = list[tuple[dict, list, Any, list]]()
     for path, options.limit in zip(paths, limits, strict=True):
         prompts = first_problems(loaded, path, options.groups, options.limit)
         for size in options.rollouts:
@@ -193,10 +196,11 @@ def run(options: argparse.Namespace) -> None:
                 "device": device,
             }
             samplers = compiled(subject, prompts, options, size)
-            with sole_use():
-                row = settings | measure(subject, prompts, options.groups, size, samplers)
-                row |= common.origin("benchmarks.drafts")
-                common.merge(options.out, row, KEYS, device)
+            kinds.append((settings, prompts, size, samplers))
+    for settings, prompts, size, samplers in kinds:
+        row = settings | measure(subject, prompts, options.groups, size, samplers)
+        row |= common.origin("benchmarks.drafts")
+        common.merge(options.out, row, KEYS, device)
 
 
 if __name__ == "__main__":

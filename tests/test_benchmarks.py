@@ -1,5 +1,6 @@
 """The pages and pictures match the results, the results match the runs, the example runs."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -19,6 +20,7 @@ from contrast import contrast
 
 from benchmarks import (
     agreement,
+    drafts,
     learning,
     pictures,
     result_tables,
@@ -33,6 +35,7 @@ from benchmarks.step import KEYS, make_parser, merge, timed_steps
 from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.errors import UserError
 from qerl_jax.rewards.calls import call_of
+from qerl_jax.rollout.progress import Statistics
 from qerl_jax.training.loop import train
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -410,3 +413,33 @@ def test_the_meshes_of_steps(capsys):
         with pytest.raises(SystemExit):
             make_parser().parse_args([f"--mesh={text}"])
         assert f"'{text}': write data=N,tensor=M" in capsys.readouterr().err
+
+
+def test_rollouts_with_drafts_take_turns_with_other_commands_in_pairs(monkeypatch):
+    events = []
+
+    @contextlib.contextmanager
+    def sole_use():
+        events.append([])
+        yield
+
+    class Sampler:
+        executables = None
+
+        def __init__(self, way, accepted):
+            self.way, self.statistics = way, Statistics(1, 6, live=6, drafted=9, accepted=accepted)
+
+        def steps(self, key, policy, prompts):
+            events[-1].append(self.way)
+            tokens = np.arange(6).reshape(2, 3) + 10 * (self.way == "on")
+            rollout = types.SimpleNamespace(tokens=tokens, lengths=np.array([3, 3]))
+            yield types.SimpleNamespace(tokens=6, statistics=self.statistics, rollout=rollout)
+
+    monkeypatch.setattr("pallas_kernels.gpu_lock.sole_use", sole_use)
+    samplers = [Sampler("off", 0), Sampler("on", 3)]
+    subject = types.SimpleNamespace(policy=None)
+    row = drafts.measure(subject, [(1,), (2,)], 4, (2, 1), samplers)
+    assert [set(pair) for pair in events] == [{"off", "on"}] * 5
+    assert {tuple(pair) for pair in events[3:]} == {("off", "on"), ("on", "off")}
+    assert (row["num_rollouts"], row["tokens_off"], row["equal"]) == (2, 12.0, 0.0)
+    assert row["tokens_per_row_step"] == 1.5
