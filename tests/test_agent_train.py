@@ -43,12 +43,16 @@ def turns_of(completions, turns, environments, conversations):
     return [len(one) for one in turns]
 
 
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory, compile_cache):
+def write_talker(folder, compile_cache, **changes):
     """The inputs of runs, with a chat template whose turns end."""
-    tiny = tiny_run.write_tiny(tmp_path_factory.mktemp("talker"), compile_cache)
+    tiny = tiny_run.write_tiny(folder, compile_cache, **changes)
     tiny_checkpoints.write_tokenizer(tiny.model, chat_template=TEMPLATE)
     return tiny
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory, compile_cache):
+    return write_talker(tmp_path_factory.mktemp("talker"), compile_cache)
 
 
 @pytest.fixture
@@ -65,9 +69,13 @@ def agents(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_sessions(talker, agents, tmp_path):
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+def test_a_run_trains_on_sessions(agents, tmp_path, compile_cache, model):
     agents(agent_cases.converse)
-    run = train(talker.config(AGENTS), workdir=tmp_path / "run")
+    talker = write_talker(tmp_path, compile_cache, model_type=model)
+    targets = {"lora.targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "lora.expert_rank": 2}
+    changes = AGENTS | (targets if model == "qwen3_moe" else {})
+    run = train(talker.config(changes), workdir=tmp_path / "run")
     rows = tiny_run.results(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
@@ -78,6 +86,8 @@ def test_a_run_trains_on_sessions(talker, agents, tmp_path):
         assert row["logprob_diff_mean"] < 1e-5 or row["sigma"]
         assert row["reward/format"] == row["environment/turns"]
         assert row["length"] <= 10
+        if model == "qwen3_moe":
+            assert (row["routes_differ"] > 0) == (row["sigma"] > 0)
     assert tiny_run.evaluations(run).keys() == {0, 2, 4}
     for row in read_jsonl(run / "completions.jsonl"):
         turns = row["conversation"]
