@@ -355,7 +355,7 @@ def summarize_learning(folders: Sequence[str]) -> dict[str, Any]:
     fifth = max(1, min(map(len, runs)) // 5)
     # A text environment has no tool calls; the reward `calls` of its example counts such rows.
     calls = ("environment/rows_with_right_call", "environment/calls", "reward/calls")
-    names = ("reward", "accuracy", *calls, "agent/called")
+    names = ("reward", "accuracy", *calls, "agent/called", "agent/right")
 
     def mean(name: str, part: slice) -> float | None:
         values = [row.get(name) for rows in runs for row in rows[part]]

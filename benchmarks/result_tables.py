@@ -112,6 +112,46 @@ def environment_table(result: dict, label: str, accuracy: str) -> str:
     return table(columns, rows)
 
 
+def agents_table(learning: dict[str, dict]) -> str:
+    """What agents had right in the first and the last fifth of the steps, and in their controls.
+
+    The reward of a control is tossed, so the share of right answers is compared where it is known.
+    """
+    columns = [
+        ("agent", "{agent}"),
+        ("model", "{model}"),
+        ("device", "{device}"),
+        ("steps", "{steps}"),
+        ("first fifth", "{runs[first]:.2f}"),
+        ("last fifth", "{runs[last]:.2f}"),
+        ("control, first fifth", "{control[first]:.2f}"),
+        ("last fifth", "{control[last]:.2f}"),
+        ("commit", "{commit:.8}"),
+    ]
+    rows = []
+    for result in learning.values():
+        config, run = result["runs"]["run"]["config"], result["runs"]["run"]
+        if not (config["environment"].get("verifiers") or config["environment"].get("agent")):
+            continue
+        name = "accuracy" if result["runs"]["last"].get("agent/right") is None else "agent/right"
+        parts = {
+            part: {when: result[part][when][name] for when in ("first", "last")}
+            for part in ("runs", "control")
+        }
+        taskset = config["environment"]["verifiers"]
+        rows.append(
+            parts
+            | {
+                "agent": f"`{taskset}` of verifiers" if taskset else "chat agent with a calculator",
+                "model": f"`{config['preset'].removesuffix('-paper')}`",
+                "device": short_name(run["device"]["kind"]),
+                "steps": _distinct(str(result[part]["steps"]) for part in parts),
+                "commit": run["git"]["commit"],
+            }
+        )
+    return table(columns, rows)
+
+
 def run_table(result: dict) -> str:
     """Cost of a training step on a GPU."""
     columns = [

@@ -113,7 +113,7 @@ PARTS: dict[str, tuple] = {
     "speed": (step_tables.short_steps_table, "peers/rows", "step/rows"),
     "memory": (lambda: card_tables.memory_table(_preset_steps().values()),),
     "folders": (lambda: source_tree.source_tree(_ROOT),),
-    # docs/config.md, docs/environments.md, docs/evidence.md
+    # docs/agents.md, docs/config.md, docs/environments.md, docs/evidence.md
     "fields": (config_fields,),
     "guessing game": (
         lambda result: result_tables.environment_table(result, "replies", "won"),
@@ -123,6 +123,7 @@ PARTS: dict[str, tuple] = {
         lambda result: result_tables.environment_table(result, "calculator", "right"),
         "environments/learning/calculator",
     ),
+    "agents": (result_tables.agents_table, "environments/learning"),
     "rows that calculate first": (
         _first_calls, "environments/learning/calculator/runs/calls_by_step",
     ),

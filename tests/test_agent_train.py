@@ -1,6 +1,7 @@
 """Whole runs of a tiny model that agents talk to: rows, rewards, metrics, resume."""
 
 import concurrent.futures
+import dataclasses
 import shutil
 import types
 
@@ -15,6 +16,7 @@ from refusal import refused
 
 from qerl_jax.data import environment_config
 from qerl_jax.data.environment_config import serve_agents
+from qerl_jax.data.order import Cursor
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.run_environments import environments_of
 from qerl_jax.policy import sharding
@@ -41,12 +43,16 @@ def turns_of(completions, turns, environments, conversations):
     return [len(one) for one in turns]
 
 
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory, compile_cache):
+def write_talker(folder, compile_cache, **changes):
     """The inputs of runs, with a chat template whose turns end."""
-    tiny = tiny_run.write_tiny(tmp_path_factory.mktemp("talker"), compile_cache)
+    tiny = tiny_run.write_tiny(folder, compile_cache, **changes)
     tiny_checkpoints.write_tokenizer(tiny.model, chat_template=TEMPLATE)
     return tiny
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory, compile_cache):
+    return write_talker(tmp_path_factory.mktemp("talker"), compile_cache)
 
 
 @pytest.fixture
@@ -63,9 +69,13 @@ def agents(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_sessions(talker, agents, tmp_path):
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+def test_a_run_trains_on_sessions(agents, tmp_path, compile_cache, model):
     agents(agent_cases.converse)
-    run = train(talker.config(AGENTS), workdir=tmp_path / "run")
+    talker = write_talker(tmp_path, compile_cache, model_type=model)
+    targets = {"lora.targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "lora.expert_rank": 2}
+    changes = AGENTS | (targets if model == "qwen3_moe" else {})
+    run = train(talker.config(changes), workdir=tmp_path / "run")
     rows = tiny_run.results(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
@@ -76,6 +86,8 @@ def test_a_run_trains_on_sessions(talker, agents, tmp_path):
         assert row["logprob_diff_mean"] < 1e-5 or row["sigma"]
         assert row["reward/format"] == row["environment/turns"]
         assert row["length"] <= 10
+        if model == "qwen3_moe":
+            assert (row["routes_differ"] > 0) == (row["sigma"] > 0)
     assert tiny_run.evaluations(run).keys() == {0, 2, 4}
     for row in read_jsonl(run / "completions.jsonl"):
         turns = row["conversation"]
@@ -178,7 +190,7 @@ def forked(session, job):
     return float(job.number)
 
 
-def test_devices_and_processes_have_parts_of_the_sessions(talker, agents, monkeypatch):
+def test_devices_and_processes_have_parts_of_the_sessions(talker, agents, monkeypatch, tmp_path):
     """Two groups, which share the device of this process; then the sessions of two processes."""
     agents(forked)
     changes = {"eval.every": 0, "rewards.format.function": "tiny_run:low_fraction"}
@@ -189,16 +201,33 @@ def test_devices_and_processes_have_parts_of_the_sessions(talker, agents, monkey
     monkeypatch.setattr(Sampler, "_group_samplers", lambda *sizes: 2 * samplers(*sizes))
     whole = result.experience
     assert np.bincount(whole.owners).tolist() == [2, 2, 1, 2, 2, 1, 2, 2]
-    shares = [np.array([1]), np.array([0])]
-    other, own = (experience.choose(whole, share) for share in shares)
+    no_routes = {"routes": None, "prompt_routes": None}
+    shares, rng = [np.array([1]), np.array([0])], np.random.default_rng(0)
+    lengths = whole.rollout.lengths, [len(ids) for ids in whole.own_prompts]
+    routes = [
+        experience.split_routes(rng.integers(9, size=(sum(rows), 2, 1)), np.array(rows))
+        for rows in lengths
+    ]
+    routed = whole.rollout.replace(routes=routes[0], prompt_routes=routes[1])
+    routed = dataclasses.replace(whole, rollout=routed)
+    other, own = (experience.choose(routed, share) for share in shares)
     peers = types.SimpleNamespace(
         count=2, exchange=lambda share: [experience._exchange_arrays(other), share]
     )
     options = {"tokenizer": session.setup.model.tokenizer, "processes": peers}
     gathered = experience.gather(own, whole.prompts, whole.places, shares, **options)
-    for found in (train_step(open_session(config))[1].experience, gathered):
+    kept = KeptSessions(tmp_path, dict(zip(whole.places, whole.prompts, strict=True)))
+    kept.collect(0, lambda: (routed, {}, Cursor()))
+    kept = kept.collect(0, None)[0]
+    for found in (gathered, kept):
+        recorded = found.rollout.routes, found.rollout.prompt_routes
+        jax.tree.map(
+            np.testing.assert_array_equal, *(list(map(list, x)) for x in (recorded, routes))
+        )
+    for found in (train_step(open_session(config))[1].experience, gathered, kept):
         for name in ("prompts", "places", "texts", "episodes", "own_prompts"):
             assert getattr(found, name) == getattr(whole, name), name
+        found = dataclasses.replace(found, rollout=found.rollout.replace(**no_routes))
         parts = [(one.rollout, one.owners, one.scores.total) for one in (found, whole)]
         jax.tree.map(np.testing.assert_array_equal, *parts)
 

@@ -22,7 +22,7 @@ from finished_run import write_run
 from refusal import refused
 
 from benchmarks import environments
-from benchmarks.result_tables import environment_table
+from benchmarks.result_tables import agents_table, environment_table
 from qerl_jax.commands import sweep
 from qerl_jax.data import environment_config
 from qerl_jax.environments import episodes
@@ -123,6 +123,13 @@ def test_runs_are_summarized_for_the_page(run):
     lines = environment_table({"runs": part, "control": part}, "replies", "won").splitlines()
     won = [f"{accuracies[step]:.2f}" for step in (0, 4)]
     assert [line.split(" | ")[2:4] for line in lines[2:]] == 4 * [won]
+    result = {"runs": part, "control": part | {"steps": 3}}
+    assert len(agents_table({"words": result}).splitlines()) == 2  # It has no agent.
+    part["run"]["config"]["environment"]["verifiers"] = "words"
+    *_, line = agents_table({"words": result}).splitlines()
+    shares = 2 * [f"{part[when]['accuracy']:.2f}" for when in ("first", "last")]
+    name, _, _, *cells = line.strip("| ").split(" | ")
+    assert [name, *cells[:-1]] == ["`words` of verifiers", "4, 3", *shares]
 
 
 def test_completions_show_the_conversation(run):

@@ -8,7 +8,8 @@ import tokenizers
 from refusal import refused
 from tokenizers import decoders, models, pre_tokenizers
 
-from qerl_jax.data.environment_config import _reply_writer
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
+from qerl_jax.data.environment_config import _reply_writer, make_runner
 from qerl_jax.environments import harmony
 from qerl_jax.environments.tools import message_of, read_calls, tool_format
 from qerl_jax.weights import tokenizer as tokenizer_lib
@@ -148,3 +149,9 @@ def test_another_template_that_changes_turns_is_refused(folder, tmp_path):
     options = {"calls": False, "system": ""}
     refused("writes earlier turns in another way", _reply_writer, other, {}, **options)
     _reply_writer(other, {}, calls=True, system="")
+
+
+def test_a_taskset_of_verifiers_is_refused(tokenizer):
+    config = get_config()
+    config.environment.verifiers = "tasks"
+    refused("environment.verifiers=tasks: no renderer", make_runner, config, tokenizer)

@@ -10,6 +10,7 @@ import functools
 import itertools
 import types
 
+import agent_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,9 +71,48 @@ def rollout_of(model, prompts=PROMPTS, *, dialog=None, **options):
     return sampler.rollout(KEY, policy, prompts, dialog=dialog)
 
 
-def buffers_of(rollout, prompts=PROMPTS, *, buffer_tokens=64):
+def of_agents(model, episode, **options):
+    """The trained rows of a rollout of agents, and the prompt of each."""
+    config, policy, _ = policies(model)
+
+    def sample(gateway, sessions, model, **options):
+        sampler = agent_cases.sampler(records_routes=True, **options)
+        sampler = dataclasses.replace(sampler, model_config=config)
+        *_, last = sampler.steps(KEY, policy, [[1]] * sessions, dialog=gateway)
+        return last
+
+    gateway, last = agent_cases.rollout(episode, model=model, sample=sample, **options)
+    assert not agent_cases.errors_of(gateway)
+    trained = [pair for record in gateway.records() for pair in record.trained_rows()]
+    numbers = [row.number for row, _ in trained]
+    lengths = np.array([end - row.prompt for row, end in trained], np.int32)
+    rollout = jax.tree.map(lambda x: x[numbers], last.rollout).replace(lengths=lengths)
+    return rollout, [row.ids[: row.prompt] for row, _ in trained]
+
+
+def check_routes(model, rollout, prompts):
+    """The routes of rows are those of a forward pass over the whole of them."""
+    _, policy, _ = policies(model)
+    for row, prompt in enumerate(prompts):
+        length = rollout.lengths[row]
+        ids = np.zeros((1, 48), np.int32)
+        ids[0, : len(prompt) + length] = [*prompt, *rollout.tokens[row, :length]]
+        routes = np.asarray(forward(model)(*policy, ids, np.array([len(prompt) + length]))[2])[:, 0]
+        recorded = rollout.prompt_routes[row][:-1], rollout.routes[row][:length]
+        np.testing.assert_array_equal(
+            np.moveaxis(np.concatenate(recorded), 0, 1), routes[:, : len(prompt) + length - 1]
+        )
+
+
+@functools.cache
+def forward(model):
+    config = policies(model)[0]
+    return jax.jit(functools.partial(transformer.prefill, config=config, cache_positions=48))
+
+
+def buffers_of(rollout, prompts, *, buffer_tokens=64):
     batch = make_batch(
-        [prompt for prompt in prompts for _ in range(GROUP)],
+        prompts,
         rollout,
         np.resize([1.0, -1.0], len(rollout.lengths)),
         mask_truncated=False,
@@ -118,18 +158,11 @@ def test_replay_gives_the_logprobs_of_the_rollout(model, prompts, options, monke
     assert rollout.routes[0].dtype == np.uint8
     if dialog is not None:
         assert (rollout.roles == 1).any()
-    config, policy, other = policies(model)
-    whole = jax.jit(functools.partial(transformer.prefill, config=config, cache_positions=48))
-    for row, prompt in enumerate(prompt for prompt in prompts for _ in range(GROUP)):
-        length = rollout.lengths[row]
-        ids = np.zeros((1, 48), np.int32)
-        ids[0, : len(prompt) + length] = [*prompt, *rollout.tokens[row, :length]]
-        routes = np.asarray(whole(*policy, ids, np.array([len(prompt) + length]))[2])[:, 0]
-        recorded = rollout.prompt_routes[row], rollout.routes[row][1:length]
+    _, policy, other = policies(model)
+    prompts = [prompt for prompt in prompts for _ in range(GROUP)]
+    check_routes(model, rollout, prompts)
+    for row in range(len(prompts)):
         assert rollout.prompt_routes[row] is rollout.prompt_routes[row - row % GROUP]
-        np.testing.assert_array_equal(
-            np.moveaxis(np.concatenate(recorded), 0, 1), routes[:, : len(prompt) + length - 1]
-        )
     buffers, temperature = buffers_of(rollout, prompts), options.get("temperature", 1.0)
     assert len(buffers) > 1
     for buffer in buffers:
@@ -144,7 +177,8 @@ def test_metrics():
     """Two buffers: what the routers would choose, and how the tokens fill the experts."""
     model = "qwen3_moe"
     config, policy, other = policies(model)
-    functions, buffers = updates(model), buffers_of(rollout_of(model, max_rows=5))[-2:]
+    prompts = [prompt for prompt in PROMPTS for _ in range(GROUP)]
+    functions, buffers = updates(model), buffers_of(rollout_of(model, max_rows=5), prompts)[-2:]
     state = init_state(Trainable(jax.tree.map(jnp.array, policy.lora), {}), optax.sgd(1.0))
     totals = functions["zero_totals"](state.trainable)
     assert (buffers[1].segments.ids < 0).any()  # padding
@@ -178,6 +212,33 @@ def test_metrics():
     _, metrics = functions["apply_gradient"](state, totals)
     names = "routes_differ", "expert_load_max", "experts_unused"
     assert np.isnan([metrics[name] for name in names]).all()
+
+
+@pytest.mark.parametrize(
+    "model", ["qwen3_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)]
+)
+def test_replay_gives_the_logprobs_of_what_agents_asked_for(model):
+    """Prompts beyond a prefill, replies beyond an extension, equal prompts, and few slots."""
+
+    def episode(gateway, record):
+        number = record.job.number
+        ids = agent_cases.tokens((2, 2, 9, 10, 25)[number], seed=number // 2)
+        for reply in (0, 9, 3):  # None, more than 8, a few.
+            ids += agent_cases.ask(gateway, record, ids, max_tokens=1 + number).ids
+            if len(ids) > 30:
+                break
+            ids += agent_cases.tokens(reply, seed=50 + reply)
+        agent_cases.ask(gateway, record, ids[:2])  # a row of its own after a longer prompt
+        return 1.0
+
+    options = {"sessions": 5, "max_rows": 3, "prefill_prompts": 2}
+    rollout, prompts = of_agents(model, episode, **options)
+    assert len(prompts) == 8
+    check_routes(model, rollout, prompts)
+    _, _, other = policies(model)
+    for buffer in buffers_of(rollout, prompts):
+        assert distance(model, other, buffer) < 2e-5
+        assert distance(model, other, buffer, routes=None) > 0.1
 
 
 def test_processes_exchange_routes():

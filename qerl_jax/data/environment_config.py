@@ -15,6 +15,7 @@ from qerl_jax.environments.agent_server import AgentServer
 from qerl_jax.environments.chat import ChatWriter
 from qerl_jax.environments.episodes import Contract, Environments, environment_of
 from qerl_jax.environments.gateway import Gateway, Runner
+from qerl_jax.environments.harmony import is_harmony
 from qerl_jax.environments.pool import CallError, Pool
 from qerl_jax.environments.replies import ReplyWriter
 from qerl_jax.environments.runners import ProcessRunner, Taskset, TasksetRunner, agent_runner
@@ -142,6 +143,11 @@ def make_runner(config: ConfigDict, tokenizer: Tokenizer) -> ProcessRunner:
     processes = options.processes * max(1, config.mesh.data // jax.process_count())
     if taskset := taskset_of(config):
         with_tools = tokenizer.for_tools()
+        if is_harmony(with_tools.chat_template or ""):
+            raise UserError(
+                f"environment.verifiers={taskset.name}: no renderer of verifiers was tried with "
+                "the channels of gpt-oss: take environment.agent, or another model"
+            )
         try:
             form = tool_format(with_tools.chat_template or "")
         except UserError:  # Its conversations have no tools.

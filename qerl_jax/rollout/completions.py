@@ -114,9 +114,6 @@ class Completions:
             _empty_rollout, width=width, pad_id=self.pad_id, turns=turns, routed=routed
         )
         self.rollout = self._empty(rows)
-        if routed is not None:
-            # Pages of which nothing is written take no memory.
-            self.rollout.routes[:] = [routed.empty_routes(width) for _ in range(rows)]
         self._prompt_routes: dict[int, np.ndarray] = {}  # by group
         self.ended = np.zeros(rows, bool)
         self.tokens = self.turns = self.drafted = self.accepted = 0
@@ -172,13 +169,18 @@ class Completions:
     def _append_routes(
         self, rows: Sequence[Row], routes: np.ndarray, steps: int, counts: np.ndarray
     ) -> None:
-        """Writes down the routes [N, W, L, k] of some samples, and of replies before them."""
+        """Writes down the routes [N, W, L, k] of some samples, and of an extension before them."""
         first = routes.shape[1] - steps  # column of the first sample
         for row, own, count in zip(rows, routes, counts.tolist(), strict=True):
-            reply = len(row.reply) if first else 0
+            added = row.start - row.filled - 1 if first else 0
             end = int(self.rollout.lengths[row.number]) + count
-            written = self.rollout.routes[row.number][end - count - reply : end]
-            written[:] = own[first - reply : first + count]
+            written = self.rollout.routes[row.number][end - count - added : end]
+            written[:] = own[first - added : first + count]
+
+    def append_part(self, rows: Sequence[Row], routes: np.ndarray) -> None:
+        """Writes down the routes [N, W, L, k] of an extension that another one continues."""
+        for row, own in zip(rows, routes, strict=False):
+            self.rollout.routes[row.number][row.filled + 1 : row.filled + len(own)] = own[1:]
 
     def append_prompts(self, rows: Sequence[Row], sources: np.ndarray, routes: np.ndarray) -> None:
         """Writes down the routes [P, T, L, k] of prompts, given the prompt [N] of each row."""
@@ -188,6 +190,8 @@ class Completions:
                 of_group = routes[source, : len(row.prompt)].copy()
                 self._prompt_routes[row.group] = of_group
             self.rollout.prompt_routes[row.number] = of_group
+            # Of a long prompt the rest may follow, and no sample.
+            self.rollout.routes[row.number][:1] = of_group[-1]
 
     def turn(self, row: Row) -> TurnSamples:
         """Returns what was sampled in a row's turn."""
@@ -228,6 +232,11 @@ def _empty_rollout(
     rows: int, *, width: int, pad_id: int, turns: TurnConfig | None, routed: ModelConfig | None
 ) -> Rollout:
     """Returns rows without a token."""
+    routes = prompt_routes = None
+    if routed is not None:
+        routes, prompt_routes = np.empty((2, rows), object)
+        # Pages of which nothing is written take no memory.
+        routes[:] = [routed.empty_routes(width) for _ in range(rows)]
     return Rollout(
         tokens=np.full((rows, width), pad_id, np.int32),
         lengths=np.zeros(rows, np.int32),
@@ -236,8 +245,8 @@ def _empty_rollout(
         entropies=np.zeros((rows, width), np.float32),
         roles=None if turns is None else np.zeros((rows, width), np.int8),
         endings=None if turns is None else np.zeros(rows, np.int8),
-        routes=None if routed is None else np.empty(rows, object),
-        prompt_routes=None if routed is None else np.empty(rows, object),
+        routes=routes,
+        prompt_routes=prompt_routes,
     )
 
 

@@ -44,8 +44,9 @@ class _InFlight(NamedTuple):
     indices: np.ndarray
     turns: list[int]
     samples: Samples
-    # The prompt of each row among those prefilled, and their routes, with the first samples.
-    prompts: tuple[np.ndarray, jax.Array] | None = None
+    # With the first samples, the rows that were inserted, the prompt of each among those prefilled,
+    # and the routes of these.
+    prompts: tuple[Sequence[Row], np.ndarray, jax.Array] | None = None
 
 
 class Scheduler:
@@ -203,7 +204,8 @@ class Scheduler:
         for _ in range(count):
             rows, indices, turns, samples, prompts = self.in_flight.pop(0)
             if prompts is not None:
-                self._completions.append_prompts(rows, *jax.device_get(prompts))
+                inserted, sources, routes = prompts
+                self._completions.append_prompts(inserted, sources, jax.device_get(routes))
             is_current = [row.turn == turn for row, turn in zip(rows, turns, strict=True)]
             rows = list(itertools.compress(rows, is_current))
             samples, indices = jax.device_get(samples), indices[is_current]
@@ -368,7 +370,7 @@ class Scheduler:
         )
         self._begin_history(rows, (size, self._shapes.prompt_widths[-1]))
         routes = self._prefilled.routes  # pyrefly: ignore[missing-attribute]
-        prompts = None if routes is None else (sources[:count], routes)
+        prompts = None if routes is None else (rows, sources[:count], routes)
         begun = np.flatnonzero([row.state is State.DECODING for row in rows])
         self._enqueue([rows[i] for i in begun], begun, samples, prompts)
         self._free_prefilled()
@@ -432,7 +434,10 @@ class Scheduler:
         count, width = self._shapes.extensions[-1]
         while long := [row for row in rows if 1 + row.start - row.filled > width]:
             for batch in itertools.batched(long, count):
-                self._extend_layers(batch, width, ends=[row.filled + width - 1 for row in batch])
+                ends = [row.filled + width - 1 for row in batch]
+                *_, routes = self._extend_layers(batch, width, ends=ends)
+                if routes is not None:
+                    self._completions.append_part(batch, jax.device_get(routes))
             for row in long:
                 row.filled += width - 1
 
@@ -513,10 +518,10 @@ class Scheduler:
         rows: Sequence[Row],
         indices: np.ndarray,
         samples: Samples,
-        prompts: tuple[np.ndarray, jax.Array] | None = None,
+        prompts: tuple[Sequence[Row], np.ndarray, jax.Array] | None = None,
     ) -> None:
         """Puts samples of rows in flight."""
-        for array in jax.tree.leaves((samples, prompts and prompts[1])):
+        for array in jax.tree.leaves((samples, prompts and prompts[-1])):
             array.copy_to_host_async()
         # With drafts a row takes one token in each step at least.
         steps = (samples.tokens if samples.taken is None else samples.taken).shape[1]

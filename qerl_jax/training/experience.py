@@ -183,12 +183,14 @@ def gather(
     rows = [rows_of(share, local.group_size) for share in shares]
     numbers = np.concatenate(rows)  # of the completions, in the order of the processes
     order = by_row = np.argsort(numbers)
-    owners = None
+    owners, own_prompts, copies = None, list[tuple[int, ...]](), local.group_size
     if local.owners is not None:
         of_parts = zip(rows, parts, strict=True)
         owners = np.concatenate([own_rows[part["owners"]] for own_rows, part in of_parts])
         by_row = np.argsort(owners, kind="stable")
-        owners = owners[by_row]
+        owners, own_prompts, copies = owners[by_row], _gather_own_prompts(parts, by_row), 1
+    ends = np.cumsum([len(part["lengths"]) for part in parts])[:-1]
+    of_rows = np.split(np.argsort(by_row), ends)  # the rows of each process, in the order of all
     width = local.rollout.tokens.shape[1]
 
     def gather_values(name: str, order: np.ndarray) -> np.ndarray:
@@ -203,19 +205,19 @@ def gather(
 
     def gather_routes(name: str, lengths: np.ndarray, copies: int) -> np.ndarray | None:
         """Arrays [B] of the routes of as many tokens, each of which some rows share."""
-        if name not in parts[0]:
+        if local.rollout.routes is None:
             return None
-        array = np.empty(len(numbers), object)
-        for part, part_rows in zip(parts, rows, strict=True):
-            ends = np.cumsum(lengths[part_rows[::copies]])[:-1]
-            for number, routes in enumerate(np.split(part[name], ends)):
-                for row in part_rows[number * copies :][:copies]:
-                    array[row] = routes
+        array = np.empty(len(lengths), object)
+        for part, part_rows in zip(parts, of_rows, strict=True):
+            if len(part_rows):
+                array[part_rows] = split_routes(part[name], lengths[part_rows[::copies]], copies)
         return array
 
     facts = [json.loads(str(part["facts"])) for part in parts]
     lengths, group_size = gather_values("lengths", by_row), local.group_size
-    prompt_lengths = np.repeat([len(prompt.ids) for prompt in prompts], group_size)
+    prompt_lengths = np.array([len(ids) for ids in own_prompts], int)
+    if owners is None:
+        prompt_lengths = np.repeat([len(prompt.ids) for prompt in prompts], group_size)
     rollout = Rollout(
         tokens=gather_padded("tokens", tokenizer.pad_id),
         lengths=lengths,
@@ -225,7 +227,7 @@ def gather(
         roles=gather_padded("roles", 0) if episodes else None,
         endings=gather_values("endings", by_row) if episodes else None,
         routes=gather_routes("routes", lengths, 1),
-        prompt_routes=gather_routes("prompt_routes", prompt_lengths, group_size),
+        prompt_routes=gather_routes("prompt_routes", prompt_lengths, copies),
     )
     return Experience(
         prompts=list(prompts),
@@ -242,8 +244,31 @@ def gather(
         seconds=max(part_facts["seconds"] for part_facts in facts),
         episodes=episodes,
         owners=owners,
-        own_prompts=_gather_own_prompts(parts, by_row) if owners is not None else [],
+        own_prompts=own_prompts,
     )
+
+
+def routes_of(rollout: Rollout, copies: int = 1) -> dict[str, np.ndarray]:
+    """Returns the recorded routes one after the other, without padding.
+
+    Those of prompts are there once for `copies` rows that share them.
+    """
+    if rollout.routes is None or not len(rollout.lengths):
+        return {}
+    own = zip(rollout.routes, rollout.lengths, strict=True)
+    return {
+        "routes": np.concatenate([routes[:length] for routes, length in own]),
+        "prompt_routes": np.concatenate(rollout.prompt_routes[::copies]),
+    }
+
+
+def split_routes(routes: np.ndarray, lengths: np.ndarray, copies: int = 1) -> np.ndarray:
+    """Returns the object array [B] of what `routes_of` has put one after the other."""
+    array = np.empty(len(lengths) * copies, object)
+    for number, own in enumerate(np.split(routes, np.cumsum(lengths)[:-1])):
+        for row in range(number * copies, (number + 1) * copies):
+            array[row] = own
+    return array
 
 
 def _gather_own_prompts(
@@ -291,10 +316,7 @@ def _exchange_arrays(local: Experience) -> dict[str, np.ndarray]:
         "total": scores.total,
         "facts": np.array(json.dumps(facts)),
     }
-    if rollout.routes is not None:
-        routes = zip(rollout.routes, rollout.lengths, strict=True)
-        arrays["routes"] = np.concatenate([own[:length] for own, length in routes])
-        arrays["prompt_routes"] = np.concatenate(rollout.prompt_routes[:: local.group_size])
+    arrays |= routes_of(rollout, 1 if local.owners is not None else local.group_size)
     if rollout.roles is not None:
         groups = itertools.batched(map(vars, local.episodes), local.group_size)
         said = [

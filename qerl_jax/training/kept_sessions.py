@@ -25,10 +25,11 @@ from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.progress import Statistics
 from qerl_jax.system.atomic import replace_file
 from qerl_jax.system.safe_files import read_bytes
-from qerl_jax.training.experience import Experience, Peers
+from qerl_jax.training.experience import Experience, Peers, routes_of, split_routes
 from qerl_jax.training.step import Collected
 
 _ROLLOUT = "tokens", "lengths", "finished", "logprobs", "entropies", "roles", "endings"
+_ROUTES = {"routes": "lengths", "prompt_routes": "prompt_lengths"}  # arrays and how long each is
 _PART = "part/"  # of the names of rewards
 _DAMAGED = KeyError, TypeError, ValueError, IndexError, EOFError, zipfile.BadZipFile
 
@@ -88,11 +89,16 @@ class KeptSessions:
             for name, values in arrays.items()
             if name.startswith(_PART)
         }
+        routes = {
+            name: split_routes(arrays[name], arrays[lengths])
+            for name, lengths in _ROUTES.items()
+            if name in arrays
+        }
         experience = Experience(
             prompts=[self.prompts[place] for place in facts["places"]],
             places=facts["places"],
             texts=facts["texts"],
-            rollout=Rollout(**{name: arrays[name] for name in _ROLLOUT}),
+            rollout=Rollout(**{name: arrays[name] for name in _ROLLOUT}, **routes),
             scores=Scores(arrays["total"], parts, facts["errors"], facts["reward_seconds"]),
             statistics=[Statistics(**work) for work in facts["statistics"]],
             seconds=facts["seconds"],
@@ -128,6 +134,7 @@ def _arrays(
     ids = [np.array(prompt, np.int32) for prompt in experience.own_prompts]
     return {
         **{name: getattr(experience.rollout, name) for name in _ROLLOUT},
+        **routes_of(experience.rollout),
         "owners": experience.owners,
         "own_prompts": np.concatenate([np.zeros(0, np.int32), *ids]),
         "prompt_lengths": np.array([len(prompt) for prompt in ids], int),

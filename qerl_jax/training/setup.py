@@ -41,7 +41,6 @@ from qerl_jax.rl.train_step import (
 from qerl_jax.rollout.config import (
     EngineConfig,
     SamplingConfig,
-    has_agents,
     has_turns,
     rollout_prompts,
     turn_config,
@@ -297,11 +296,6 @@ def _replays_routes(config: ConfigDict, architecture: ModelConfig) -> bool:
         raise UserError(
             f"rl.routing_check_every={every}, but no routes are replayed: {reason}; pass "
             "rl.routing_check_every=0"
-        )
-    if replays and has_agents(config):
-        raise UserError(
-            "rl.routing_replay=rollout: the experts of what agents send are not recorded; pass "
-            "rl.routing_replay=none"
         )
     return replays
 
