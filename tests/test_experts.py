@@ -5,6 +5,7 @@ import functools
 import types
 import warnings
 
+import h200
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +77,21 @@ def test_tiles_grow_with_the_pairs():
     assert [tile_rows(pairs, 256) for pairs in (8, 8191, 16384, 65536, 1 << 20)] == [
         *(8, 8, 32, 128, 128)
     ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "packed", "width", "tile"),
+    [(255, True, 192, 8), (512, True, 192, 8), (513, True, 192, 64), (256, True, 200, 64),
+     (256, False, 192, 64), (255, False, 192, 8)],
+)  # fmt: skip
+def test_tiles_of_a_step(tokens, packed, width, tile, monkeypatch):
+    """Those of the kernel for packed weights, up to 64 rows an expert; else those of any table."""
+    monkeypatch.setattr(api, "has_kernel", lambda: True)
+    monkeypatch.setattr(dispatch, "agrees_on_hopper", lambda *_: True)
+    arrays = (32 * 2 * width, 320), (32 * 320, width)
+    own = [h200.tiles(*shape) if packed else h200.array(*shape) for shape in arrays]
+    x = h200.array(tokens, 320)
+    assert experts.step_tile(x, experts.Gated(*own), top_k=4, width=width) == tile
 
 
 @pytest.mark.parametrize("order", ["dense", "checkpoint", "tiles"])
