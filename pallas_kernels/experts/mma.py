@@ -781,8 +781,8 @@ def _store(threads: Warpgroup, y: Any, value: jax.Array, chosen: Any, row: Any, 
     (height, tokens), columns = value.shape, y.shape[1]
     if threads.simulated:
         rows = jnp.where(chosen[...] < 0, y.shape[0], row + jnp.arange(tokens))
-        index = rows[:, None], column + jnp.arange(height)
-        y[...] = y[...].at[index].set(value.T, mode="drop")
+        index = rows[:, None] * columns + column + jnp.arange(height)
+        y[...] = y[...].reshape(-1).at[index].set(value.T, mode="drop").reshape(y.shape)
         return
     splat = plgpu.Layout.WG_SPLAT
     references = plgpu.RefType(), plgpu.RefType()
