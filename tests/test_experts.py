@@ -5,6 +5,7 @@ import functools
 import types
 import warnings
 
+import h200
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +77,21 @@ def test_tiles_grow_with_the_pairs():
     assert [tile_rows(pairs, 256) for pairs in (8, 8191, 16384, 65536, 1 << 20)] == [
         *(8, 8, 32, 128, 128)
     ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "packed", "width", "tile"),
+    [(255, True, 192, 8), (512, True, 192, 8), (513, True, 192, 64), (256, True, 200, 64),
+     (256, False, 192, 64), (255, False, 192, 8)],
+)  # fmt: skip
+def test_tiles_of_a_step(tokens, packed, width, tile, monkeypatch):
+    """Those of the kernel for packed weights, up to 64 rows an expert; else those of any table."""
+    monkeypatch.setattr(api, "has_kernel", lambda: True)
+    monkeypatch.setattr(dispatch, "agrees_on_hopper", lambda *_: True)
+    arrays = (32 * 2 * width, 320), (32 * 320, width)
+    own = [h200.tiles(*shape) if packed else h200.array(*shape) for shape in arrays]
+    x = h200.array(tokens, 320)
+    assert experts.step_tile(x, experts.Gated(*own), top_k=4, width=width) == tile
 
 
 @pytest.mark.parametrize("order", ["dense", "checkpoint", "tiles"])
@@ -249,65 +265,87 @@ SIMULATED = types.SimpleNamespace(
     mlp=functools.partial(mma.mlp, interpret=True),
 )
 # In the first case one expert has 24 tokens, in two units, and another one more than a tile; in the
-# second one ranks are those of two products of a warp.
+# second one ranks are those of two products of a warp. Those with a limit have biases, too; in the
+# last one the products have kernels of their own.
 MLP_CASES = [
-    ((24, 6), (640, 64), GroupedConfig(64, 128, 2, tiles=2), 3),
-    ((9, 3), (256, 64), GroupedConfig(64, 256, 2), 24),
-    ((9, 3), (192, 64), GroupedConfig(64, 128, 3), 0),
+    ((24, 6), (640, 64, 192), GroupedConfig(64, 128, 2, tiles=2), 3, 7.0),
+    ((24, 6), (640, 64, 128), GroupedConfig(64, 128, 2, tiles=2), 3, 0.0),
+    ((9, 3), (256, 64, 128), GroupedConfig(64, 256, 2), 24, 0.0),
+    ((9, 3), (192, 64, 128), GroupedConfig(64, 128, 3), 0, 0.0),
+    ((9, 3), (192, 64, 192), GroupedConfig(64, 128, 3), 0, 7.0),
+    ((9, 3), (192, 64, 192), GroupedConfig(16, 512, 2), 0, 7.0),
 ]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shape", "config", "rank"),
+    ("sizes", "shape", "config", "rank", "limit"),
     [MLP_CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in MLP_CASES[1:])],
 )
-def test_the_kernel_of_a_decode_step(sizes, shape, config, rank, monkeypatch):
+def test_the_kernel_of_a_decode_step(sizes, shape, config, rank, limit, monkeypatch):
     """Simulated: what a caller gets on a GPU with the kernel is what it gets in float64."""
-    (tokens, count), (inputs, width), top_k = sizes, shape, 2
-    use_simulation(monkeypatch, choose_mlp=lambda *_: config, mlp_is_faster=lambda *_: True)
+    (tokens, count), (inputs, width, outputs), top_k = sizes, shape, 2
+    use_simulation(
+        monkeypatch,
+        choose=lambda *_, parts: config,
+        choose_mlp=lambda *_: config,
+        mlp_is_faster=lambda *_: config.columns < 512,
+    )
     monkeypatch.setattr(device, "supports_warpgroup", lambda: True)
     rng = np.random.default_rng(tokens)
     routes = random_routes(tokens, top_k, count)
     if tokens == 24:
         routes[:, 0], routes[:, 1] = 0, 1 + np.arange(24) % 9 // 5 * 2
     gate_up = random_weight(rng, count * 2 * width, inputs)
-    gate_up = gate_up._replace(global_scale=gate_up.global_scale * 200)
-    down = random_weight(rng, count * 128, width)
+    gate_up = gate_up._replace(global_scale=gate_up.global_scale * (50 if limit else 200))
+    down = random_weight(rng, count * outputs, width)
     x = jnp.asarray(rng.standard_normal((tokens, inputs)), jnp.bfloat16)
     pair_weights = rng.uniform(0.1, 1, routes.size).astype(np.float32)
     own_table = experts.table(jnp.asarray(routes), experts=count)
-    shapes = ((rank, inputs), (2 * width, rank)), ((rank, width), (128, rank))
+    shapes = ((rank, inputs), (2 * width, rank)), ((rank, width), (outputs, rank))
     adapters = [
         tuple(jnp.asarray(rng.standard_normal((count, *shape)) / 8, jnp.bfloat16) for shape in own)
         for own in shapes
     ]
 
+    biases = [
+        jnp.asarray(limit * rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((count, 2, width), (count, outputs))
+    ]
     packed = fp4_matmul.to_tiles(gate_up), fp4_matmul.to_tiles(down)
-    routed = experts.Gated(*packed, tuple(adapters) if rank else (None, None))
+    routed = experts.Gated(
+        *packed, tuple(adapters) if rank else (None, None), tuple(biases) if limit else None
+    )
     shared = None
     if rank == 24:  # the first expert is one that all tokens have, too; its B has more columns
         first = tuple(
             (a[0], jnp.pad(b[0], ((0, 0), (0, 64 - rank)), constant_values=1)) for a, b in adapters
         )
-        weights = (gate_up, 2 * width), (down, 128)
+        weights = (gate_up, 2 * width), (down, outputs)
         own = (
             fp4_matmul.to_tiles(jax.tree.map(lambda array, n=n: array[:n], weight))
             for weight, n in weights
         )
         shared = experts.Gated(*own, first)
         assert experts.takes_shared(x, routed, shared, top_k=top_k, width=width)
-    options = {"width": width, "shared": shared}
+    options = {"width": width, "shared": shared, "limit": limit}
     found, everyone = experts.mlp(x, routed, own_table, jnp.asarray(pair_weights), **options)
 
     def wanted(x, chosen, pair_weights):
-        def product(x, weight, adapter):
+        def product(x, weight, adapter, bias):
             dense = float64(fp4_matmul.dequantize(weight, jnp.float32))
             y = np.einsum("pk,pnk->pn", x, dense.reshape(count, -1, x.shape[1])[chosen])
             a, b = (float64(matrix)[chosen] for matrix in adapter)
-            return y + np.einsum("pk,prk,pnr->pn", x, a, b)
+            return y + np.einsum("pk,prk,pnr->pn", x, a, b) + bias
 
-        gate, up = np.split(product(x, gate_up, adapters[0]), 2, axis=1)
-        return product(gate / (1 + np.exp(-gate)) * up * pair_weights[:, None], down, adapters[1])
+        added, after = (float64(bias).reshape(count, -1)[chosen] for bias in biases)
+        factors = pair_weights[:, None]
+        gate, up = np.split(product(x, gate_up, adapters[0], added), 2, axis=1)
+        if limit:
+            assert all(some.any() for some in (gate > limit, up > limit, up < -limit))
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit) + 1
+        slope = 1.702 if limit else 1
+        hidden = gate / (1 + np.exp(-slope * gate)) * up * factors
+        return product(hidden, down, adapters[1], factors * after)
 
     want = wanted(float64(x).repeat(top_k, axis=0), routes.reshape(-1), pair_weights)
     assert found.dtype == jnp.bfloat16
@@ -377,8 +415,8 @@ def test_which_devices_have_the_kernel(capability, choice, error, expected, monk
 
 def test_schedules_that_cannot_be():
     for config, outputs, parts, message in (
-        (GroupedConfig(48), 128, 1, "rows is 48, expected 16 or a multiple of 64 that divides 128"),
-        (GroupedConfig(128), 192, 1, "rows is 128"),
+        (GroupedConfig(48), 128, 1, "rows is 48, expected 16 or a multiple of 64"),
+        (GroupedConfig(128), 192, 2, "192 outputs, expected a multiple of 128"),
         (GroupedConfig(16, 256), 128, 2, "columns is 256, expected 128, 256 or 512, with 16 rows"),
         (GroupedConfig(stages=1), 128, 1, "1 stages and 1 tiles, expected at least 2 and 1"),
         (GroupedConfig(64, 512, 3), 128, 2, "bytes of shared memory, limit 101376"),

@@ -57,15 +57,20 @@ def routes_of(tokens, count, skewed):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "skewed", "form"),
+    ("tokens", "skewed", "form", "limit"),
     [
-        *((1, 0, "nvfp4"), (8, 0.3, "mxfp4"), (40, 0, "nvfp4"), (64, 0.3, "nvfp4")),
-        *((256, 0, "mxfp4"), (256, 0.3, "nvfp4")),
+        *((1, 0, "nvfp4", 0.0), (8, 0.3, "mxfp4", 0.0), (40, 0, "nvfp4", 0.0)),
+        *((64, 0.3, "nvfp4", 0.0), (256, 0, "mxfp4", 0.0), (256, 0.3, "nvfp4", 0.0)),
+        *((1, 0, "mxfp4", 0.5), (8, 0, "mxfp4", 0.5), (64, 0.3, "mxfp4", 0.5)),
+        *((256, 0, "mxfp4", 0.5), (256, 0.3, "mxfp4", 0.5)),
     ],
 )
-def test_products_of_a_decode_step(tokens, skewed, form):
-    """In the schedules that they get, some with adapters: against float32, and the same again."""
-    count, inputs, width = 72, 2048, 192
+def test_products_of_a_decode_step(tokens, skewed, form, limit):
+    """In the schedules that they get, some with adapters: against float32, and the same again.
+
+    Those with a limit have biases, and rows that are no whole tiles.
+    """
+    count, inputs, width = 72, 2112 if limit else 2048, 192
     rng = np.random.default_rng(0)
     gate_up, down = (
         random_weight(rng, count * outputs, columns, form)
@@ -85,10 +90,16 @@ def test_products_of_a_decode_step(tokens, skewed, form):
         )
     ]
 
+    biases = [
+        jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) / 4
+        for i, shape in enumerate(((count, 2, width), (count, inputs)))
+    ]
+
     @jax.jit
     def added(x, weights, gate_up, down, adapters, table):
-        own = experts.Gated(gate_up, down, tuple(map(tuple, adapters)) if rank else (None, None))
-        rows, _ = experts.mlp(x, own, table, weights, width=width)
+        own = tuple(map(tuple, adapters)) if rank else (None, None)
+        own = experts.Gated(gate_up, down, own, tuple(biases) if limit else None)
+        rows, _ = experts.mlp(x, own, table, weights, width=width, limit=limit)
         return experts.to_pairs(rows, table)
 
     packed = fp4_matmul.to_tiles(gate_up), fp4_matmul.to_tiles(down)
@@ -112,7 +123,7 @@ def test_products_of_a_decode_step(tokens, skewed, form):
         GroupedConfig(16, 512, 3),
         GroupedConfig(16, 512, 2),
         GroupedConfig(64, 128, 4, tiles=2),
-        GroupedConfig(64, 128, 3, tiles=4),
+        GroupedConfig(64, 128, 3, tiles=6),
     ],
     ids=str,
 )

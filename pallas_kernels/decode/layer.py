@@ -20,10 +20,9 @@ A mixture of experts has these steps after attention:
     step       kernels                    conditions
     output     o_proj, add_rmsnorm        none; the norm also multiplies by the router
     route      route_experts              M <= 256
-    experts    experts_mlp                FP4 in tiles of eight rows (`experts.api`), no biases
-                                          and no limit; the norm of the next layer adds the
-                                          pairs of each token up
-               two grouped products       none; XLA adds the biases, and clamps SwiGLU
+    experts    experts_mlp                FP4 in tiles of eight rows (`experts.api`); the norm of
+                                          the next layer adds the pairs of each token up
+               two grouped products       none
     shared     experts_mlp                if all tokens have an expert, too, of the same width, FP4
                                           and with few ranks: the same kernel; the norm of the
                                           next layer adds it
@@ -97,7 +96,7 @@ from pallas_kernels.decode.delta import DeltaInputs
 from pallas_kernels.decode.norms import DeferredNorm
 from pallas_kernels.decode.row import QUERIES
 from pallas_kernels.device import num_sms
-from pallas_kernels.experts import Gated, combine, mlp, route, takes_shared
+from pallas_kernels.experts import Gated, combine, mlp, route, step_tile, takes_shared
 from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.fp4_matmul import AddRmsNorm, Epilogue, Fp4Tiles, Fp4Weight, Swiglu
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
@@ -308,15 +307,16 @@ def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Ar
         product = product + layer["o_bias"]
     routed, shared = _gated(own, "experts_gate_up", "experts_down"), None
     adapted = own.projection("shared_gate_up") if "shared_gate_up" in layer else None
+    sizes = {"top_k": experts.top_k, "width": experts.width}
     if adapted is not None:
         shared = _gated(own, "shared_gate_up", "shared_down")
-        sizes = {"top_k": experts.top_k, "width": experts.width}
         if takes_shared(mixed.residual, routed, shared, **sizes) and _experts_agree():
             adapted = None
         else:
             shared = None
     norm = _norm(mixed.residual, product, scale, adapted, layer["router"])
-    router = route.Router(experts.count, experts.top_k, experts.normalized, own.eps)
+    tile = step_tile(mixed.residual, routed, **sizes)
+    router = route.Router(experts.count, experts.top_k, experts.normalized, own.eps, tile)
     routing = _route(norm, layer, router)
     rows, y = mlp(
         *(routing.states, routed, routing.table, routing.weights),

@@ -13,6 +13,7 @@ from pallas_kernels.experts.api import (
     kernel_rank,
     mlp,
     pad_ranks,
+    step_tile,
     takes_shared,
 )
 from pallas_kernels.experts.table import (
@@ -40,6 +41,7 @@ __all__ = [
     "kernel_rank",
     "mlp",
     "pad_ranks",
+    "step_tile",
     "table",
     "takes_shared",
     "tile_bound",

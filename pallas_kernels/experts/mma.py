@@ -4,6 +4,8 @@
     y[R, N] = x W^T                                       `matmul`
     rows[R, N] = hidden W_down^T                          `mlp`, both in one kernel, with adapters
 
+Products may have biases, and SwiGLU a limit, see `experts.activated`.
+
 A CTA multiplies the rows of an expert by some of its outputs. It is made of the parts of
 `fp4_matmul.mma`: it reads the table for the expert and for the rows of x, which cp.async takes from
 wherever they are. Its rows are a unit: a tile, or some tiles of an expert. CTAs of units that the
@@ -47,7 +49,10 @@ from pallas_kernels.warpgroup import WARPS, Warpgroup
 TILE = 8  # rows of a tile of the table
 STRIP = TILE_ROWS // WARPS  # outputs of a warp
 _FEW_TILES = 16  # of the table, with which few CTAs have 64 outputs
+_WHOLE_TILES = 3  # tiles of an expert up to which a CTA dequantizes whole tiles of the weight
+_SHORT = 2048  # columns of weights with which the other schedules were measured
 _LOG2_E = 1.4426950408889634
+_SWIGLU_ALPHA = 1.702  # as in `experts.activated`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +78,10 @@ class GroupedConfig:
         """Rows of tiles of the weight that a CTA reads, with gate and up as two parts."""
         return parts * max(1, self.rows // TILE_ROWS)
 
-    def shared(self, parts: int) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Shapes and dtypes of what is in shared memory."""
+    def shared(
+        self, parts: int, *, factors: bool = False
+    ) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shapes and dtypes of what is in shared memory, with factors of tokens or without."""
         tiles = self.columns // TILE_COLUMNS // (WARPS if self.apart else 1)
         weight = self.stages, self.row_tiles(parts), tiles
         pitch = MmaConfig(columns=self.columns).pitch()
@@ -84,7 +91,7 @@ class GroupedConfig:
             "scales": ((*weight, layout.SCALE_WORDS), jnp.uint32),
             "chosen": ((self.tokens,), jnp.int32),
         }
-        if parts == 2:
+        if parts == 2 or factors:
             types["factors"] = (self.tokens,), jnp.float32
         if self.apart:
             types["sums"] = (self.row_tiles(parts), TILE_ROWS, self.tokens), jnp.float32
@@ -92,8 +99,10 @@ class GroupedConfig:
 
     def problem(self, outputs: int, parts: int) -> str | None:
         """Why experts with this number of outputs, gate and up together, cannot have it."""
-        if (self.rows % TILE_ROWS and not self.apart) or outputs % (self.rows * parts):
-            return f"rows is {self.rows}, expected 16 or a multiple of 64 that divides {outputs}"
+        if self.rows % TILE_ROWS and not self.apart:
+            return f"rows is {self.rows}, expected 16 or a multiple of 64"
+        if outputs % (TILE_ROWS * parts):
+            return f"{outputs} outputs, expected a multiple of {TILE_ROWS * parts}"
         if self.columns not in ((512,) if self.apart else (128, 256, 512)):
             return f"columns is {self.columns}, expected 128, 256 or 512, with 16 rows 512"
         if self.stages < 2 or self.tiles < 1:
@@ -108,13 +117,15 @@ class GroupedConfig:
 def choose(table: Table, outputs: int, weight: Fp4Tiles, *, parts: int) -> GroupedConfig:
     """The schedule for experts with this number of outputs, gate and up together.
 
-    It is made from times of Qwen3-30B-A3B and Qwen3.6-35B-A3B on an H200.
+    It is made from times of Qwen3-30B-A3B, Qwen3.6-35B-A3B and gpt-oss-20b on an H200.
     """
     pairs, experts = len(table.place), weight.shape[0] // outputs
     if (tiles := tiles_at_a_time(len(table.place), experts)) > 1:
         wide = parts == 1 and outputs % (2 * TILE_ROWS) == 0
         return GroupedConfig(2 * TILE_ROWS if wide else TILE_ROWS, TILE_COLUMNS, 3, tiles)
     if parts == 2 and len(table.owner) <= _FEW_TILES:
+        return GroupedConfig(STRIP, 512, 2)
+    if parts == 1 and len(table.owner) <= _FEW_TILES // 2 and weight.shape[1] > _SHORT:
         return GroupedConfig(STRIP, 512, 2)
     touched = experts * (1 - (1 - 1 / experts) ** pairs)
     ctas = touched * outputs // parts // TILE_ROWS
@@ -130,11 +141,11 @@ def mlp_is_faster(table: Table, ranks: Sequence[int]) -> bool:
     return bool(ranks) or len(table.owner) > _FEW_TILES
 
 
-def choose_mlp(table: Table, experts: int) -> GroupedConfig:
-    """The schedule of `mlp`, from times of both models on an H200."""
+def choose_mlp(table: Table, experts: int, inputs: int) -> GroupedConfig:
+    """The schedule of `mlp`, from times of the same models."""
     if (tiles := tiles_at_a_time(len(table.place), experts)) > 1:
         return GroupedConfig(TILE_ROWS, TILE_COLUMNS, 2, tiles)
-    return GroupedConfig(TILE_ROWS, TILE_COLUMNS, 3)
+    return GroupedConfig(TILE_ROWS, TILE_COLUMNS, 3 if inputs <= _SHORT else 4)
 
 
 def gated_matmul(
@@ -145,12 +156,14 @@ def gated_matmul(
     *,
     width: int,
     config: GroupedConfig,
+    bias: jax.Array | None = None,
+    limit: float = 0.0,
     interpret: bool = False,
 ) -> jax.Array:
     """As `experts.gated_matmul`, for bfloat16 x and tiles of eight rows."""
     top_k = len(row_weights) // len(x)
-    kernel = _Kernel(config, 2 * width, 2, len(row_weights), top_k)
-    return _run(kernel, x, weight, table, {"row_weights": row_weights}, interpret)
+    kernel = _Kernel(config, 2 * width, 2, len(row_weights), top_k, limit)
+    return _run(kernel, x, (weight, bias), table, {"row_weights": row_weights}, interpret)
 
 
 def matmul(
@@ -160,11 +173,18 @@ def matmul(
     *,
     outputs: int,
     config: GroupedConfig,
+    bias: tuple[jax.Array, jax.Array] | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """As `experts.grouped_matmul`, for bfloat16 x and tiles of eight rows."""
+    """As `experts.grouped_matmul`, for bfloat16 x and tiles of eight rows.
+
+    A bias has E N numbers, and float32 [P], the factor of the bias in the rows of each pair.
+    """
     kernel = _Kernel(config, outputs, 1, len(table.place), None)
-    return _run(kernel, x, weight, table, {}, interpret)
+    if bias is None:
+        return _run(kernel, x, (weight, None), table, {}, interpret)
+    added, factors = bias
+    return _run(kernel, x, (weight, added), table, {"row_weights": factors}, interpret)
 
 
 Adapter = tuple[jax.Array, jax.Array]
@@ -179,6 +199,7 @@ class Mixture(NamedTuple):
     row_weights: jax.Array  # float32 [P]
     # Of gate and up, and of down: A [E, r, K] and B [E, N, r''], of a multiple of eight ranks.
     adapters: tuple[Adapter | None, Adapter | None] = (None, None)
+    biases: tuple[jax.Array | None, jax.Array | None] = None, None  # [E, 2, F] and [E, N]
 
 
 def mlp(
@@ -187,6 +208,7 @@ def mlp(
     *,
     width: int,
     config: GroupedConfig,
+    limit: float = 0.0,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """As `experts.mlp`, for bfloat16 x and tiles of eight rows, by one kernel.
@@ -201,7 +223,7 @@ def mlp(
     assert config.rows == TILE_ROWS
     plans, operands, results = [], [], []
     for mixture in mixtures:
-        plan, given, made = _planned(x, mixture, width, config)
+        plan, given, made = _planned(x, mixture, width, config, limit)
         plans.append(plan)
         operands.append(given)
         results.append(made)
@@ -228,21 +250,23 @@ class _Plan(NamedTuple):
     blocks: tuple[int, int, int]  # of a unit: CTAs of x A^T, of gate and up, and of down
 
 
-def _planned(x, mixture: Mixture, width: int, config: GroupedConfig):
+def _planned(x, mixture: Mixture, width: int, config: GroupedConfig, limit: float):
     """The plan of a mixture, its operands, and what the kernel makes."""
-    (gate_up, down, table, row_weights), adapters = mixture[:4], mixture.adapters
+    gate_up, down, table, row_weights, adapters, (bias, added) = mixture
     outputs = down.shape[0] * 2 * width // gate_up.shape[0]
     pairs, top_k, size = len(row_weights), len(row_weights) // len(x), len(table.source)
     wide = dataclasses.replace(config, rows=2 * config.rows)
-    kernels = _Kernel(config, 2 * width, 2, pairs, top_k), _Kernel(wide, outputs, 1, pairs, None)
+    gated = _Kernel(config, 2 * width, 2, pairs, top_k, limit)
+    kernels = gated, _Kernel(wide, outputs, 1, pairs, None)
     for kernel in kernels:
         assert not (problem := kernel.problem()), problem
     parts = -(-x.shape[1] // adapter.COLUMNS), kernels[0].blocks  # of sums of x A^T
     blocks = 0 if adapters[0] is None else parts[0], kernels[0].blocks, kernels[1].blocks
-    plan = _Plan(kernels, _units(kernels[0], table, gate_up), blocks)
+    experts = gate_up.shape[0] // (2 * width)
+    plan = _Plan(kernels, _units(kernels[0], table, experts), blocks)
     operands = {
-        "table": _operands(table, config, gate_up.shape[0] // (2 * width)),
-        "weights": (_weight(gate_up), _weight(down)),
+        "table": _operands(table, config, experts),
+        "weights": (_weight(gate_up, bias), _weight(down, added)),
         "row_weights": row_weights,
         # Zero before and after every call: all calls of a program use the same array.
         "locks": jnp.zeros((2, plan.units), jnp.int32),
@@ -302,6 +326,7 @@ def _compute_hidden(plan: _Plan, threads: Warpgroup, x, given, made, shared) -> 
 
 def _compute_rows(plan: _Plan, threads: Warpgroup, _, given, made, shared) -> None:
     operands = given["table"] | given["weights"][1] | {"x": made["hidden"]}
+    operands |= {"row_weights": given["row_weights"]}
     (_, b), (_, xa) = given["b"], made["xa"]
     links = _Links(
         ready=_lock(plan, threads, given, 1).wait, expand=None if b is None else (None, xa, b)
@@ -370,11 +395,23 @@ class _Kernel:
     parts: int  # 2 for gate and up, or 1
     pairs: int
     top_k: int | None  # pairs of a row of x, in their order; None if x has the rows of the table
+    limit: float = 0.0  # of gate and up, see `experts.activated`; 0 for none
 
     @property
     def blocks(self) -> int:
         """CTAs of a unit."""
-        return self.outputs // self.parts // self.config.rows
+        return -(-self.outputs // self.parts // self.config.rows)
+
+    def tile(self, block: Any, i: int) -> Any:
+        """The tile, of those of a part, that is tile i of a block.
+
+        The last block repeats the last tile instead of those that do not exist.
+        """
+        count, tiles = self.config.row_tiles(1), self.outputs // self.parts // TILE_ROWS
+        if count == 1:
+            return block
+        tile = block * count + i
+        return jnp.minimum(tile, tiles - 1) if tiles % count else tile
 
     def problem(self) -> str | None:
         """As `GroupedConfig.problem`."""
@@ -393,30 +430,32 @@ def _operands(table: Table, config: GroupedConfig, experts: int) -> dict[str, ja
     return arrays
 
 
-def _weight(weight: Fp4Tiles) -> dict[str, jax.Array]:
+def _weight(weight: Fp4Tiles, bias: jax.Array | None = None) -> dict[str, jax.Array]:
     row_tiles, column_tiles, _ = weight.codes.shape
     assert weight.shape[1] % layout.BLOCK == 0
     codes = weight.codes.reshape(row_tiles, column_tiles, 4, 256)
-    return {"codes": codes, "scales": weight.scales, "divisor": weight.divisor}
+    added = {} if bias is None else {"bias": bias.reshape(-1)}
+    return {"codes": codes, "scales": weight.scales, "divisor": weight.divisor} | added
 
 
-def _units(kernel: _Kernel, table: Table, weight: Fp4Tiles) -> int:
+def _units(kernel: _Kernel, table: Table, experts: int) -> int:
     """The most units that any routes have, each one a tile or some tiles of an expert."""
     if kernel.config.tiles == 1:
         return len(table.owner)
-    return unit_bound(len(table.place), weight.shape[0] // kernel.outputs, kernel.config.tiles)
+    return unit_bound(len(table.place), experts, kernel.config.tiles)
 
 
 def _run(kernel, x, weight, table, extra, interpret):
     assert not (problem := kernel.problem()), problem
-    own = _operands(table, kernel.config, weight.shape[0] // kernel.outputs)
+    experts = weight[0].shape[0] // kernel.outputs
+    own = _operands(table, kernel.config, experts)
     return warpgroup.run(
         functools.partial(_body, kernel),
         "experts_gated_matmul" if kernel.parts == 2 else "experts_matmul",
-        (kernel.blocks, _units(kernel, table, weight)),
-        extra | own | _weight(weight) | {"x": x},
+        (kernel.blocks, _units(kernel, table, experts)),
+        extra | own | _weight(*weight) | {"x": x},
         jax.ShapeDtypeStruct((len(table.source), kernel.outputs // kernel.parts), x.dtype),
-        scratch=kernel.config.shared(kernel.parts),
+        scratch=kernel.config.shared(kernel.parts, factors="row_weights" in extra),
         interpret=interpret,
     )
 
@@ -501,8 +540,9 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared, l
         if links.ready is None:
             start_weights(step)
         copies.close_group(threads)
-    if parts == 2:
-        _load_factors(threads, operands["row_weights"], chosen, shared["factors"])
+    if parts == 2 or "bias" in operands:
+        source = operands["source"] if parts == 1 else None
+        _load_factors(threads, operands["row_weights"], chosen, shared["factors"], source)
 
     def multiply_step(step, sums):
         copies.wait(threads, ahead - 1)
@@ -515,7 +555,8 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared, l
             start_weights(later)
 
         copies.close_group(threads)
-        return multiply_stage(threads, stages.at(step), sums, apart=config.apart)
+        how = {"apart": config.apart, "halves": config.tiles > _WHOLE_TILES}
+        return multiply_stage(threads, stages.at(step), sums, **how)
 
     zeros = threads.cast(jnp.zeros((TILE_ROWS, config.tokens), jnp.float32), ACC)
     sums = lax.fori_loop(0, steps, multiply_step, [zeros] * len(rows))
@@ -526,6 +567,12 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared, l
         _divided(threads, operands["divisor"], total, row * TILE_ROWS + inside)
         for row, total in zip(rows, sums, strict=True)
     ]
+    if "bias" in operands:
+        factors = shared["factors"] if parts == 1 else None
+        results = [
+            _with_bias(threads, operands["bias"], result, row * TILE_ROWS + inside, factors)
+            for row, result in zip(rows, results, strict=True)
+        ]
     if links.expand is not None:
         wait, partials, b = links.expand
         if wait is not None:
@@ -533,9 +580,9 @@ def _multiply(kernel: _Kernel, threads: Warpgroup, operands, place, y, shared, l
         results = adapter.expand(threads, partials, b, tile * TILE, results, rows)
     if parts == 2:
         gated = zip(results[:count], results[count:], strict=True)
-        results = [_gated(threads, gate, up, shared["factors"]) for gate, up in gated]
+        results = [_gated(threads, kernel, *both, shared["factors"]) for both in gated]
     for i, result in enumerate(results):
-        value, column = result.astype(y.dtype), (threads.cta[0] * count + i) * height
+        value, column = result.astype(y.dtype), kernel.tile(threads.cta[0], i) * height
         _store(threads, y, value, chosen, tile * TILE, column)
         if links.shrink is not None:
             a, partials = links.shrink
@@ -551,11 +598,15 @@ def _opaque(threads: Warpgroup, number):
 
 def _row_tiles(kernel: _Kernel, owner, block) -> list:
     """Row tiles of the weight of a block, those of gate before those of up."""
-    config, count = kernel.config, kernel.config.row_tiles(1)
     first = owner * (kernel.outputs // TILE_ROWS)
-    first += block // WARPS if config.apart else block * count
-    per_part = kernel.outputs // kernel.parts // TILE_ROWS
-    return [first + part * per_part + i for part in range(kernel.parts) for i in range(count)]
+    per_part, count = kernel.outputs // kernel.parts // TILE_ROWS, kernel.config.row_tiles(1)
+    if kernel.config.apart:
+        own = [first + block // WARPS]
+    elif per_part % count:
+        own = [first + kernel.tile(block, i) for i in range(count)]
+    else:
+        own = [first + block * count + i for i in range(count)]
+    return [row + part * per_part for part in range(kernel.parts) for row in own]
 
 
 def _whole_sums(kernel: _Kernel, threads: Warpgroup, sums, shared):
@@ -585,11 +636,28 @@ def _divided(threads: Warpgroup, divisor: Any, sums: jax.Array, row: Any) -> jax
     return sums * lax.broadcast_in_dim(factor, sums.shape, (0,))
 
 
-def _gated(threads: Warpgroup, gate: jax.Array, up: jax.Array, factors: Any) -> jax.Array:
+def _with_bias(
+    threads: Warpgroup, bias: Any, product: jax.Array, row: Any, factors: Any | None
+) -> jax.Array:
+    """A product [outputs, tokens] of some rows of the weight with their bias, times factors."""
+    own = threads.load(bias.at[pl.ds(row, len(product))], _layout_of(product).reduce(1))
+    added = lax.broadcast_in_dim(own.astype(jnp.float32), product.shape, (0,))
+    if factors is not None:
+        factor = threads.load(factors, _layout_of(product).reduce(0))
+        added *= lax.broadcast_in_dim(factor, product.shape, (1,))
+    return product + added
+
+
+def _gated(
+    threads: Warpgroup, kernel: _Kernel, gate: jax.Array, up: jax.Array, factors: Any
+) -> jax.Array:
     """SwiGLU, times the factor of each token. Gate and up are rounded as products are."""
     gate, up = (half.astype(jnp.bfloat16).astype(jnp.float32) for half in (gate, up))
-    factor = threads.load(factors, _layout_of(gate).reduce(0))
-    active = gate / (1.0 + jnp.exp2(-_LOG2_E * gate))
+    factor, slope = threads.load(factors, _layout_of(gate).reduce(0)), _LOG2_E
+    if limit := kernel.limit:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit) + 1.0
+        slope *= _SWIGLU_ALPHA
+    active = gate / (1.0 + jnp.exp2(-slope * gate))
     return active * up * lax.broadcast_in_dim(factor, gate.shape, (1,))
 
 
@@ -664,32 +732,45 @@ def _choose_rows(kernel: _Kernel, threads: Warpgroup, operands, tile, chosen) ->
     return choose([operands[name] for name in names], chosen, tile)
 
 
-def _load_factors(threads: Warpgroup, row_weights: Any, chosen: Any, factors: Any) -> None:
-    """Loads the weights of the chosen pairs, and zeros for others."""
+def _load_factors(
+    threads: Warpgroup, row_weights: Any, chosen: Any, factors: Any, source: Any | None
+) -> None:
+    """Loads the weights of the chosen pairs, and zeros for others.
+
+    With `source`, the pair of each row of the table, rows are chosen.
+    """
     if threads.simulated:
         pair = chosen[...]
+        if source is not None:
+            pair = jnp.where(pair < 0, -1, source[...][jnp.maximum(pair, 0)])
         factors[...] = jnp.where(pair < 0, 0, row_weights[...][jnp.maximum(pair, 0)])
         return
 
-    @plgpu.inline_mgpu(arg_types=[plgpu.RefType()] * 3)
-    def load(_, row_weights, chosen, factors):
+    arrays = [row_weights] if source is None else [row_weights, source]
+
+    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * len(arrays), *[plgpu.RefType()] * 2))
+    def load(_, arrays, chosen, factors):
         i32 = ir.IntegerType.get_signless(32)
+        pair_of_row = ""
+        if source is not None:
+            pair_of_row = "mad.wide.u32 at, pair, 4, $4; @there ld.global.u32 pair, [at]; "
         own = arith.muli(mgpu.utils.thread_idx(), mgpu.utils.c(4, i32))
         (tokens,) = ir.MemRefType(chosen.type).shape
         mgpu.utils.inline_ptx(
             "{ .reg .pred mine, there; .reg .b32 pair, weight; .reg .b64 at; "
             f"setp.lt.u32 mine, $3, {tokens}; mov.b32 pair, 0; @mine ld.shared.u32 pair, [$0]; "
             "setp.ge.and.s32 there, pair, 0, mine; max.s32 pair, pair, 0; "
-            "mad.wide.u32 at, pair, 4, $2; mov.b32 weight, 0; "
+            f"{pair_of_row}mad.wide.u32 at, pair, 4, $2; mov.b32 weight, 0; "
             "@there ld.global.u32 weight, [at]; @mine st.shared.u32 [$1], weight; }",
             arith.addi(copies.address(chosen), own),
             arith.addi(copies.address(factors), own),
-            copies.pointer(row_weights),
+            copies.pointer(arrays[0]),
             mgpu.utils.thread_idx(),
+            *map(copies.pointer, arrays[1:]),
             has_side_effects=True,
         )
 
-    load(row_weights, chosen, factors)
+    load(arrays, chosen, factors)
 
 
 def _store(threads: Warpgroup, y: Any, value: jax.Array, chosen: Any, row: Any, column: Any):
@@ -700,8 +781,8 @@ def _store(threads: Warpgroup, y: Any, value: jax.Array, chosen: Any, row: Any, 
     (height, tokens), columns = value.shape, y.shape[1]
     if threads.simulated:
         rows = jnp.where(chosen[...] < 0, y.shape[0], row + jnp.arange(tokens))
-        index = rows[:, None], column + jnp.arange(height)
-        y[...] = y[...].at[index].set(value.T, mode="drop")
+        index = rows[:, None] * columns + column + jnp.arange(height)
+        y[...] = y[...].reshape(-1).at[index].set(value.T, mode="drop").reshape(y.shape)
         return
     splat = plgpu.Layout.WG_SPLAT
     references = plgpu.RefType(), plgpu.RefType()

@@ -72,6 +72,17 @@ class Router(NamedTuple):
     top_k: int  # experts of a token
     normalized: bool  # whether the weights are a softmax over the chosen experts, or over all
     eps: float  # of the norm
+    tile: int | None = None  # rows of a tile of the table; None for those of `tile_rows`
+
+    def tile_rows(self, tokens: int) -> int:
+        """Rows of a tile of the table of some tokens."""
+        return self.tile or tile_rows(tokens * self.top_k, self.experts)
+
+    def together(self, tokens: int) -> int:
+        """Tiles that a kernel multiplies at a time, 1 where these are none of eight rows."""
+        if self.tile_rows(tokens) != MIN_TILE:
+            return 1
+        return tiles_at_a_time(tokens * self.top_k, self.experts)
 
 
 def supports(scores: Scores, router: Router) -> bool:
@@ -103,7 +114,7 @@ def reference(scores: Scores, router: Router) -> Routing:
         weights = jax.nn.softmax(values)
     else:
         weights = jnp.exp(values - jax.nn.logsumexp(logits, axis=1, keepdims=True))
-    own_table = table(routes, experts=router.experts)
+    own_table = table(routes, experts=router.experts, rows=router.tile)
     return Routing(states, routes, weights.reshape(-1), opened, own_table)
 
 
@@ -117,8 +128,8 @@ def route(scores: Scores, router: Router, *, interpret: bool = False) -> Routing
     """
     m, top_k = len(scores.scaled), router.top_k
     pairs = m * top_k
-    bound = tile_bound(pairs, router.experts)
-    size = bound * tile_rows(pairs, router.experts)
+    bound = tile_bound(pairs, router.experts, router.tile)
+    size = bound * router.tile_rows(m)
     rows = 1 << min(m, _ROWS if m <= _ROWS else _SHARED_ROWS).bit_length() - 1
     ctas = pl.cdiv(m, rows)
     operands = {name: x for name, x in scores._asdict().items() if x is not None}
@@ -137,7 +148,7 @@ def route(scores: Scores, router: Router, *, interpret: bool = False) -> Routing
         "owner": jax.ShapeDtypeStruct((bound,), jnp.int32),
         "used": jax.ShapeDtypeStruct((1,), jnp.int32),
     }
-    if (together := _tiles_of_a_unit(pairs, router.experts)) > 1:
+    if (together := router.together(m)) > 1:
         units = unit_bound(pairs, router.experts, together)
         results["units"] = jax.ShapeDtypeStruct((units,), jnp.int32)
     if scores.shared_gate is not None:
@@ -172,17 +183,12 @@ def route(scores: Scores, router: Router, *, interpret: bool = False) -> Routing
     )
 
 
-def _tiles_of_a_unit(pairs: int, experts: int) -> int:
-    """Tiles that a kernel multiplies at a time, 1 where these are none of eight rows."""
-    return tiles_at_a_time(pairs, experts) if tile_rows(pairs, experts) == MIN_TILE else 1
-
-
 def _body(router, rows, ctas, threads: Warpgroup, operands, _, results, **shared):
     """What a CTA does."""
     (cta,) = threads.cta
     m = results["routes"].shape[0]
     own = pl.ds(jnp.minimum(cta * rows, m - rows), rows)
-    builder = _TableBuilder(threads, results, shared, router.experts)
+    builder = _TableBuilder(threads, results, shared, router)
     builder.clear(cta, ctas)
     states = _States(threads, operands, own)
     width = pl.cdiv(router.experts, 32) * 32
@@ -405,12 +411,13 @@ def _is_last(threads: Warpgroup, counter: Any, flag: Any, ctas: int) -> Any:
 class _TableBuilder:
     """Makes the table of all tokens, by the threads of one CTA; each has every 128th pair."""
 
-    def __init__(self, threads: Warpgroup, results: dict, shared: dict, experts: int):
-        self.threads, self.results, self.shared, self.experts = threads, results, shared, experts
+    def __init__(self, threads: Warpgroup, results: dict, shared: dict, router: Router):
+        self.threads, self.results, self.shared = threads, results, shared
+        self.experts = router.experts
         self.tokens, self.top_k = results["routes"].shape
         self.rows = len(results["source"]) // len(results["owner"])  # of a tile: a power of two
         self.words, self.width = shared["bits"].shape
-        self.together = _tiles_of_a_unit(self.tokens * self.top_k, experts)
+        self.together = router.together(self.tokens)
 
     def clear(self, cta: Any, ctas: int) -> None:
         """Sets rows to those without a pair, each CTA some of them, and the bits to zero."""
@@ -453,7 +460,7 @@ class _TableBuilder:
         results = self.results
         names = [name for name in Table._fields if name in results]
         if self.threads.simulated:
-            built = table(routes[...], experts=self.experts)
+            built = table(routes[...], experts=self.experts, rows=self.rows)
             if "units" in names:
                 built = with_units(built, self.together, experts=self.experts)
             for name in names:

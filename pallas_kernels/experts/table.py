@@ -20,6 +20,7 @@ from pallas_kernels.fp4_matmul import dispatch
 _BLOCK = 256  # pairs that are compared with each other
 MIN_TILE, _MAX_TILE = 8, 128  # rows of a tile: the kernels' smallest, and largest
 HOPPER_TILE = 64  # rows of a tile of the Hopper kernel for many rows
+MOST_TILES = 5  # of an expert, that the kernel of a decode step multiplies at a time
 
 
 class Table(NamedTuple):
@@ -66,10 +67,10 @@ def tile_rows(pairs: int, experts: int) -> int:
     return rows
 
 
-def tile_bound(pairs: int, experts: int) -> int:
-    """Returns the largest number of tiles that any routes use."""
+def tile_bound(pairs: int, experts: int, rows: int | None = None) -> int:
+    """Returns the largest number of tiles of `tile_rows`, or some rows, that any routes use."""
     touched = min(experts, pairs)
-    return touched + (pairs - touched) // tile_rows(pairs, experts)
+    return touched + (pairs - touched) // (rows or tile_rows(pairs, experts))
 
 
 def tiles_at_a_time(pairs: int, experts: int) -> int:
@@ -77,7 +78,7 @@ def tiles_at_a_time(pairs: int, experts: int) -> int:
 
     They are as many as most experts have, when routes are uniform.
     """
-    return min(4, math.ceil(pairs / experts / MIN_TILE + 0.5))
+    return min(MOST_TILES, math.ceil(pairs / experts / MIN_TILE + 0.5))
 
 
 def unit_bound(pairs: int, experts: int, count: int) -> int:
@@ -108,16 +109,17 @@ def with_units(own: Table, count: int, *, experts: int) -> Table:
 
 
 @jax.named_scope("routes")
-def table(routes: jax.Array, *, experts: int) -> Table:
+def table(routes: jax.Array, *, experts: int, rows: int | None = None) -> Table:
     """Returns the table of tokens.
 
     Args:
         routes: int32 [T, k], the experts of each token, from 0 to E - 1. Pairs of a token may have
             the same expert, as those of padding.
         experts: number E of experts.
+        rows: rows of a tile; those of `tile_rows` if it is not given.
     """
     expert = routes.reshape(-1)
-    pairs, rows = len(expert), tile_rows(routes.size, experts)
+    pairs, rows = len(expert), rows or tile_rows(routes.size, experts)
     # Earlier pairs of the same expert: in earlier blocks, and in the block of the pair.
     blocks = jnp.pad(expert, (0, -pairs % _BLOCK), constant_values=experts).reshape(-1, _BLOCK)
     sizes = (blocks[:, :, None] == jnp.arange(experts)).sum(axis=1, dtype=jnp.int32)
@@ -130,7 +132,7 @@ def table(routes: jax.Array, *, experts: int) -> Table:
     ends = jnp.cumsum(tiles)
     # XLA would find the place of a pair again for every number of its row.
     place = jax.lax.optimization_barrier((ends - tiles)[expert] * rows + rank)
-    bound = tile_bound(pairs, experts)
+    bound = tile_bound(pairs, experts, rows)
     owner = (ends <= jnp.arange(bound)[:, None]).sum(axis=1, dtype=jnp.int32)
     source = jnp.full(bound * rows, pairs, jnp.int32)
     source = source.at[place].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)

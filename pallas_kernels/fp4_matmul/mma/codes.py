@@ -42,15 +42,18 @@ def dequantize_tile(threads: Warpgroup, codes: jax.Array, scales: jax.Array) -> 
     return dequantize(codes, scales)
 
 
-def operands(codes: Sequence[Any], scales: Sequence[Any]) -> list[list[Any]]:
+def operands(
+    codes: Sequence[Any], scales: Sequence[Any], parts: Sequence[int] = (0, 1)
+) -> list[list[Any]]:
     """The first operands of the products of a tile, for `warp_mma.add_product`.
 
     Codes are vectors of four words, scales of two, one of row r and one of row r + 8 each. For each
-    step of 16 columns there are four pairs of bfloat16, over UNIT.
+    step of 16 columns there are four pairs of bfloat16, over UNIT. The steps are those of the first
+    half of the columns, part 0, and of the second one, part 1.
     """
     steps: list[list[Any]] = [[None] * 4 for _ in range(STEPS)]
     scale_bits = f"mov.b32 $0, {layout.SCALE_BITS};"
     multiply = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, scale, zero; }"
-    for half, part, q, pair in scaled_pairs(codes, scales, scale_bits, multiply):
+    for half, part, q, pair in scaled_pairs(codes, scales, scale_bits, multiply, parts):
         steps[4 * part + q // 2][half + q % 2 * 2] = pair
-    return steps
+    return [step for step in steps if step[0] is not None]

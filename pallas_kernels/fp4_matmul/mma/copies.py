@@ -3,6 +3,7 @@
 A thread copies the codes that it will read itself. Scales and tokens are those of others, too.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -321,13 +322,13 @@ def address(shared: Any) -> ir.Value:
 
 
 def read(
-    stage: Any, group: int, column_tile: int, *, apart: bool = False
+    stage: Any, group: int, column_tile: int, *, parts: Sequence[int] = (0, 1), apart: bool = False
 ) -> list[tuple[ir.Value, ir.Value]]:
     """The second operands of the products of eight tokens and of the columns of a tile.
 
     `stage` is `Stages.x` of a stage, in which the tile's columns have an index. With `apart` a warp
     reads the columns as many tiles later as its number says. For each step of 16 columns there are
-    two pairs of bfloat16.
+    two pairs of bfloat16; `parts` are the halves of the columns that are read.
     """
     pitch = ir.MemRefType(stage.type).shape[1]
     lane = arith.remui(mgpu.utils.thread_idx(), _i32(32))
@@ -338,7 +339,7 @@ def read(
         warp = arith.divui(mgpu.utils.thread_idx(), _i32(32))
         base = arith.addi(base, arith.muli(warp, _i32(2 * TILE_COLUMNS)))
     words = []
-    for i in range(STEPS // 2):
+    for i in (STEPS // 4 * part + i for part in parts for i in range(STEPS // 4)):
         offset = 2 * (8 * group * pitch + TILE_COLUMNS * column_tile + 32 * i)
         words += mgpu.utils.inline_ptx(
             f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];",

@@ -16,12 +16,14 @@ last adds them up, always in the same order.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
@@ -226,10 +228,16 @@ def _multiply_adapter(threads: Warpgroup, b: jax.Array, xa: jax.Array) -> jax.Ar
 
 
 def multiply_stage(
-    threads: Warpgroup, stage: copies.Stages, sums: list[jax.Array], *, apart: bool = False
+    threads: Warpgroup,
+    stage: copies.Stages,
+    sums: list[jax.Array],
+    *,
+    apart: bool = False,
+    halves: bool = False,
 ) -> list[jax.Array]:
     """Adds the products of the tiles of a stage to the sums of their rows, float32 [64, tokens].
 
+    With `halves` only half of a tile is dequantized at a time, which takes fewer registers.
     With `apart` the four warps have the same rows, and each the columns of another tile, see
     `copies.start_strips`: a sum has 16 rows of each of them.
     """
@@ -242,17 +250,25 @@ def multiply_stage(
             )
             for row in range(row_tiles)
         ]
-        sums = _multiply(threads, sums, pairs, stage.x, column, apart)
+        parts = [(0,), (1,)] if halves else [(0, 1)]
+        sums = _multiply(threads, sums, pairs, stage.x, column, apart, parts)
     return sums
 
 
 def _multiply(
-    threads: Warpgroup, sums: list, pairs: list, stage: Any, column: int, apart: bool
+    threads: Warpgroup,
+    sums: list,
+    pairs: list,
+    stage: Any,
+    column: int,
+    apart: bool,
+    portions: Sequence[tuple[int, ...]],
 ) -> list[jax.Array]:
     """Adds the products of tiles in a column, with codes [4, 256] and scales [128], to their sums.
 
     The sums are float32 [64, tokens] of each tile. `stage` holds columns of x in shared memory, and
     `column` is the index of the tiles' columns in it, or with `apart` of those of four tiles.
+    `portions` are the parts of the columns that are dequantized one after the other.
     """
     if threads.simulated:
         tiles = WARPS if apart else 1
@@ -271,19 +287,28 @@ def _multiply(
 
     @plgpu.inline_mgpu(arg_types=layouts, return_type=[result] * len(sums))
     def multiply(_, sums, pairs, stage):
-        rows = [
-            mma_codes.operands(list(codes.registers.flat), list(scales.registers.flat))
-            for codes, scales in pairs
-        ]
+        def operands(parts):
+            return [
+                mma_codes.operands(list(codes.registers.flat), list(scales.registers.flat), parts)
+                for codes, scales in pairs
+            ]
+
+        rows = operands(portions[0])
         accs: list[list[Any]] = [
             [warp_mma.numbers(upper) + warp_mma.numbers(lower) for upper, lower in pairs]
             for pairs in (acc.registers.reshape(-1, 2) for acc in sums)
         ]
-        for group in range(shape[1] // 8):
-            columns = copies.read(stage, group, column * (WARPS if apart else 1), apart=apart)
-            for step, words in enumerate(columns):
-                for acc, operand in zip(accs, rows, strict=True):
-                    acc[group] = warp_mma.add_product(acc[group], operand[step], words)
+        first = column * (WARPS if apart else 1)
+        for number, parts in enumerate(portions):
+            if number:
+                # Later reads stay after it, so that fewer registers wait for their products.
+                mgpu.utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True)
+                rows = operands(parts)
+            for group in range(shape[1] // 8):
+                columns = copies.read(stage, group, first, parts=parts, apart=apart)
+                for step, words in enumerate(columns):
+                    for acc, operand in zip(accs, rows, strict=True):
+                        acc[group] = warp_mma.add_product(acc[group], operand[step], words)
         out = []
         for acc in accs:
             halves = [warp_mma.vector_of(x[i : i + 2]) for x in acc for i in (0, 2)]

@@ -113,13 +113,17 @@ def _dequantized(codes: Sequence, scales: Sequence) -> tuple:
 
 
 def scaled_pairs(
-    codes: Sequence[Any], scales: Sequence[Any], scale_bits: str, multiply: str
+    codes: Sequence[Any],
+    scales: Sequence[Any],
+    scale_bits: str,
+    multiply: str,
+    parts: Sequence[int] = (0, 1),
 ) -> Iterator[tuple[int, int, int, Any]]:
     """Dequantizes the codes of a thread, two at a time.
 
     Codes are vectors of four words, scales of two, one of row r and one of row r + 8 each.
     `scale_bits` is PTX that sets $0 to `layout.SCALE_BITS`, and `multiply` PTX that sets $0 to the
-    pair of codes $1 times the pair of scales `scale`.
+    pair of codes $1 times the pair of scales `scale`. `parts` are those that are wanted.
 
     Yields:
         The half (rows r or r + 8), the part (columns 0 to 63 or 64 to 127), the number of the pair
@@ -141,7 +145,7 @@ def scaled_pairs(
     added = mgpu.utils.inline_ptx(scale_bits, result_types=i32)
     for half in range(2):
         words, scale_words = codes[half], scales[half]
-        for part in range(2):
+        for part in parts:
             first = vector.extract(words, [], [2 * part])
             second = vector.extract(words, [], [2 * part + 1])
             mixed = arith.xori(arith.andi(arith.xori(first, second), mix), second)
