@@ -63,9 +63,9 @@ from qerl_jax.run import statistics
 KEYS = ("model", "seed", "form")
 TRAINED, CALIBRATED, PLAIN = "trained", "calibrated", "plain onto nvfp4"
 _TEXTS = 128  # problems on whose completions the KL is measured
-_ROWS = 1024  # that decode together
+_ROWS = 640  # that decode together
 _GROUP = 4  # completions of a problem in a pass: rows that wait take the slots of those that ended
-_KL_ROWS = 8
+_KL_ROWS = 4
 
 type Kept = dict[str, UpdateRetention]
 
