@@ -157,6 +157,7 @@ def test_what_is_written_is_read_again(family, form, models, tmp_path):
     assert again.tokenizer.chat_template == model.tokenizer.chat_template
 
 
+@pytest.mark.slow
 def test_a_base_in_mxfp4_is_exact(models, tmp_path):
     """It is read as dense weights of the same values."""
     model = models("llama", "mxfp4")
