@@ -63,8 +63,9 @@ from qerl_jax.run import statistics
 KEYS = ("model", "seed", "form")
 TRAINED, CALIBRATED, PLAIN = "trained", "calibrated", "plain onto nvfp4"
 _TEXTS = 128  # problems on whose completions the KL is measured
-_ROWS = 1024  # that decode together
-_KL_ROWS = 8
+_ROWS = 640  # that decode together
+_GROUP = 4  # completions of a problem in a pass: rows that wait take the slots of those that ended
+_KL_ROWS = 4
 
 type Kept = dict[str, UpdateRetention]
 
@@ -137,24 +138,27 @@ class Held:
         engine = EngineConfig(
             max_rows=_ROWS,
             chunk_steps=run["rollout"]["chunk_steps"],
+            drafts="off",  # They take programs, and pay for few rows alone.
             compact="once",
             prompt_width=width,
             num_prompts=len(self.prompts),
         )
         sampling = SamplingConfig(max_new_tokens=new, temperature=1.0)
-        sampler = Sampler(policy.model.config, policy.model.tokenizer, sampling, engine)
+        arguments = policy.model.config, policy.model.tokenizer, sampling, engine
+        sampler = Sampler(*arguments, group_size=_GROUP)
         if jax.default_backend() == "gpu":  # Several programs compile at a time.
             sampler = sampler.compiled(_key(0), policy.policy, num_prompts=len(self.prompts))
         self.sampler, self.width = sampler, width + new
 
-    def correct(self, policy: Policy, number: int) -> np.ndarray:
-        """Whether a completion of each problem is correct, float [P], in a pass of a number."""
+    def correct(self, policy: Policy, number: int) -> list[np.ndarray]:
+        """Whether `_GROUP` completions of each problem are correct, each float [P]."""
         with PromptRollout(self.sampler, _key(number), policy, self.prompts) as rollout:
             (progress,) = collections.deque(rollout, maxlen=1)
         ended = rollout.take(progress).values()
         scorers = {"correct": self.correctness}
         scores = score_completions(scorers, [one.to_score() for one in ended], time_limit=10.0)
-        return np.nan_to_num(is_correct(scores.parts["correct"]))
+        correct = np.nan_to_num(is_correct(scores.parts["correct"]))
+        return list(correct.reshape(-1, _GROUP).T)
 
     def texts(self, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
         """Prompts with completions by a policy, [B, T], and which tokens a sampled one follows."""
@@ -162,9 +166,10 @@ class Held:
         rollout = self.sampler.rollout(_key(0), policy, prompts)
         tokens = np.zeros((len(prompts), self.width), np.int32)
         before = np.zeros(tokens.shape, bool)
-        for row, (prompt, length) in enumerate(zip(prompts, rollout.lengths, strict=True)):
+        firsts = zip(rollout.tokens[::_GROUP], rollout.lengths[::_GROUP], strict=True)
+        for row, (prompt, (own, length)) in enumerate(zip(prompts, firsts, strict=True)):
             end = len(prompt) + length
-            tokens[row, :end] = [*prompt, *rollout.tokens[row, :length]]
+            tokens[row, :end] = [*prompt, *own[:length]]
             before[row, len(prompt) - 1 : end - 1] = True
         return tokens, before
 
@@ -260,12 +265,13 @@ def run(arguments: argparse.Namespace) -> None:
         if name != "bf16":
             policies[name] = Policy(params, nothing)
     passes: dict[str, list[np.ndarray]] = {name: [] for name in policies}
-    for number in range(arguments.samples):
+    for number in range(0, arguments.samples, _GROUP):
         for name, own in policies.items():
-            if name == PLAIN and number >= arguments.plain_samples:
+            most = arguments.plain_samples if name == PLAIN else arguments.samples
+            if number >= most:
                 continue
             began = time.perf_counter()
-            passes[name].append(held.correct(own, number + 1))
+            passes[name] += held.correct(own, number + 1)[: most - number]
             add(name, accuracies(passes[name], passes[TRAINED]))
             now = time.perf_counter()
             if arguments.seconds and now - start + (now - began) > arguments.seconds:

@@ -479,6 +479,20 @@ def test_gguf_merged(form, byte_run, tmp_path, capsys):
         assert difference <= forms[form] * np.linalg.norm(theirs["down_proj"])
 
 
+@pytest.mark.slow
+def test_a_calibrated_merge_in_gguf_is_that_of_the_folder(tiny, tmp_path):
+    model = gguf_cases.write_folder(tmp_path / "model", "llama", packed=True)
+    changes = {"data.max_prompt_tokens": 64}
+    run = finished_run.write_run(tmp_path / "run", tiny, own=True, model=model, **changes)
+    folder = run_export(run, "nvfp4", calibration="gptq")
+    options = {"merge": "nvfp4", "dense": "bf16", "calibration": "gptq"}
+    out = run_export(run, "gguf", **options)
+    assert out.name == "gguf-nvfp4-gptq"
+    found = load(str(out / "model-NVFP4.gguf"), format="stored", dtype="float32")
+    kept = load(str(folder), format="stored", dtype="float32")
+    trees.assert_equal(found.params, kept.params)
+
+
 @pytest.mark.parametrize(("size", "fraction"), [(1e-4, 0.0), (1.0, 1.0)])
 def test_what_four_bits_keep(size, fraction, tiny, tmp_path):
     """An update below half a step of the 4-bit grid is lost, and a large update is kept."""

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_checkpoints
+import tokenizers
 from refusal import refused
 from tiny_model import random_lora
 
@@ -20,7 +21,9 @@ from qerl_jax.evaluation.load_policy import LoadedPolicy
 from qerl_jax.export import gguf_files
 from qerl_jax.export.merge import merged_layers
 from qerl_jax.policy import transformer
+from qerl_jax.policy.layers.kinds import FUSED
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.quant import dequantize
 from qerl_jax.rollout.config import SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.weights import save_gguf
@@ -50,7 +53,8 @@ def models(tmp_path_factory):
             path = gguf_cases.write_folder(
                 folder / f"{family}-{form}", family, packed=form == "nvfp4"
             )
-            found[family, form] = load(str(path), format="stored", dtype="float32")
+            stored = form if form == "mxfp4" else "stored"
+            found[family, form] = load(str(path), format=stored, dtype="float32")
         return found[family, form]
 
     return model
@@ -153,6 +157,18 @@ def test_what_is_written_is_read_again(family, form, models, tmp_path):
     assert again.tokenizer.chat_template == model.tokenizer.chat_template
 
 
+@pytest.mark.slow
+def test_a_base_in_mxfp4_is_exact(models, tmp_path):
+    """It is read as dense weights of the same values."""
+    model = models("llama", "mxfp4")
+    path = write(tmp_path / "x.gguf", model, packed=Kind.MXFP4, dense=Kind.BF16)
+    again = load(str(path), format="stored", dtype="float32")
+    for ours, theirs in zip(again.params["layers"], model.params["layers"], strict=True):
+        for name in FUSED.keys() & theirs.keys():
+            values = np.asarray(dequantize(theirs[name], np.float32))
+            np.testing.assert_array_equal(ours[name], values)
+
+
 def test_a_calibrated_divisor_is_read_exactly(models, tmp_path):
     """llama.cpp multiplies by a scale, and not each divisor is the inverse of one."""
     model = models("qwen2", "nvfp4")
@@ -171,6 +187,19 @@ def test_a_calibrated_divisor_is_read_exactly(models, tmp_path):
     again = load(str(path), format="stored", dtype="float32")
     found = again.params["layers"][0]["down_proj"].global_scale
     np.testing.assert_allclose(found, divisors, rtol=2e-7)
+
+
+def test_tokens_that_look_special_are_control_tokens():
+    """Those of `does_token_look_special` of llama.cpp's conversion/base.py, and others not."""
+    special = ["<\uff5cUser\uff5c>", "<|fim|>x|>", "<mask>", "<unused7>", "[@BOS@]"]
+    plain = ["<think>", "<|open", "<\uff5copen|>", "unused7>", "<mask"]
+    tokenizer = gguf_cases.tokenizer_of("qwen2")
+    tokenizer.backend.add_tokens([tokenizers.AddedToken(text) for text in special + plain])
+    found = tokenizer_lib.to_gguf(tokenizer, tokenizer.vocab_size)
+    kinds = dict(
+        zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"], strict=True)
+    )
+    assert [kinds[text] for text in special + plain] == [3] * 5 + [4] * 5
 
 
 def test_blocks_that_are_not_filled_get_another_format():

@@ -7,6 +7,7 @@ import shutil
 import types
 
 import finished_run
+import gguf_cases
 import huggingface_hub
 import pytest
 from refusal import refused
@@ -106,6 +107,28 @@ def test_an_adapter_and_its_base_are_uploaded_with_their_cards(hub, run, tmp_pat
     assert "vllm serve user/name-base --enable-lora" in card
     assert str(tmp_path) not in card
     assert "https://hub/user/name\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("merge", ["", "q8_0"])
+def test_files_of_llama_cpp_are_uploaded_with_commands_that_fetch_them(hub, merge, tiny, tmp_path):
+    found, out = hub(), tmp_path / "out"
+    model = gguf_cases.write_folder(tmp_path / "model", "qwen2")
+    own = {"data.max_prompt_tokens": 64, "data.system_prompt": "a"}
+    run = finished_run.write_run(tmp_path / "run", tiny, own=True, model=model, **own)
+    options = {"merge": merge, "push": "user/name", "score_problems": 0}
+    export(ExportConfig(str(run), "gguf", out=str(out), **options))
+    assert found.calls == [("create", "user/name", True), ("upload", "user/name", str(out))]
+    card, names = (out / "README.md").read_text(), {path.name for path in out.iterdir()}
+    assert "hf download user/name --local-dir name\n" in card
+    if merge:
+        assert names == {"README.md", "Modelfile", "model-Q8_0.gguf"}
+        assert "llama-cli -m name/model-Q8_0.gguf --temp 0\n" in card
+        assert "ollama create run -f name/Modelfile\n" in card
+    else:
+        assert names == {"README.md", "base-NVFP4.gguf", "adapter.gguf"}
+        assert "llama-cli -m name/base-NVFP4.gguf --lora name/adapter.gguf --temp 0\n" in card
+    for path in out.iterdir():  # metadata of the files included
+        assert os.fsencode(tmp_path) not in path.read_bytes()
 
 
 def test_nothing_is_made_where_an_upload_is_refused(hub, run, tmp_path):

@@ -66,6 +66,9 @@ _NORMAL = 1
 _CONTROL = 3
 _USER_DEFINED = 4
 _UNUSED = 5
+# Added tokens that llama.cpp's converter takes for special ones, whatever the tokenizer says.
+_CONTROL_TEXTS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+_CONTROL_ENDS = ("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">")
 _MORE_ENDS = ("eot", "eom")  # Tokens in addition to eos that end a reply, by their names in GGUF.
 
 
@@ -359,7 +362,9 @@ def to_gguf(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     added, tokens = backend.get_added_tokens_decoder(), [f"[PAD{i}]" for i in range(vocab_size)]
     types = [_UNUSED] * vocab_size
     for token, i in backend.get_vocab(with_added_tokens=True).items():
-        looks_special = token.startswith("<|") and token.endswith("|>")
+        looks_special = token in _CONTROL_TEXTS or any(
+            token.startswith(begin) and token.endswith(end) for begin, end in _CONTROL_ENDS
+        )
         kind = _CONTROL if looks_special or (i in added and added[i].special) else _USER_DEFINED
         tokens[i], types[i] = token, kind if i in added else _NORMAL
     roles = {name: backend.token_to_id(text) for name, text in tokenizer.special_tokens.items()}
