@@ -100,6 +100,16 @@ def has_own_evaluation(data: Mapping[str, Any]) -> bool:
     return evaluates_separately(data["eval_source"], data["eval_path"])
 
 
+def learns_from_text(config: Mapping[str, Any] | ConfigDict) -> bool:
+    """Whether a run learns from rows of text; otherwise its policy samples."""
+    return bool((config.get("sft") or {}).get("rows_per_step"))  # Earlier versions lack it.
+
+
+_TEXT = Condition("rows of text: sft.rows_per_step above 0", learns_from_text)
+_SAVED = Condition(
+    f"sft.completions_of, and {_TEXT.text}",
+    lambda c: learns_from_text(c) and bool(c.sft.completions_of),
+)
 _NVFP4 = Condition("model.format='nvfp4'", lambda c: c.model.format == "nvfp4")
 _ADAPTER = Condition(
     "an adapter: train.parameters other than 'full'", lambda c: c.train.parameters != "full"
@@ -175,6 +185,7 @@ FIELDS: tuple[Section | Field, ...] = (
         600,
         "More of them extend a run, unless its learning rate has decayed to 0.",
         limits=(1,),
+        read_if=Condition("sft.epochs=0", lambda c: not (learns_from_text(c) and c.sft.epochs)),
         resume="free",
     ),
     Field(
@@ -387,6 +398,44 @@ FIELDS: tuple[Section | Field, ...] = (
         "<think> part itself.",
     ),
     Field("data.max_prompt_tokens", 320, "A longer prompt is an error."),
+    #
+    Section(
+        "sft",
+        "Supervised fine-tuning: the run learns from rows of text and samples nothing, see "
+        "docs/learn_from_text.md. Of 'rollout', 'environment', 'rewards', 'aqn' and 'rl' it reads "
+        "no field.",
+    ),
+    Field("sft.rows_per_step", 0, "Rows of a step. 0: no supervised fine-tuning", limits=(0,)),
+    Field(
+        "sft.epochs",
+        0.0,
+        "Passes over the rows, which give the number of steps; the last step is filled with rows "
+        "of the next pass. 0: steps",
+        limits=(0, 1e6),
+        read_if=_TEXT,
+    ),
+    Field(
+        "sft.max_tokens",
+        1024,
+        "A longer row, prompt and completion together, is an error.",
+        limits=(2,),
+        read_if=_TEXT,
+    ),
+    Field(
+        "sft.completions_of",
+        "",
+        "Folder of a run whose saved completions are the rows, in place of data.path (rejection "
+        "sampling): those that ended by themselves and have at least sft.min_reward. Of each step "
+        "that run saves log.completions.",
+        read_if=_TEXT,
+    ),
+    Field(
+        "sft.min_reward",
+        1.0,
+        "Smallest reward of a completion that is learned from.",
+        limits=(-1e6, 1e6),
+        read_if=_SAVED,
+    ),
     #
     Section("rollout"),
     Field("rollout.prompts_per_step", 16, "With group_size 8 a step has 128 samples.", limits=(1,)),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from qerl_jax.compile.aot import program_bytes
+from qerl_jax.config.fields import learns_from_text
 from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import Device, RunPlan, plan_rollout, plan_run, this_device
 from qerl_jax.memory.update_plan import LongestRows, plan_update
@@ -34,7 +35,8 @@ def check_fits(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> None:
     need = f"this run takes {_gb(plan.peak)} GB, {_gb(plan.weights)} GB of it weights"
     longest = largest_length(config, model, plan.device)
     if longest:
-        remedy = f"--config.rollout.max_new_tokens={longest} fits"
+        name = "sft.max_tokens" if learns_from_text(config) else "rollout.max_new_tokens"
+        remedy = f"--config.{name}={longest} fits"
     elif config.train.buffer_tokens or config.train.recompute != "auto":
         remedy = "leave out train.buffer_tokens and train.recompute, or take a smaller model"
     elif config.train.parameters == "full":
@@ -169,6 +171,8 @@ def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
         if smaller.recompute != again:
             names = ",".join(smaller.recompute) or "none"
             buffer += f" with --config.train.recompute={names}"
+    if learns_from_text(config):
+        return f"{buffer}; a run that has begun goes on with the new value"
     rows = plan.rollout.rows
     fewer = f"={max(1, 3 * rows // 4)} (now {rows})"
     return (
@@ -178,10 +182,20 @@ def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
 
 
 def largest_length(config: ConfigDict, model: ModelConfig, device: Device) -> int:
-    """Returns the largest rollout.max_new_tokens that fits, 0 if none does.
+    """Returns the largest rollout.max_new_tokens, or sft.max_tokens, that fits, 0 if none does.
 
     Rows that do not decode together wait, so the length is bounded by one row and one buffer.
     """
+
+    def fits_text(tokens: int) -> bool:
+        other = config.copy_and_resolve_references()
+        with other.unlocked():
+            other.sft.max_tokens = tokens
+        row = config.train.buffer_tokens or tokens
+        return tokens <= row and plan_run(other, model, device).fits
+
+    if learns_from_text(config):
+        return _largest(fits_text, model.max_position)
 
     def fits(new_tokens: int) -> bool:
         other = config.copy_and_resolve_references()
@@ -199,7 +213,7 @@ def largest_length(config: ConfigDict, model: ModelConfig, device: Device) -> in
 def largest_rows(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> int | None:
     """Returns how many rows could decode together, as a run chooses; None if that is unknown."""
     usable = plan.device.usable
-    if usable is None:
+    if usable is None or learns_from_text(config):
         return None
     rollout = plan.rollout
     free = usable - plan.weights - plan.training - rollout.policy_copy - rollout.dense_copy
@@ -241,6 +255,8 @@ def format_plan(plan: RunPlan, config: ConfigDict) -> str:
         ("head chunk", update.head, ""),
         ("peak", plan.peak, f"rollout {_gb(plan.rollout_peak)}, update {_gb(plan.update_peak)}"),
     ]
+    if learns_from_text(config):
+        rows = [row for row in rows if row[1] or row[0] == "peak"]
     if rollout.host:
         waiting = rollout.all_rows - rollout.rows
         group = " for each group of devices," if config.mesh.data > 1 else ""

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from pallas_kernels import fp4_matmul
 from pallas_kernels.attention import HEAD_DIMS
+from qerl_jax.config.fields import learns_from_text
 from qerl_jax.memory.update_plan import LongestRows, MemoryPlan, plan_update, recomputation
 from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
@@ -114,6 +115,15 @@ class RolloutPlan:
         return self.cache + sum(size for maker, size in made.items() if maker != name)
 
 
+# Of a run that learns from text.
+_NO_ROLLOUT = RolloutPlan(
+    **dict.fromkeys(("policy_copy", "dense_copy", "cache", "temporary", "rows", "all_rows"), 0),
+    prefill_prompts=0,
+    positions=0,
+    dequantize="step",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
     """Bytes of a run on each of its devices, and the sizes that follow from them."""
@@ -179,8 +189,8 @@ class RunPlan:
     def fits(self) -> bool:
         """Whether the run fits into the memory of the device."""
         usable = self.device.usable
-        rows = [part.rows for part in (self.rollout, self.evaluation) if part]
-        return usable is None or (min(rows) > 0 and self.peak <= usable)
+        parts = [part for part in (self.rollout, self.evaluation) if part and part.all_rows]
+        return usable is None or (all(part.rows for part in parts) and self.peak <= usable)
 
     @property
     def buffer_tokens(self) -> int:
@@ -203,7 +213,13 @@ def kernel_of(*, hopper: bool) -> str:
 
 
 def plan_run(
-    config: ConfigDict, model: ModelConfig, device: Device, *, prompt: int = 0, weights: int = 0
+    config: ConfigDict,
+    model: ModelConfig,
+    device: Device,
+    *,
+    prompt: int = 0,
+    rows: int = 0,
+    weights: int = 0,
 ) -> RunPlan:
     """Plans the memory of a run.
 
@@ -211,7 +227,10 @@ def plan_run(
         config: the resolved config.
         model: architecture of the policy; each device has its part of it, as config.mesh says.
         device: one of the devices that the run is planned for; config.mesh says how many there are.
-        prompt: tokens of the longest prompt; 0 takes data.max_prompt_tokens.
+        prompt: tokens of the longest prompt, or row of text; 0 takes data.max_prompt_tokens, or
+            sft.max_tokens.
+        rows: rows of the longest length that have as many tokens as a step of texts; 0 takes
+            sft.rows_per_step.
         weights: bytes of the weights on a device; 0 computes them from model.format.
 
     Returns:
@@ -224,7 +243,7 @@ def plan_run(
     """
     compute, groups = jnp.dtype(config.model.dtype), config.mesh.data
     model = shard_of(model, config.mesh.tensor, format=config.model.format)
-    prompt = prompt or config.data.max_prompt_tokens
+    row, prompt = prompt, prompt or config.data.max_prompt_tokens
     lora = {
         "rank": config.lora.rank,
         "targets": tuple(config.lora.targets),
@@ -259,6 +278,9 @@ def plan_run(
         num_prompts=config.rollout.prompts_per_step,
         devices=groups,
     )
+    if learns_from_text(config):
+        count = rows or config.sft.rows_per_step
+        longest = LongestRows(1, row or config.sft.max_tokens, count, 1, groups)
     update = plan_update(
         model,
         longest,
@@ -270,6 +292,8 @@ def plan_run(
         kernel=device.attends(model, compute),
         adapts_experts=config.lora.expert_rank > 0 and not full,
     )
+    if learns_from_text(config):
+        return RunPlan(device, longest, weights, training, gradient, _NO_ROLLOUT, None, update)
     plan = functools.partial(
         _plan_rollout, config, model, device, policy_copy=policy_copy, free=free
     )

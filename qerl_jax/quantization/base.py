@@ -130,7 +130,10 @@ def calibrated_base(
         if mesh is not None:
             model = dataclasses.replace(model, params=shard(model.params, mesh))
         print(f"calibrating on completions of {len(chosen)} training prompts", flush=True)
-        plan = plan_run(config, checkpoint.config, this_device()).rollout
+        sampling = config.copy_and_resolve_references()
+        with sampling.unlocked():
+            sampling.sft.rows_per_step = 0  # A run that learns from text samples here alone.
+        plan = plan_run(sampling, checkpoint.config, this_device()).rollout
         engine = EngineConfig(
             chunk_steps=config.rollout.chunk_steps,
             max_rows=plan.rows,

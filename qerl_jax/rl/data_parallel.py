@@ -64,6 +64,7 @@ def functions(
         "apply_gradient": _apply_gradient(optimizer, mesh),
         "buffer_logprobs": _on_each(train_step.buffer_logprobs, mesh, **policy),
         "buffer_kl": _on_each(train_step.buffer_kl, mesh, gathers=True, **policy),
+        "buffer_loss": _on_each(train_step.buffer_loss, mesh, gathers=True, **policy),
         "own_routes_difference": _on_each(
             train_step.own_routes_difference, mesh, gathers=True, **policy
         ),

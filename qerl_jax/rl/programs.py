@@ -42,7 +42,8 @@ def functions(
 
     Returns:
         zero_totals, add_gradient, old_logprobs, apply_gradient, buffer_logprobs (whose policy is
-        the reference policy), buffer_kl and own_routes_difference, as in `train_step`.
+        the reference policy), buffer_kl, buffer_loss and own_routes_difference, as in
+        `train_step`.
     """
     if mesh is not None:
         on_mesh = data_parallel.functions(update_config, optimizer, mesh)
@@ -55,6 +56,7 @@ def functions(
         "apply_gradient": Operation(train_step.apply_gradient, {"optimizer": optimizer}),
         "buffer_logprobs": Operation(train_step.buffer_logprobs, policy),
         "buffer_kl": Operation(train_step.buffer_kl, policy),
+        "buffer_loss": Operation(train_step.buffer_loss, policy),
         "own_routes_difference": Operation(train_step.own_routes_difference, policy),
     }
 
@@ -66,6 +68,7 @@ def operations(
     reference: Policy | None,
     noise: aqn.Noise | None,
     measures_kl: bool,
+    evaluates_text: bool = False,
     mini_batches: int = 1,
     buffer_tokens: int,
     update_config: UpdateConfig,
@@ -83,6 +86,7 @@ def operations(
         reference: the reference policy, or None if the loss has no KL.
         noise: noise under which the update runs, or None.
         measures_kl: whether steps measure the KL of the policy with noise.
+        evaluates_text: whether the loss of held-out texts is measured.
         mini_batches: number of parts of a rollout with updates of their own.
         buffer_tokens: positions of a buffer.
         update_config: static options.
@@ -127,6 +131,9 @@ def operations(
     if measures_kl:
         lora = state.trainable.lora
         arguments["buffer_kl"] = lambda: (params, params, lora, bare, temperature)
+    if evaluates_text:
+        lora = state.trainable.lora
+        arguments["buffer_loss"] = lambda: (params, lora, bare, temperature)
     if update_config.checks_routes:
         lora = state.trainable.lora
         arguments["own_routes_difference"] = lambda: (params, lora, bare, temperature)

@@ -6,7 +6,8 @@ These functions are compiled, each once for a run, because all buffers have one 
     add_gradient     those of one more buffer; also returns its log-probabilities
     old_logprobs     the log-probabilities of a buffer before the first update of its rollout
     apply_gradient   the step of the optimizer
-    buffer_logprobs, buffer_kl, own_routes_difference    a forward pass under a frozen policy
+    buffer_logprobs, buffer_kl, buffer_loss, own_routes_difference
+                     a forward pass under a frozen policy
 """
 
 import dataclasses
@@ -418,6 +419,22 @@ def buffer_kl(
     return packed_kl(
         params, other_params, lora, buffer, model_config=model_config, temperature=temperature
     )
+
+
+@functools.partial(jax.jit, static_argnames="model_config")
+def buffer_loss(
+    params: dict,
+    lora: Lora | None,
+    buffer: PackedBuffer,
+    temperature: jax.Array,
+    *,
+    model_config: ModelConfig,
+) -> jax.Array:
+    """Returns the float32 sum over the predicted tokens of a buffer of -log-prob, in nats."""
+    logprobs, *_ = packed_logprobs(
+        params, lora, buffer, model_config=model_config, temperature=temperature
+    )
+    return -jnp.where(buffer.mask > 0, logprobs, 0.0).sum()
 
 
 @functools.partial(jax.jit, static_argnames="model_config")

@@ -64,6 +64,7 @@ def _step_parts(row: Mapping[str, Any]) -> list[tuple[int, str]]:
     remaining = row.get("remaining_seconds")
     return [
         (1, number("reward", "reward", "6.3f")),
+        (1, number("loss", "loss", ".4f") if "reward" not in row else ""),
         (3, number("acc", "accuracy", ".2f")),
         (6, number("format", "format" if "format" in row else "reward/format", ".2f")),
         (4, number("len", "length", "5.1f")),
@@ -79,6 +80,8 @@ def _step_parts(row: Mapping[str, Any]) -> list[tuple[int, str]]:
 def _evaluation_parts(row: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
     """The head of the line of an evaluation, and its other parts, as in `_step_parts`."""
     moment = f"after step {row['step']}" if row["step"] else "before training"
+    if "eval_loss" in row:
+        return f"held-out loss {moment}: {_number(row['eval_loss'], '.4f')}", []
     accuracy = row.get("eval_accuracy", row.get("eval_accuracy_before"))
     cut = row.get("eval_truncated")
     cut = cut if is_number(cut) else 0.0

@@ -6,6 +6,7 @@ TensorBoard, W&B and trackio show the same rows.
     {"step": 20, "reward": 0.41, ..., "step_seconds": 11.8, ...}         a step, when it ends
     {"step": 20, "eval_accuracy": 0.55, "eval_answers": [...], ...}      an evaluation after it
     {"step": 0, "eval_accuracy_before": 0.35, ...}                       the one before training
+    {"step": 20, "eval_loss": 0.61, ...}                                 of held-out rows of text
 """
 
 import contextlib
@@ -56,7 +57,9 @@ _SECTIONS = {
         "sigma_at_bound",
         "noise_kl_not_finite",
     ),
-    "eval": ("eval_accuracy", "eval_accuracy_before", "eval_truncated", "eval_missing"),
+    "eval": (
+        *("eval_accuracy", "eval_accuracy_before", "eval_loss", "eval_truncated", "eval_missing"),
+    ),
 }
 _SECTION_OF = {key: section for section, keys in _SECTIONS.items() for key in keys}
 

@@ -11,7 +11,7 @@ from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.run.statistics import half_interval
 from qerl_jax.system.atomic import replace_file
-from qerl_jax.system.jsonl import is_number
+from qerl_jax.system.jsonl import is_number, read_jsonl
 
 # Label, keys with the style and the name of each, and scale of a panel of a run.
 _Panel = tuple[str, tuple[tuple[str, str, str], ...], str]
@@ -21,6 +21,11 @@ _REWARD: _Panel = ("reward", (("reward", "-", "sampled"),), "linear")
 _ACCURACY: _Panel = (
     "accuracy",
     (("accuracy", "-", "sampled"), ("eval_accuracy", "o--", "greedy, held-out problems")),
+    "linear",
+)
+_LOSS: _Panel = (
+    "loss (nats per token)",
+    (("loss", "-", "training rows"), ("eval_loss", "o--", "held-out rows")),
     "linear",
 )
 _OTHERS: tuple[_Panel, ...] = (
@@ -204,6 +209,8 @@ def _panels(series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[_Panel]
     """The panels of a run, with one for each reward where there are several."""
     rewards = [key for key in series if key.startswith("reward/")]
     first = [_REWARD, _ACCURACY]
+    if not len(series["reward"][0]):  # a run that learns from text
+        return [_LOSS]
 
     def is_accuracy(key: str) -> bool:
         return all(
@@ -220,11 +227,12 @@ def _panels(series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[_Panel]
 def _all_series(run: RunFolder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Steps and values of each key of the panels, and of each reward."""
     rows = read_steps(run.metrics)
-    keys = [key for _, curves, _ in (_REWARD, _ACCURACY, *_OTHERS) for key, _, _ in curves]
+    keys = [key for _, curves, _ in (_REWARD, _ACCURACY, _LOSS, *_OTHERS) for key, _, _ in curves]
     keys += sorted({key for row in rows for key in row if key.startswith("reward/")})
     series = {key: _series(rows, key) for key in keys}
     evaluations = sorted(read_evaluations(run.metrics).items())
     points = np.array(evaluations, np.float64).reshape(-1, 2)
+    series["eval_loss"] = _series(list(read_jsonl(run.metrics)), "eval_loss")
     return series | {"eval_accuracy": (points[:, 0], points[:, 1])}
 
 

@@ -246,12 +246,17 @@ _FIELDS: dict[str, _Field] = {
     "config.rollout.max_rows": _COUNT,
     "config.rollout.prompts_per_step": _COUNT,
     "config.rollout.stop": ("a list of texts", _are_texts),
+    "config.sft": _OBJECT,
+    "config.sft.completions_of": _TEXT,
+    "config.sft.min_reward": ("a number", _is_number),
+    "config.sft.rows_per_step": _COUNT,
     "config.seed": ("a whole number", lambda value: type(value) is int),
     "config.steps": _COUNT,
 }
 # Facts that only some runs have: a calibrated base, rewards in Python, a run that has begun; and
 # fields that runs of earlier versions lack.
 _OPTIONAL = {"calibration", "calibration.digest", "python_rewards", "trackers"}
+_OPTIONAL |= {"config.sft", *(name for name in _FIELDS if name.startswith("config.sft."))}
 _OPTIONAL |= {
     f"config.environment.{name}"
     for name in (

@@ -34,6 +34,7 @@ _CURVES = (
     "noise_kl",
     "kl",
     "loss",
+    "eval_loss",
     "grad_norm",
     "logprob_diff_mean",
     "step_seconds",

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from qerl_jax.compile.count import Compilations
-from qerl_jax.config.fields import has_own_evaluation
+from qerl_jax.config.fields import has_own_evaluation, learns_from_text
 from qerl_jax.config.resume import with_defaults
 from qerl_jax.data.from_config import (
     EVAL,
@@ -249,7 +249,7 @@ def _check_same(
         )
     mixture = mixture_of(config)
     origins = {f"{TRAIN}/{name}": part.origin for name, part in mixture.items()}
-    origins |= {TRAIN: config.data.path or config.data.source}
+    origins |= {TRAIN: config.sft.completions_of or config.data.path or config.data.source}
     if has_own_evaluation(config.data):
         origins[EVAL] = config.data.eval_path or config.data.eval_source
     else:
@@ -475,6 +475,8 @@ def _optimizer_reset_reason(config: ConfigDict, saved: dict[str, Any], *, best: 
     """The reason why the optimizer starts anew; '' if it keeps the state of the other run."""
     if best:
         return "the optimizer starts anew, as its state is that of the last step"
+    if learns_from_text(config) != learns_from_text(saved):
+        return "the optimizer starts anew, as one of the runs learns from rows of text"
     now = flatten(config_dict(config))
     before = with_defaults(flatten(saved), now)
     names = sorted(name for name in before.keys() | now.keys() if name.startswith("optimizer."))

@@ -6,6 +6,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from qerl_jax.config import models
+from qerl_jax.config.fields import learns_from_text
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.memory import report, run_plan
 from qerl_jax.memory.cards import CARDS
@@ -28,7 +29,7 @@ class CardPlan:
         memory: bytes of the card.
         run: the plan of the run, in bytes.
         largest_rows: most rows that fit together at the run's number of new tokens; None if none.
-        largest_new_tokens: most new tokens that fit with fewer rows.
+        largest_new_tokens: most new tokens that fit with fewer rows, or tokens of a row of text.
     """
 
     config: ConfigDict
@@ -71,12 +72,16 @@ class CardPlan:
         devices = config.mesh.data * config.mesh.tensor
         where = f"{self.card}, {self.memory / 1e9:.1f} GB" if self.card in CARDS else self.card
         where = f"each of {devices} x {where}" if devices > 1 else where
+        largest = (
+            f"{self.largest_rows} rows together at {config.rollout.max_new_tokens} new tokens; "
+            f"{self.largest_new_tokens} new tokens with fewer rows"
+        )
+        if learns_from_text(config):
+            largest = f"rows of {self.largest_new_tokens} tokens"
         return (
             f"{config.preset} in {config.model.format} on {where}\n"
             f"{report.format_plan(self.run, config)}{base.describe_cost(config, self.model)}"
-            f"largest that fits: {self.largest_rows} rows together at "
-            f"{config.rollout.max_new_tokens} new tokens; {self.largest_new_tokens} new tokens "
-            "with fewer rows"
+            f"largest that fits: {largest}"
         )
 
 
