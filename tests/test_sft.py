@@ -2,8 +2,11 @@
 
 import itertools
 import json
+import os
 import pathlib
 import runpy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -16,9 +19,11 @@ import qerl_jax
 import qerl_jax.training.loop
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.data.from_config import encode_problems, load_problems
+from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.memory.report import check_fits, format_plan
 from qerl_jax.memory.run_plan import Device, plan_run
 from qerl_jax.run.metrics import read_steps
+from qerl_jax.show.runs import show_runs
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training.dry_run import dry_run
 from qerl_jax.training.loop import train
@@ -214,6 +219,22 @@ def test_tools_and_their_calls(inputs, tmp_path):
             {"data__system_prompt": "t3"},
             ("rows.jsonl:2", "system", "data.system_prompt="),
         ),
+        (chat("t5", "t6 <|im_end|> t7"), {}, ("rows.jsonl:2", "<|im_end|>", "take it out")),
+        (
+            chat("t5", "t6", tools=[{"name": "\ud800"}]),
+            {"template": "{{ tools[0].name if tools }} " + PLAIN},
+            ("rows.jsonl:2", "Unicode"),
+        ),
+        (
+            chat("t4", "t6"),
+            {"template": PLAIN.replace("{% else %}", "{% elif m.content != 't4' %}")},
+            ("rows.jsonl:2", "leaves out the user message 't4'"),
+        ),
+        (
+            chat("t4", "t6"),
+            {"template": "{{ raise_exception('no t4') if messages[0].content == 't4' }}" + PLAIN},
+            ("rows.jsonl:2", "no t4"),
+        ),
         (chat("t5 " * 30, "t6"), {}, ("1 of 2 rows", "rows.jsonl:2", "34", "sft.max_tokens=34")),
     ],
 )
@@ -271,7 +292,8 @@ def test_a_run_learns_and_saves(run):
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_5_nothink"])
 def test_conversations_of_assistant_only_loss_of_trl(inputs, tmp_path, family):
-    """TRL also learns the line breaks of the template around a turn, which no policy samples."""
+    """TRL also learns what the template puts around a turn, which no policy samples."""
+    begins = "<think>\n\n</think>\n\n" if family == "qwen3_5_nothink" else ""
     tokenizer = tokenizer_of(family)
     for conversation in TRL["conversations"][family]:
         row = {name: conversation[name] for name in ("messages", "tools") if name in conversation}
@@ -279,7 +301,7 @@ def test_conversations_of_assistant_only_loss_of_trl(inputs, tmp_path, family):
         changes = {"data__path": path, "eval__every": 0, "sft__max_tokens": 5000}
         config = text_config(inputs, **changes)
         (prompt,) = encode_problems(config, tokenizer, load_problems(config, {}))["train"]
-        found = [text for one in prompt.rows for text in turns_of(tokenizer, *one[1:])]
+        found = [begins + text for one in prompt.rows for text in turns_of(tokenizer, *one[1:])]
         ids, learned = conversation["ids"], conversation["learned"]
         assert found == [text.strip("\n") for text in turns_of(tokenizer, ids, learned)]
         if family == "qwen2_5":  # The others leave out the reasoning of earlier turns.
@@ -348,15 +370,55 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(inputs, run, tmp_pat
         assert (again / name).read_bytes() == (run / name).read_bytes(), name
 
 
+@pytest.mark.slow  # a process of its own, with programs for two devices
+def test_two_devices_compute_the_same(inputs, run, tmp_path):
+    config = json.loads((run / "config.json").read_text())["config"]
+    changes = SETTINGS | {"data.path": config["data"]["path"], "mesh.data": 2}
+    file = inputs.config_file(tmp_path / "config.py", changes)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    command = [sys.executable, "-m", "experiments.sft", f"--config={file}"]
+    command += [f"--workdir={tmp_path / 'run'}"]
+    environment = inputs.environment() | {"XLA_FLAGS": flags}
+    subprocess.run(command, env=environment, cwd=tiny_run.ROOT, check=True)
+    runs = tmp_path / "run", run
+    for name in ("loss", "grad_norm", "learned_tokens"):
+        found, expected = ([row[name] for row in tiny_run.results(one)] for one in runs)
+        assert found == pytest.approx(expected, rel=1e-4), name
+    logged = (read_jsonl(one / "metrics.jsonl") for one in runs)
+    found, expected = ([row["eval_loss"] for row in rows if "eval_loss" in row] for rows in logged)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_what_a_run_leaves_is_shown_and_exported(run, tmp_path, capsys):
+    show_runs(run)
+    shown = capsys.readouterr().out
+    assert "eval_loss" in shown
+    page = show_runs(run, html=str(tmp_path / "page.html"))
+    assert "eval_loss" in page.read_text()
+    folder = export(ExportConfig(source=str(run), format="merged", out=str(tmp_path / "merged")))
+    assert "the run learned from text" in capsys.readouterr().out
+    card = (folder / "README.md").read_text()
+    assert "trained with supervised fine-tuning" in card
+    assert "sft.rows_per_step" in card
+    assert "grpo" not in card.partition("<details>")[0]
+
+
 def test_grpo_begins_from_the_adapter(inputs, run, tmp_path, capsys):
+    changes = {"steps": 1, "eval.every": 0, "aqn.schedule": "off", "init_from": f"{run}:best"}
+    grpo = train(inputs.config(changes), workdir=tmp_path / "grpo")
+    assert "beginning from the best adapter of step" in capsys.readouterr().out
+    step = json.loads((run / "best.json").read_text())["step"]
+    assert json.loads((grpo / "config.json").read_text())["init_from"]["step"] == step
+
+
+@pytest.mark.slow
+def test_the_optimizer_of_grpo_starts_anew(inputs, run, tmp_path, capsys):
     changes = {"steps": 1, "eval.every": 0, "aqn.schedule": "off", "init_from": str(run)}
     grpo = train(inputs.config(changes), workdir=tmp_path / "grpo")
     reason = "the optimizer starts anew, as one of the runs learns from rows of text"
     assert reason in capsys.readouterr().out
     assert json.loads((grpo / "config.json").read_text())["init_from"]["step"] == 4
-    best = train(inputs.config(changes | {"init_from": f"{run}:best"}), workdir=tmp_path / "best")
-    step = json.loads((run / "best.json").read_text())["step"]
-    assert json.loads((best / "config.json").read_text())["init_from"]["step"] == step
 
 
 def saved(prompt="t5 t1 t2 ", completion="t6", reward=1.0, *, finished=True, **fields):

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from qerl_jax.config.fields import ROWS, learns_from_text, row_of
 from qerl_jax.errors import UserError
 
-# What only a run reads whose policy samples, beside `data.curriculum` and the like.
+# What only a run reads whose policy samples.
 _OF_SAMPLES = (
     *("rollout", "environment", "rewards", "reward_time_limit", "aqn", "rl"),
     *("data.max_prompt_tokens", "data.curriculum", "data.curriculum_share"),

@@ -3,14 +3,15 @@
 The chat template writes a row as it writes what the policy samples: the prompt with the beginning
 of the assistant's turn, then the turn, of which the tokens up to its end token are learned. Of a
 conversation all turns of the assistant are learned, with what stands between them as context. A
-template that writes earlier turns in another way once a conversation goes on, as that of Qwen3
+template that writes earlier turns in another way once a conversation continues, as that of Qwen3
 leaves out their reasoning, makes a row of its own for each turn that this changes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -59,7 +60,7 @@ class TextSelection(Selection):
         answer = self.fields.get("answer") or next((n for n in _COMPLETIONS if n in row), "")
         completion = column(row, answer, ABSENT) if answer else ABSENT
         if name == "messages" and not self.fields.get("answer"):
-            completion = ABSENT
+            completion = ABSENT  # Another use of the column, such as for a reward.
         chat = _messages(value, "user", f"{where}: {name}")
         if completion is ABSENT and not isinstance(value, list | tuple):
             expected = answer or ", ".join(_COMPLETIONS)
@@ -77,27 +78,16 @@ class TextSelection(Selection):
                 f"{where}: {name} has no message of the assistant after another one, which the "
                 "policy would learn: add it, or take the row out"
             )
-        question = as_text(
-            [(message["role"], message["content"]) for message in chat[: learned[0]]]
-        )
+        first, last = learned[0], learned[-1] + 1
+        question = as_text([(one["role"], one["content"]) for one in chat[:first]])
         if not question.strip():
             raise UserError(f"{where}: the prompt is empty: fill it in, or take the row out")
         self.check_level(row, where)
-        turns = [chat[i] for i in learned]
-        if not all(turn["content"].strip() or turn.get("tool_calls") for turn in turns):
+        if not all(chat[i]["content"].strip() or chat[i].get("tool_calls") for i in learned):
             raise LeftOutError("an empty completion", "fill them in")
-        later = chat[learned[0] : learned[-1] + 1]
-        text = (
-            turns[0]["content"]
-            if later == [{"role": "assistant", "content": turns[0]["content"]}]
-            else json.dumps(later)
-        )
-        columns = {
-            "messages": chat[: learned[-1] + 1],
-            "first": learned[0],
-            "tools": _tools(row.get("tools"), f"{where}: tools"),
-            "where": where,
-        }
+        text = chat[first]["content"] if last == first + 1 else json.dumps(chat[first:last])
+        tools = _tools(row.get("tools"), f"{where}: tools")
+        columns = {"messages": chat[:last], "first": first, "tools": tools, "where": where}
         return self.keep(Problem(question, text, (), columns))
 
     def question_of(self, row: Mapping[str, Any]) -> str | None:
@@ -208,8 +198,8 @@ class _Writer:
             ids += [*between, *turn_ids]
             learned += [False] * len(between) + [True] * len(turn_ids)
             text = before + turn[:end]
-        others = [m for m in chat[:-1] if m["role"] != "assistant"]
-        self.tokenizer.check_kept(others, text)
+        with _row_errors(where):  # Results of tools are often written as JSON.
+            self.tokenizer.check_kept([m for m in chat if m["role"] in ("system", "user")], text)
         return Prompt(
             problem, opening, tuple(self.tokenizer.encode(opening)), (*rows, _row(ids, learned))
         )
@@ -240,8 +230,10 @@ class _Writer:
     ) -> tuple[str, str]:
         """What comes before the last message, an assistant's turn, and the turn, as texts."""
         render = self.tokenizer.apply_chat_template
-        before = render(chat[:-1], add_generation_prompt=True, **arguments)
-        after = render(chat, add_generation_prompt=False, **arguments)
+        with _row_errors(where):
+            before = render(chat[:-1], add_generation_prompt=True, **arguments)
+            after = render(chat, add_generation_prompt=False, **arguments)
+            check_unicode(after, "the row")
         if not after.startswith(before):
             raise UserError(
                 f"{where}: the chat template begins the assistant's turn with "
@@ -261,7 +253,12 @@ class _Writer:
                 "end-of-sequence token, which the policy would learn to end with: take another "
                 "model, or correct its template"
             )
-        end = self.tokenizer.decode(ids[ends[-1] : ends[-1] + 1], skip_special=False)
+        end = self.tokenizer.decode([ids[ends[-1]]], skip_special=False)
+        if len(ends) > 1:
+            raise UserError(
+                f"{where}: a turn of the assistant has an end-of-sequence token, such as {end}, in "
+                "its text, where the policy would end: take it out"
+            )
         return ids[: ends[-1] + 1], turn.rfind(end) + len(end)
 
     def _saved(self, problem: Problem, where: str) -> Prompt:
@@ -283,13 +280,22 @@ class _Writer:
 
     @functools.cached_property
     def _generation(self) -> str:
-        """What the template puts at the end of a prompt for the assistant to go on."""
+        """What the template puts at the end of a prompt, where the assistant begins."""
         render = functools.partial(
             self.tokenizer.apply_chat_template,
             [{"role": "user", "content": "dummy"}],
             **self.config.chat_template_args,
         )
         return render().removeprefix(render(add_generation_prompt=False))
+
+
+@contextlib.contextmanager
+def _row_errors(where: str) -> Iterator[None]:
+    """Names the row in an error of the chat template."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _row(ids: Sequence[int], learned: Sequence[bool]) -> TextRow:

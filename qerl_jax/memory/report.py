@@ -171,14 +171,10 @@ def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
         if smaller.recompute != again:
             names = ",".join(smaller.recompute) or "none"
             buffer += f" with --config.train.recompute={names}"
-    if learns_from_text(config):
-        return f"{buffer}; a run that has begun goes on with the new value"
-    rows = plan.rollout.rows
-    fewer = f"={max(1, 3 * rows // 4)} (now {rows})"
-    return (
-        f"{buffer}; or, if it was the rollout that did not fit, --config.rollout.max_rows{fewer}; "
-        "a run that has begun goes on with the new value"
-    )
+    if rows := plan.rollout.rows:  # A run that learns from text has none.
+        fewer = f"={max(1, 3 * rows // 4)} (now {rows})"
+        buffer += f"; or, if it was the rollout that did not fit, --config.rollout.max_rows{fewer}"
+    return f"{buffer}; a run that has begun goes on with the new value"
 
 
 def largest_length(config: ConfigDict, model: ModelConfig, device: Device) -> int:
@@ -186,28 +182,22 @@ def largest_length(config: ConfigDict, model: ModelConfig, device: Device) -> in
 
     Rows that do not decode together wait, so the length is bounded by one row and one buffer.
     """
-
-    def fits_text(tokens: int) -> bool:
-        other = config.copy_and_resolve_references()
-        with other.unlocked():
-            other.sft.max_tokens = tokens
-        row = config.train.buffer_tokens or tokens
-        return tokens <= row and plan_run(other, model, device).fits
-
-    if learns_from_text(config):
-        return _largest(fits_text, model.max_position)
+    is_text = learns_from_text(config)
 
     def fits(new_tokens: int) -> bool:
         other = config.copy_and_resolve_references()
         with other.unlocked():
-            other.rollout.max_new_tokens = new_tokens
-            other.eval.max_new_tokens = new_tokens
             # The smallest buffer that holds a row, or that of the user.
-            row = config.data.max_prompt_tokens - 1 + completion_tokens(other, new_tokens)
+            if is_text:
+                other.sft.max_tokens = row = new_tokens
+            else:
+                other.rollout.max_new_tokens = other.eval.max_new_tokens = new_tokens
+                row = config.data.max_prompt_tokens - 1 + completion_tokens(other, new_tokens)
             other.train.buffer_tokens = config.train.buffer_tokens or row
         return row <= other.train.buffer_tokens and plan_run(other, model, device).fits
 
-    return _largest(fits, model.max_position - config.data.max_prompt_tokens)
+    prompt = 0 if is_text else config.data.max_prompt_tokens
+    return _largest(fits, model.max_position - prompt)
 
 
 def largest_rows(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> int | None:
@@ -229,6 +219,7 @@ def format_plan(plan: RunPlan, config: ConfigDict) -> str:
     rollout, update = plan.rollout, plan.update
     states = f" and a state of {rollout.state / 1e6:.1f} MB" if rollout.state else ""
     again = ", ".join(update.recompute) or "none"
+    sampling = f"rollout {_gb(plan.rollout_peak)}, " if rollout.all_rows else ""
     rows = [
         ("weights", plan.weights, config.model.format),
         ("adapter and optimizer", plan.training, f"train.parameters={config.train.parameters}"),
@@ -253,10 +244,10 @@ def format_plan(plan: RunPlan, config: ConfigDict) -> str:
             f"{update.buffer_tokens} tokens; recompute: {again}",
         ),
         ("head chunk", update.head, ""),
-        ("peak", plan.peak, f"rollout {_gb(plan.rollout_peak)}, update {_gb(plan.update_peak)}"),
+        ("peak", plan.peak, f"{sampling}update {_gb(plan.update_peak)}"),
     ]
-    if learns_from_text(config):
-        rows = [row for row in rows if row[1] or row[0] == "peak"]
+    if not rollout.all_rows:  # It learns from text.
+        rows = [row for row in rows if row[1]]
     if rollout.host:
         waiting = rollout.all_rows - rollout.rows
         group = " for each group of devices," if config.mesh.data > 1 else ""

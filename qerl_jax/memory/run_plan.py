@@ -243,7 +243,6 @@ def plan_run(
     """
     compute, groups = jnp.dtype(config.model.dtype), config.mesh.data
     model = shard_of(model, config.mesh.tensor, format=config.model.format)
-    row, prompt = prompt, prompt or config.data.max_prompt_tokens
     lora = {
         "rank": config.lora.rank,
         "targets": tuple(config.lora.targets),
@@ -271,16 +270,7 @@ def plan_run(
             spread += sizes.tile_padding(model) - 1
         weights += int(spread * sizes.packed_bytes(model, config.model.format))
     free = None if device.usable is None else device.usable - weights - training
-    longest = LongestRows(
-        prompt=prompt,
-        new_tokens=completion_tokens(config, config.rollout.max_new_tokens),
-        group_size=config.rollout.group_size,
-        num_prompts=config.rollout.prompts_per_step,
-        devices=groups,
-    )
-    if learns_from_text(config):
-        count = rows or config.sft.rows_per_step
-        longest = LongestRows(1, row or config.sft.max_tokens, count, 1, groups)
+    longest = _longest_rows(config, prompt, rows)
     update = plan_update(
         model,
         longest,
@@ -300,12 +290,12 @@ def plan_run(
     sampled = dataclasses.replace(longest, num_prompts=rollout_prompts(config))
     rollout = plan(sampled, max_rows=config.rollout.max_rows)
     if config.rl.routing_replay == "rollout":
-        tokens = sampled.num_prompts * (prompt + sampled.group_size * sampled.new_tokens)
+        tokens = sampled.num_prompts * (longest.prompt + sampled.group_size * sampled.new_tokens)
         rollout = dataclasses.replace(rollout, routes=tokens * sizes.route_bytes(model))
     evaluation = None
     if config.eval.every:
         evaluation_rows = LongestRows(
-            prompt=prompt,
+            prompt=longest.prompt,
             new_tokens=completion_tokens(config, config.eval.max_new_tokens),
             group_size=1,
             num_prompts=config.eval.problems or _EVAL_PROBLEMS,
@@ -313,6 +303,20 @@ def plan_run(
         )
         evaluation = plan(evaluation_rows, max_rows=max(1, rollout.rows))
     return RunPlan(device, longest, weights, training, gradient, rollout, evaluation, update)
+
+
+def _longest_rows(config: ConfigDict, prompt: int, rows: int) -> LongestRows:
+    """The longest rows of a step; those of texts count as long completions."""
+    if learns_from_text(config):
+        count, tokens = rows or config.sft.rows_per_step, prompt or config.sft.max_tokens
+        return LongestRows(1, tokens, count, 1, config.mesh.data)
+    return LongestRows(
+        prompt=prompt or config.data.max_prompt_tokens,
+        new_tokens=completion_tokens(config, config.rollout.max_new_tokens),
+        group_size=config.rollout.group_size,
+        num_prompts=config.rollout.prompts_per_step,
+        devices=config.mesh.data,
+    )
 
 
 def _plan_rollout(

@@ -207,6 +207,19 @@ def read_all_evaluations(path: str | Path) -> dict[int, float | None]:
     return accuracies
 
 
+def read_losses(path: str | Path) -> dict[int, float]:
+    """The loss of held-out rows of text by step in a metrics.jsonl; step 0 is before training.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    return {
+        row["step"]: row["eval_loss"]
+        for row in _objects(path)
+        if type(row.get("step")) is int and is_number(row.get("eval_loss"))
+    }
+
+
 def read_answers(path: str | Path) -> dict[int, list[dict[str, Any]]]:
     """The answers that evaluations logged, by step; step 0 is before training.
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.metrics import read_evaluations, read_steps
+from qerl_jax.run.metrics import read_evaluations, read_losses, read_steps
 from qerl_jax.run.statistics import half_interval
 from qerl_jax.system.atomic import replace_file
-from qerl_jax.system.jsonl import is_number, read_jsonl
+from qerl_jax.system.jsonl import is_number
 
 # Label, keys with the style and the name of each, and scale of a panel of a run.
 _Panel = tuple[str, tuple[tuple[str, str, str], ...], str]
@@ -209,8 +209,6 @@ def _panels(series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[_Panel]
     """The panels of a run, with one for each reward where there are several."""
     rewards = [key for key in series if key.startswith("reward/")]
     first = [_REWARD, _ACCURACY]
-    if not len(series["reward"][0]):  # a run that learns from text
-        return [_LOSS]
 
     def is_accuracy(key: str) -> bool:
         return all(
@@ -221,7 +219,8 @@ def _panels(series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[_Panel]
         first = [("reward = accuracy", _ACCURACY[1], "linear")]
     others = [key for key in rewards if len(rewards) > 1 and not is_accuracy(key)]
     parts = [(key, ((key, "-", key),), "linear") for key in others]
-    return [*first, *parts, *_OTHERS]
+    of_text = [] if len(series["reward"][0]) else [_LOSS]
+    return [*first, *parts, *of_text, *_OTHERS]
 
 
 def _all_series(run: RunFolder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -230,10 +229,10 @@ def _all_series(run: RunFolder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     keys = [key for _, curves, _ in (_REWARD, _ACCURACY, _LOSS, *_OTHERS) for key, _, _ in curves]
     keys += sorted({key for row in rows for key in row if key.startswith("reward/")})
     series = {key: _series(rows, key) for key in keys}
-    evaluations = sorted(read_evaluations(run.metrics).items())
-    points = np.array(evaluations, np.float64).reshape(-1, 2)
-    series["eval_loss"] = _series(list(read_jsonl(run.metrics)), "eval_loss")
-    return series | {"eval_accuracy": (points[:, 0], points[:, 1])}
+    for key, read in (("eval_accuracy", read_evaluations), ("eval_loss", read_losses)):
+        points = np.array(sorted(read(run.metrics).items()), np.float64).reshape(-1, 2)
+        series[key] = points[:, 0], points[:, 1]
+    return series
 
 
 def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -26,11 +26,11 @@ from qerl_jax.rewards.from_config import PYTHON_REWARDS
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, RunFolder, read_run
 from qerl_jax.run.lines import format_answers, format_completion, line_columns
-from qerl_jax.run.metrics import MetricsLog, read_answers
+from qerl_jax.run.metrics import MetricsLog, read_answers, read_losses
 from qerl_jax.run.plots import plot_run
 from qerl_jax.system.atomic import write_atomic, write_json
 from qerl_jax.system.command import command_name
-from qerl_jax.system.jsonl import is_number, read_jsonl, read_number
+from qerl_jax.system.jsonl import read_number
 from qerl_jax.system.live_line import LiveLine
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import Progress, StepResult
@@ -295,8 +295,7 @@ def best_accuracy(folder: RunFolder) -> float:
 
 def lowest_loss(folder: RunFolder) -> float:
     """The lowest loss of held-out rows that is logged or recorded, infinity without one."""
-    rows = read_jsonl(folder.metrics) if folder.metrics.exists() else []
-    losses = [row["eval_loss"] for row in rows if is_number(row.get("eval_loss"))]
+    losses = [*read_losses(folder.metrics).values()] if folder.metrics.exists() else []
     if folder.best.exists():
         losses.append(read_number(folder.best, "loss"))
     return min(losses, default=math.inf)

@@ -5,8 +5,8 @@
 
 The first command is a stand-in that runs anywhere: SmolLM2-135M-Instruct, from an installed
 package, learns to write sums up to 20. The second command learns from the rows of a file; without
-data.path they are the solutions of GSM8K. docs/learn_from_text.md lists the forms of a row, and
-goes on with GRPO, which takes the adapter by init_from.
+data.path they are the solutions of GSM8K. docs/learn_from_text.md lists the forms of a row. GRPO
+takes the adapter by init_from.
 """
 
 from ml_collections import ConfigDict
@@ -17,6 +17,10 @@ _SETTINGS = {
     "sft.rows_per_step": 16,
     "sft.epochs": 1.0,
     "data.source": "openai/gsm8k",
+    # What a run that samples nothing has no use for.
+    "aqn.schedule": "off",
+    "rl.updates_per_rollout": 1,
+    "rl.routing_replay": "none",
     # TRL's, but for the learning rate, which is its advice for LoRA.
     "optimizer.learning_rate": 1e-4,
     "optimizer.schedule": "cosine",
