@@ -51,9 +51,9 @@ def is_calibrated(model: Mapping[str, Any]) -> bool:
     return model.get("format") == "nvfp4" and model.get("calibration") == "gptq"
 
 
-def recorded_digest(run: Mapping[str, Any]) -> str:
+def recorded_digest(run: Mapping[str, Any], name: str = FACT) -> str:
     """The digest of the calibrated base that config.json of a run records; '' where it has none."""
-    fact = run.get(FACT)
+    fact = run.get(name)
     return fact.get("digest", "") if isinstance(fact, Mapping) else ""
 
 

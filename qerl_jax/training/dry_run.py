@@ -49,6 +49,7 @@ from qerl_jax.system.paths import user_path
 from qerl_jax.training.begin import check_origin
 from qerl_jax.training.saving import policy_folder
 from qerl_jax.training.setup import check_agent_rewards, check_method, longest_prompt
+from qerl_jax.training.teacher import check_tokens, has_own_weights, plan_teacher
 from qerl_jax.training.validate import check_extension, validate
 from qerl_jax.weights import tokenizer
 from qerl_jax.weights.checkpoint import open_checkpoint, read_architecture
@@ -95,7 +96,12 @@ def dry_run(
         first = environments.with_reset(key, first)
         write(_describe_resets(prompts, environments, key))
     width = longest_prompt(config, prompts)
-    plan = plan_run(config, architecture, this_device(), prompt=width)
+    teacher = plan_teacher(config, architecture, read_architecture)
+    if has_own_weights(config):
+        own_architecture, own_tokenizer = read_description(config.teacher.source)
+        check_positions(config, own_architecture)
+        check_tokens(config, model_tokenizer, own_tokenizer)
+    plan = plan_run(config, architecture, this_device(), prompt=width, teacher=teacher)
     write(format_plan(plan, config) + describe_cost(config, architecture))
     check_fits(plan, config, architecture)
     tried = _try_turns(key, config, prompts, model_tokenizer, environments)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import ROWS, SPLIT_LOSS, Field, keys_of
+from qerl_jax.config.fields import ROWS, SPLIT_LOSS, TEACHER, Field, keys_of
 from qerl_jax.data.environment_config import environment_functions
 from qerl_jax.data.from_config import mixture_of
 from qerl_jax.errors import UserError, check_limits, check_unicode
@@ -78,6 +78,7 @@ def validate(config: ConfigDict) -> None:
             f"init_from={config.init_from} with lora.init={config.lora.init}: both are where the "
             "adapter comes from, leave out one"
         )
+    _check_teacher(config)
     _check_mini_batches(config)
     _check_environment(config)
     recomputation(config.train.recompute)
@@ -131,6 +132,22 @@ def _check_measurements(config: ConfigDict) -> None:
         raise UserError(
             f"aqn.schedule='kl' with aqn.kl_every={config.aqn.kl_every} and steps={config.steps}: "
             "only the first step, which has no noise, is measured; pass aqn.kl_every=1"
+        )
+
+
+def _check_teacher(config: ConfigDict) -> None:
+    """Refuses what does not work with a teacher."""
+    if not TEACHER.holds(config):
+        return
+    if config.rl.loss == "gspo":
+        raise UserError(
+            "rl.loss='gspo' with a teacher: one ratio for a completion has no advantages of its "
+            "tokens; pass rl.loss=gspo_token"
+        )
+    if config.rl.dynamic_sampling and not config.teacher.rewards:
+        raise UserError(
+            "rl.dynamic_sampling=true with teacher.rewards=false: it chooses groups by rewards "
+            "that are not learned from; leave out one"
         )
 
 
