@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import shutil
 import types
 
@@ -9,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_checkpoints
 import tiny_run
 import tokenizers
 import trees
+from environment_cases import CHANGES, TEMPLATE
 from row_batch import row_batch
 from row_loss import loss_config, row_loss
 from tiny_checkpoints import VOCAB
@@ -328,3 +331,38 @@ def test_an_adapter_that_is_none_is_refused(tiny, tmp_path):
     changes = {"teacher.adapter": str(tmp_path)}
     with pytest.raises(UserError, match="neither a run with an adapter nor the folder of a PEFT"):
         train(tiny.config(QUIET | changes), workdir=tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_calibrated_teacher_is_made_again_from_the_text_of_the_run(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    own = tiny_run.write_model(tmp_path / "teacher", num_layers=2)
+    changes = QUIET | {"model.calibration": "gptq", "teacher.source": str(own)}
+    changes |= {"optimizer.schedule": "constant", "checkpoint.every": 1}
+    run = train(tiny.config(changes | {"steps": 2}), workdir=tmp_path / "run")
+    assert capsys.readouterr().out.count("calibrated on") == 2
+    saved = json.loads((run / "config.json").read_text())
+    assert saved["calibration"] != saved["teacher_calibration"]
+    again = shutil.copytree(run, tmp_path / "again")
+    train(tiny.config(changes | {"steps": 3}), workdir=run)
+    assert "calibrated on" not in capsys.readouterr().out
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other home"))
+    train(tiny.config(changes | {"steps": 3}), workdir=again)
+    assert capsys.readouterr().out.count("calibrated on") == 2
+    assert tiny_run.results(again) == tiny_run.results(run)
+
+
+@pytest.mark.slow
+def test_experts_and_an_environment_have_a_teacher(tmp_path, compile_cache):
+    """Routes of the rollout are replayed in the policy, and tokens of replies are no part."""
+    tiny = tiny_run.write_tiny(tmp_path, compile_cache, model_type="qwen3_moe", num_layers=1)
+    tiny_checkpoints.write_tokenizer(tiny.model, chat_template=TEMPLATE)
+    own = tiny_run.write_model(tmp_path / "teacher", num_layers=1)
+    taught = {"teacher.source": str(own), "teacher.format": "bf16", "eval.every": 0}
+    run = train(tiny.config(CHANGES | taught | {"steps": 2}), workdir=tmp_path / "run")
+    for row in tiny_run.results(run):
+        assert row["teacher/reverse_kl"] > 0
+        assert row["grad_norm"] > 0
+        assert row["routes_differ"] < 0.1
