@@ -361,6 +361,7 @@ def test_experts_and_an_environment_have_a_teacher(tmp_path, compile_cache):
     tiny_checkpoints.write_tokenizer(tiny.model, chat_template=TEMPLATE)
     own = tiny_run.write_model(tmp_path / "teacher", num_layers=1)
     taught = {"teacher.source": str(own), "teacher.format": "bf16", "eval.every": 0}
+    taught |= {"lora.targets": ("q_proj", "v_proj"), "lora.expert_rank": 2}
     run = train(tiny.config(CHANGES | taught | {"steps": 2}), workdir=tmp_path / "run")
     for row in tiny_run.results(run):
         assert row["teacher/reverse_kl"] > 0

@@ -430,9 +430,10 @@ def teacher_logprobs(
         targets=jnp.minimum(buffer.targets, last),
         routes=None,
     )
-    return packed_logprobs(params, lora, known, model_config=model_config, temperature=temperature)[
-        0
-    ]
+    logprobs, *_ = packed_logprobs(
+        params, lora, known, model_config=model_config, temperature=temperature
+    )
+    return logprobs
 
 
 @functools.partial(jax.jit, static_argnames="model_config")
