@@ -223,6 +223,13 @@ def test_the_plan_counts_the_teacher():
         check_fits(tight, config, ARCHITECTURES["qwen2.5-7b"])
 
 
+def test_a_mesh_that_does_not_divide_the_teacher_is_refused():
+    config = config_of({"mesh.tensor": 8})
+    teacher = PlannedTeacher(ARCHITECTURES["qwen2.5-7b"], format="nvfp4")
+    with pytest.raises(UserError, match=r"^the teacher, a qwen2: mesh\.tensor=8 "):
+        plan_run(config, ARCHITECTURES["qwen2.5-72b"], H100, teacher=teacher)
+
+
 def test_buffers_are_such_that_the_pass_of_the_teacher_fits():
     rows, free = LongestRows(320, 2048, 8, 16), 2 * 10**9
     options = {"adapter": 40_000_000, "itemsize": 2, "buffer_tokens": 0, "recompute": None}

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from pallas_kernels import fp4_matmul
 from pallas_kernels.attention import HEAD_DIMS
+from qerl_jax.errors import UserError
 from qerl_jax.memory.update_plan import LongestRows, MemoryPlan, plan_update, recomputation
 from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
@@ -335,7 +336,10 @@ def _teacher_weights(
     if teacher is None:
         return None, 0
     form, size = teacher.format or config.model.format, 0
-    model = shard_of(teacher.model, config.mesh.tensor, format=form)
+    try:
+        model = shard_of(teacher.model, config.mesh.tensor, format=form)
+    except UserError as error:
+        raise UserError(f"the teacher, a {teacher.model.model_type}: {error}") from error
     if teacher.format:
         itemsize = jnp.dtype(config.model.dtype).itemsize
         size = sizes.weight_bytes(model, format=form, itemsize=itemsize)
