@@ -27,6 +27,7 @@ from qerl_jax.memory.run_plan import Device, PlannedTeacher, plan_run
 from qerl_jax.memory.update_plan import LongestRows, plan_update
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.quantization.base import describe_cost
 from qerl_jax.rl import train_step
 from qerl_jax.rl.losses import summarize_metrics
 from qerl_jax.rl.packing import pack
@@ -213,6 +214,9 @@ def test_the_plan_counts_the_teacher():
     assert taught.update.teacher > 1e9
     assert "teacher                  2" in format_plan(taught, config)
     assert "nvfp4; its pass over a buffer takes" in format_plan(taught, config)
+    first, second = describe_cost(config, ARCHITECTURES["qwen2.5-7b"], teacher).splitlines()
+    assert "the first step: about" in first
+    assert "the first step: of the teacher, about" in second
     # Under another adapter the base of the policy takes no more memory.
     adapter = LoraConfig(rank=32, alpha=32.0)
     _, own = plan(teacher=PlannedTeacher(ARCHITECTURES["qwen2.5-7b"], adapter))

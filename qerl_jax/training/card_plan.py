@@ -75,7 +75,8 @@ class CardPlan:
         where = f"each of {devices} x {where}" if devices > 1 else where
         return (
             f"{config.preset} in {config.model.format} on {where}\n"
-            f"{report.format_plan(self.run, config)}{base.describe_cost(config, self.model)}"
+            f"{report.format_plan(self.run, config)}"
+            f"{base.describe_cost(config, self.model, self.run.teacher)}"
             f"largest that fits: {self.largest_rows} rows together at "
             f"{config.rollout.max_new_tokens} new tokens; {self.largest_new_tokens} new tokens "
             "with fewer rows"

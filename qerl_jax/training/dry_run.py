@@ -102,7 +102,7 @@ def dry_run(
         check_positions(config, own_architecture)
         check_tokens(config, model_tokenizer, own_tokenizer)
     plan = plan_run(config, architecture, this_device(), prompt=width, teacher=teacher)
-    write(format_plan(plan, config) + describe_cost(config, architecture))
+    write(format_plan(plan, config) + describe_cost(config, architecture, teacher))
     check_fits(plan, config, architecture)
     tried = _try_turns(key, config, prompts, model_tokenizer, environments)
     write(visible(_try_rewards(config, rewards, tried)))
