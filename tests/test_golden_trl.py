@@ -13,6 +13,7 @@ from row_loss import loss_config
 from safetensors.numpy import load_file
 
 from qerl_jax.compile.operation import Programs
+from qerl_jax.data.prompts import Problem, Prompt, TextRow
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.trainable import (
     PARAMETERS,
@@ -26,6 +27,7 @@ from qerl_jax.rl.programs import functions
 from qerl_jax.rl.train_step import OptimizerConfig, UpdateConfig, init_state, make_optimizer
 from qerl_jax.rollout.scheduler import pad_prompts
 from qerl_jax.training.step import update
+from qerl_jax.training.text_step import TEXT_LOSS, text_batch
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module, peft_tensor
 from qerl_jax.weights.peft import load_peft_adapter
@@ -207,3 +209,32 @@ def test_optimizer_step(variant, buffer_tokens):
     assert metrics["loss"] == pytest.approx(
         np.mean([one["loss"] for one in record["updates"]]), 1e-5
     )
+
+
+@pytest.mark.parametrize("variant", [pytest.param("rows", marks=pytest.mark.slow), "packed"])
+def test_supervised_step(variant):
+    """The loss and the gradient of rows of text (generator: golden/make_trl_sft.py)."""
+    expected = load_file(GOLDEN / "trl_sft.safetensors")
+    model = load(str(GOLDEN / "trl_step"), format="bf16", dtype="float32")
+    adapter = load_peft_adapter(
+        GOLDEN / "trl_step" / "adapter", model.config, LoraConfig(rank=4, alpha=8)
+    )
+    problem = Problem("", "")
+    prompts = []
+    for ids, learned in json.loads((GOLDEN / "trl_sft.json").read_text())["rows"]:
+        start = learned.index(1)
+        row = TextRow(tuple(ids[:start]), tuple(ids[start:]), tuple(map(bool, learned[start:])))
+        prompts.append(Prompt(problem, "", row.prompt, (row,)))
+    batch = text_batch(prompts, 0)
+    buffers = pack(batch, batch.lengths > 0, buffer_tokens={"rows": 24, "packed": 64}[variant])
+    assert len(buffers) == {"rows": 2, "packed": 1}[variant]
+    programs = Programs(functions(UpdateConfig(model.config, TEXT_LOSS), KEEP_GRADIENT))
+    one = np.float32(1)
+    sums = [programs["buffer_loss"](model.params, adapter.lora, b, one) for b in buffers]
+    assert_close(sum(sums) / batch.loss_mask.sum(), expected[f"loss.{variant}"], "held-out loss")
+    state = init_state(adapter, KEEP_GRADIENT)
+    state, metrics, _ = update(
+        state, model.params, [buffers], None, one, programs=programs, number=1
+    )
+    assert_close(metrics["loss"], expected[f"loss.{variant}"], "loss")
+    assert_tensors(adapter_tensors(state.opt_state.lora), expected, f"grad.{variant}.")

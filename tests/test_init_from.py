@@ -223,7 +223,9 @@ def best(origin, tiny, tmp_path, monkeypatch):
             model = types.SimpleNamespace(source="base", config=architecture)
             config = ConfigDict({"train": {"parameters": "lora"}})
             setup = types.SimpleNamespace(method=method, model=model, config=config)
-            saving.save_best(RunFolder(run), setup, trainable, step=step, accuracy=step / 10)
+            saving.save_best(
+                RunFolder(run), setup, trainable, step=step, score={"accuracy": step / 10}
+            )
         return checksum(trainable)
 
     method = types.SimpleNamespace(lora_config=options)

@@ -93,7 +93,7 @@ def test_a_file_comes_before_a_name(tmp_path, monkeypatch):
     for name in NAMES:
         assert config_file(f"{name}:preset,recipe") == f"{installed_file(name)}:preset,recipe"
         assert Path(installed_file(name)).exists()
-    assert set(NAMES) == {"aqn_ablation", "dapo_math", "grpo_gsm8k"}
+    assert set(NAMES) == {"aqn_ablation", "dapo_math", "grpo_gsm8k", "sft"}
     (tmp_path / "grpo_gsm8k").touch()
     assert config_file("grpo_gsm8k") == "grpo_gsm8k"
     assert config_file("my.py:large") == "my.py:large"

@@ -88,6 +88,10 @@ MODES = {
 }
 # Another value of each field that is not always read.
 OTHERS = {
+    "teacher.format": "bf16",
+    "teacher.coef": 0.5,
+    "teacher.rewards": False,
+    "rl.advantage": "gdpo",
     "model.calibration": "gptq",
     "lora.rank": 2,
     "lora.expert_rank": 2,
@@ -105,6 +109,11 @@ OTHERS = {
     "data.fields.question": "absent",
     "data.fields.answer": "absent",
     "data.fields.level": "absent",
+    "steps": 5,
+    "sft.epochs": 2.0,
+    "sft.max_tokens": 40,
+    "sft.completions_of": "absent",
+    "sft.min_reward": 0.5,
     "rollout.temperature_end": 0.5,
     "rollout.dequantize": "step",
     "environment.max_turns": 2,
@@ -215,7 +224,9 @@ def test_a_section_that_is_set_as_a_whole_stands_for_its_fields(tiny):
 def test_each_need_is_met_in_one_mode_and_not_in_another(tiny):
     talks = BUSY | {"environment.function": "my_env:Game"}
     tasks = BUSY | {"environment.verifiers": "tasks"}
-    modes = (BUSY, BUSY | CURRICULUM, BUSY | SAPO, talks, tasks, *MODES.values())
+    texts = QUIET | {"sft.rows_per_step": 2, "sft.epochs": 1.0, "sft.completions_of": "absent"}
+    taught = BUSY | {"teacher.source": "teacher", "teacher.rewards": False}
+    modes = (BUSY, BUSY | CURRICULUM, BUSY | SAPO, talks, tasks, texts, taught, *MODES.values())
     configs = [with_changes(tiny.config(), changes) for changes in modes]
     for row in ROWS.values():
         if row.read_if and row.name not in SOURCES | TRACKED:
@@ -267,7 +278,8 @@ def test_read_fields_change_something(tiny, tmp_path):
         "lora.init": str(tmp_path / "busy" / "adapter"),
     }
     checked = set()
-    for mode in (BUSY, BUSY | KL, BUSY | CURRICULUM, BUSY | SAPO):
+    taught = BUSY | {"teacher.source": str(tiny.model), "rl.dynamic_sampling": False}
+    for mode in (BUSY, BUSY | KL, BUSY | CURRICULUM, BUSY | SAPO, taught):
         before = outcome(tiny, tmp_path / "busy", mode)
         ignored = unread(with_changes(tiny.config(), mode)) | checked | SOURCES
         for field in sorted(set(OTHERS) - ignored):
@@ -275,8 +287,9 @@ def test_read_fields_change_something(tiny, tmp_path):
             # rollout.dequantize changes only time and memory.
             assert same(before, changed) == (field == "rollout.dequantize"), field
             checked.add(field)
-    conversations = {name for name in OTHERS if name.startswith("environment.")}
-    assert checked == set(OTHERS) - SOURCES - conversations
+    # Those of texts are in test_sft.py.
+    others = {name for name in OTHERS if name.startswith(("environment.", "sft."))}
+    assert checked == set(OTHERS) - SOURCES - others
 
 
 def test_a_profile_is_written_where_it_is_read(tiny, tmp_path):

@@ -18,6 +18,7 @@ from qerl_jax.system.device_memory import take_memory
 # Experiment -> how to train a larger model than the stand-in.
 _LARGER = {
     "grpo_gsm8k": "train on GSM8K: --config=grpo_gsm8k:qwen2.5-1.5b",
+    "sft_sums": "learn from GSM8K's solutions: --config=sft:qwen2.5-1.5b",
     "dapo_math": "train on BigMath: --config=dapo_math:qwen2.5-7b",
 }
 

@@ -100,7 +100,35 @@ def has_own_evaluation(data: Mapping[str, Any]) -> bool:
     return evaluates_separately(data["eval_source"], data["eval_path"])
 
 
-_NVFP4 = Condition("model.format='nvfp4'", lambda c: c.model.format == "nvfp4")
+def learns_from_text(config: Mapping[str, Any] | ConfigDict) -> bool:
+    """Whether a run learns from rows of text; otherwise its policy samples."""
+    return bool((config.get("sft") or {}).get("rows_per_step"))  # Earlier versions lack it.
+
+
+_TEXT = Condition("rows of text: sft.rows_per_step above 0", learns_from_text)
+_SAVED = Condition(
+    f"sft.completions_of, and {_TEXT.text}",
+    lambda c: learns_from_text(c) and bool(c.sft.completions_of),
+)
+TEACHER = Condition(
+    "a teacher: teacher.source or teacher.adapter",
+    lambda c: bool(c.teacher.source or c.teacher.adapter),
+)
+
+
+def learns_from_rewards(config: ConfigDict) -> bool:
+    """Whether the rewards of a run have advantages, and not a teacher alone."""
+    return config.teacher.rewards or not TEACHER.holds(config)
+
+
+_OTHER_TEACHER = Condition("teacher.source", lambda c: bool(c.teacher.source))
+_REWARDS = Condition("rewards that are learned from, teacher.rewards=true", learns_from_rewards)
+_NVFP4 = Condition(
+    "model.format='nvfp4', or a teacher.source with teacher.format='nvfp4'",
+    lambda c: (
+        c.model.format == "nvfp4" or (_OTHER_TEACHER.holds(c) and c.teacher.format == "nvfp4")
+    ),
+)
 _ADAPTER = Condition(
     "an adapter: train.parameters other than 'full'", lambda c: c.train.parameters != "full"
 )
@@ -175,6 +203,7 @@ FIELDS: tuple[Section | Field, ...] = (
         600,
         "More of them extend a run, unless its learning rate has decayed to 0.",
         limits=(1,),
+        read_if=Condition("sft.epochs=0", lambda c: not (learns_from_text(c) and c.sft.epochs)),
         resume="free",
     ),
     Field(
@@ -214,6 +243,48 @@ FIELDS: tuple[Section | Field, ...] = (
         "bfloat16",
         "dtype of activations, embeddings, biases; or 'float32'",
         choices=("bfloat16", "float32"),
+    ),
+    #
+    Section(
+        "teacher",
+        "On-policy distillation: the reverse KL of the policy's own samples to a teacher with the "
+        "same tokens; see docs/learn_from_a_teacher.md.",
+    ),
+    Field(
+        "teacher.source",
+        "",
+        "The teacher, as model.source: a folder, a GGUF file or a hub id. '': with teacher.adapter "
+        "the policy's own base, whose weights are in memory once, else no teacher.",
+        resume="source",
+    ),
+    Field(
+        "teacher.adapter",
+        "",
+        "Adapter of the teacher: the folder of a run, of which it is the best adapter or else the "
+        "last one, or of a PEFT adapter, such as RUN/adapter.",
+        resume="source",
+    ),
+    Field(
+        "teacher.format",
+        "nvfp4",
+        "As model.format, of teacher.source; model.calibration says how its weights of 16 bits "
+        "become nvfp4.",
+        choices=("nvfp4", "mxfp4", "nf4", "bf16"),
+        read_if=_OTHER_TEACHER,
+    ),
+    Field(
+        "teacher.coef",
+        1.0,
+        "Each sampled token has the advantage -coef (log pi_old - log teacher), the logits of both "
+        "divided by the temperature.",
+        limits=(1e-9,),
+        read_if=TEACHER,
+    ),
+    Field(
+        "teacher.rewards",
+        True,
+        "Whether the advantages of the rewards are added; false: rewards are logged alone.",
+        read_if=TEACHER,
     ),
     #
     Section("lora"),
@@ -387,6 +458,44 @@ FIELDS: tuple[Section | Field, ...] = (
         "<think> part itself.",
     ),
     Field("data.max_prompt_tokens", 320, "A longer prompt is an error."),
+    #
+    Section(
+        "sft",
+        "Supervised fine-tuning: the run learns from rows of text and samples nothing, see "
+        "docs/learn_from_text.md. Of 'teacher', 'rollout', 'environment', 'rewards', 'aqn' and "
+        "'rl' it reads no field.",
+    ),
+    Field("sft.rows_per_step", 0, "Rows of a step. 0: no supervised fine-tuning", limits=(0,)),
+    Field(
+        "sft.epochs",
+        0.0,
+        "Passes over the rows, which give the number of steps; the last step is filled with rows "
+        "of the next pass. 0: steps",
+        limits=(0, 1e6),
+        read_if=_TEXT,
+    ),
+    Field(
+        "sft.max_tokens",
+        1024,
+        "A longer row, prompt and completion together, is an error.",
+        limits=(2,),
+        read_if=_TEXT,
+    ),
+    Field(
+        "sft.completions_of",
+        "",
+        "Folder of a run whose saved completions are the rows, in place of data.path (rejection "
+        "sampling): those that ended by themselves and have at least sft.min_reward. Of each step "
+        "that run saves log.completions.",
+        read_if=_TEXT,
+    ),
+    Field(
+        "sft.min_reward",
+        1.0,
+        "Smallest reward of a completion that is learned from.",
+        limits=(-1e6, 1e6),
+        read_if=_SAVED,
+    ),
     #
     Section("rollout"),
     Field("rollout.prompts_per_step", 16, "With group_size 8 a step has 128 samples.", limits=(1,)),
@@ -861,13 +970,17 @@ FIELDS: tuple[Section | Field, ...] = (
         "[P, G], and each reward by name, NaN where missing. It is tried before training.",
         choices=("grpo", "gdpo"),
         function=True,
+        read_if=_REWARDS,
     ),
     Field(
         "rl.advantage_scale",
         "group",
         "divide by the deviation within the 'group', 'batch', or 'none'",
         choices=("group", "batch", "none"),
-        read_if=Condition("rl.advantage='grpo'", lambda c: c.rl.advantage == "grpo"),
+        read_if=Condition(
+            f"rl.advantage='grpo', and {_REWARDS.text}",
+            lambda c: c.rl.advantage == "grpo" and learns_from_rewards(c),
+        ),
     ),
     Field(
         "rl.advantage_eps",
@@ -875,10 +988,14 @@ FIELDS: tuple[Section | Field, ...] = (
         "added to the standard deviation",
         limits=(0,),
         read_if=Condition(
-            "rl.advantage='gdpo', or 'grpo' with rl.advantage_scale other than 'none'",
+            "rl.advantage='gdpo', or 'grpo' with rl.advantage_scale other than 'none'; and "
+            f"{_REWARDS.text}",
             lambda c: (
-                c.rl.advantage == "gdpo"
-                or (c.rl.advantage == "grpo" and c.rl.advantage_scale != "none")
+                learns_from_rewards(c)
+                and (
+                    c.rl.advantage == "gdpo"
+                    or (c.rl.advantage == "grpo" and c.rl.advantage_scale != "none")
+                )
             ),
         ),
     ),

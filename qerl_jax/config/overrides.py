@@ -8,8 +8,15 @@ from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import ROWS, row_of
+from qerl_jax.config.fields import ROWS, learns_from_text, row_of
 from qerl_jax.errors import UserError
+
+# What only a run reads whose policy samples.
+_OF_SAMPLES = (
+    *("rollout", "environment", "rewards", "reward_time_limit", "aqn", "rl", "teacher"),
+    *("data.max_prompt_tokens", "data.curriculum", "data.curriculum_share"),
+    *("eval.max_new_tokens", "log.completions", "log.print_completions"),
+)
 
 
 def check_overrides(config: ConfigDict, fields: Iterable[str]) -> None:
@@ -35,6 +42,8 @@ def check_overrides(config: ConfigDict, fields: Iterable[str]) -> None:
 
 def unmet_need(field: str, config: ConfigDict) -> str:
     """What a run of this config lacks to read a field, in words; '' where it reads the field."""
+    if learns_from_text(config) and f"{field}.".startswith(tuple(f"{n}." for n in _OF_SAMPLES)):
+        return "a policy that samples: sft.rows_per_step=0"
     row = row_of(field)
     rows = [row] if row else [r for name, r in ROWS.items() if name.startswith(f"{field}.")]
     needs = [row.read_if for row in rows]

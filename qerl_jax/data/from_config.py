@@ -1,15 +1,18 @@
 """The problems of a run: read, rendered as prompts, and checked against the model."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from ml_collections import ConfigDict
 
+from qerl_jax.config.fields import learns_from_text
 from qerl_jax.data.environment_config import check_problems, contracts_of, tools_of
 from qerl_jax.data.mixture import MixtureSource, read_mixture
 from qerl_jax.data.order import Order, Source
 from qerl_jax.data.prompts import Problem, Prompt, encode_prompts, prompt_config
 from qerl_jax.data.splits import ProblemConfig, digest_of_problems, load_mixture, load_splits
-from qerl_jax.errors import UserError
+from qerl_jax.data.texts import encode_texts, text_source
+from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rewards.calls import check_columns, columns_read
 from qerl_jax.rewards.functions import Reward
@@ -33,6 +36,8 @@ def load_problems(
             that evaluates them.
     """
     train, evaluation = _load(config, [function for function, _ in rewards.values()])
+    if learns_from_text(config):
+        return train | ({EVAL: evaluation} if config.eval.every else {})
     if "correctness" not in rewards and config.data.curriculum != "off":
         raise UserError(
             f"data.curriculum={config.data.curriculum!r} needs a reward named 'correctness', whose "
@@ -67,6 +72,8 @@ def _load(
         fields=dict(config.data.fields.items()),
         options=config.data.options.to_dict(),
     )
+    if learns_from_text(config):
+        problems = dataclasses.replace(problems, **text_source(config))
     if sources := mixture_of(config):
         by_name, evaluation = load_mixture(sources, problems)
         return {
@@ -120,6 +127,15 @@ def encode_problems(
     Raises:
         UserError: a prompt is longer than data.max_prompt_tokens.
     """
+    names = {
+        split: f" of {split.removeprefix(f'{TRAIN}/')}" if "/" in split else ""
+        for split in problems
+    }
+    if learns_from_text(config):
+        return {
+            split: encode_texts(config, tokenizer, split_problems, f"rows{names[split]}")
+            for split, split_problems in problems.items()
+        }
     prompts = prompt_config(
         config.data,
         chat_template_args=config.data.chat_template_args.to_dict(),
@@ -131,7 +147,7 @@ def encode_problems(
             tokenizer,
             prompts,
             max_prompt_tokens=config.data.max_prompt_tokens,
-            what=f"prompts of {split.removeprefix(f'{TRAIN}/')}" if "/" in split else "prompts",
+            what=f"prompts{names[split]}",
         )
         for split, split_problems in problems.items()
     }
@@ -170,6 +186,9 @@ def training_digests(digests: Mapping[str, str]) -> dict[str, str]:
 
 def check_positions(config: ConfigDict, architecture: ModelConfig) -> None:
     """Refuses lengths that a model has no positions for."""
+    if learns_from_text(config):
+        check_limits({"sft.max_tokens": (config.sft.max_tokens, 2, architecture.max_position)})
+        return
     for part in ("rollout", "eval") if config.eval.every else ("rollout",):
         new_tokens = completion_tokens(config, config[part].max_new_tokens)
         longest = config.data.max_prompt_tokens + new_tokens

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from qerl_jax.environments.replies import TemplateTokenizer
 from qerl_jax.errors import UserError, check_unicode
@@ -29,6 +29,14 @@ class Problem:
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
+class TextRow(NamedTuple):
+    """Token ids of a text to learn: what comes before the first learned token, and the rest."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    learned: tuple[bool, ...]  # which tokens of the completion are learned, the last of them is
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """A problem as the model reads it: the rendered chat and its token ids."""
@@ -36,6 +44,7 @@ class Prompt:
     problem: Problem
     text: str
     ids: tuple[int, ...]
+    rows: tuple[TextRow, ...] = ()  # of supervised fine-tuning, else ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,14 +28,14 @@ from qerl_jax.system.live_line import waiting
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_readable, read_bytes
 
-_QUESTION_FIELDS = ("question", "problem", "prompt")
+QUESTION_FIELDS = ("question", "problem", "prompt")
 _ANSWER_FIELDS = ("answer", "solution")
 _ROLES = ("system", "user", "assistant")
-_ABSENT = object()  # in place of a field that a row lacks
+ABSENT = object()  # in place of a field that a row lacks
 _HUB_CONFIGURATIONS = {"openai/gsm8k": "main"}  # for datasets without a default on the hub
 
 
-class _LeftOutError(Exception):
+class LeftOutError(Exception):
     """The reason why a row is left out, as in 'left out 2 problems with REASON', and a remedy."""
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -74,52 +74,61 @@ class Selection:
 
         Raises:
             UserError: the row is malformed.
-            _LeftOutError: the problem is not kept.
+            LeftOutError: the problem is not kept.
         """
-        name, value = self._read_field(row, "question", _QUESTION_FIELDS, where)
+        name, value = self.read_field(row, "question", QUESTION_FIELDS, where)
         chat = isinstance(value, list | tuple)
         messages = _messages(value, f"{where}: {name}") if chat else ()
-        question = _as_text(messages) if chat else text_of(value, f"{where}: {name}")
+        question = as_text(messages) if chat else text_of(value, f"{where}: {name}")
         if len(messages) == 1:
             messages = ()
         if not question.strip():
             raise UserError(f"{where}: the question is empty")
-        if not messages and _is_written_chat(question):
+        if not messages and is_written_chat(question):
             raise UserError(
                 f"{where}: {name} is a text with a list of chat messages in it, {question!r:.60}: "
                 "write the list itself into the file, as json.loads or ast.literal_eval returns it"
             )
         needed = bool(self.scorers)
-        name, value = self._read_field(row, "answer", _ANSWER_FIELDS, where, optional=not needed)
+        name, value = self.read_field(row, "answer", _ANSWER_FIELDS, where, optional=not needed)
         # Rewards that need no answer may still get the column, whatever it holds.
         is_text = isinstance(value, str) or _number_text(value) is not None
         answer = text_of(value, f"{where}: {name}") if needed or is_text else ""
-        self._check_level(row, where)
+        self.check_level(row, where)
         answer = _short_answer(answer, name == "solution", needed)
         return self.keep(Problem(question, answer, messages, row))
 
+    def question_of(self, row: Mapping[str, Any]) -> str | None:
+        """The question of a row that may lack an answer; None without one."""
+        name = self.fields.get("question")
+        values = (column(row, name) for name in ([name] if name else QUESTION_FIELDS))
+        value = next((value for value in values if value is not None), None)
+        if isinstance(value, list | tuple):
+            value = as_text(_messages(value, "the test split"))
+        return value if isinstance(value, str) else _number_text(value)
+
     def keep(self, problem: Problem) -> Problem:
-        """Returns a problem that is kept; raises a _LeftOutError for any other."""
+        """Returns a problem that is kept; raises a LeftOutError for any other."""
         if 0 < self.max_question_chars < len(problem.question):
-            raise _LeftOutError(
+            raise LeftOutError(
                 f"a question over {self.max_question_chars} characters",
                 "raise data.max_question_chars",
             )
         if not problem.answer and self.scorers:
-            raise _LeftOutError(
+            raise LeftOutError(
                 "an empty answer",
                 "fill them in, or name their column as data.fields.answer; "
                 f"{self._readers()} reads them",
             )
         for scorer in self.scorers:
             if not can_read(scorer, problem.answer):
-                raise _LeftOutError(
+                raise LeftOutError(
                     f"an answer that {plain(scorer).__name__} cannot read",
                     "take a reward that reads them, such as exact_answer",
                 )
         return problem
 
-    def _read_field(
+    def read_field(
         self,
         row: Mapping[str, Any],
         field: str,
@@ -131,8 +140,8 @@ class Selection:
         """Returns name and value of a field; ('', '') if it is optional and absent."""
         field_name = self.fields.get(field)
         for name in [field_name] if field_name else usual_names:
-            value = column(row, name, _ABSENT)
-            if value is not _ABSENT:
+            value = column(row, name, ABSENT)
+            if value is not ABSENT:
                 return name, value
         if optional and not field_name:
             return "", ""
@@ -148,24 +157,25 @@ class Selection:
         functions = [plain(scorer) for scorer in self.scorers]
         return "the reward " + " or ".join(getattr(f, "__name__", repr(f)) for f in functions)
 
-    def _check_level(self, row: Mapping[str, Any], where: str) -> None:
+    def check_level(self, row: Mapping[str, Any], where: str) -> None:
+        """Raises a LeftOutError for a row of another level."""
         if not self.levels:
             return
         name = self.fields.get("level") or "level"
-        level = column(row, name, _ABSENT)
+        level = column(row, name, ABSENT)
         choose = "choose other levels, or data.levels=() for all"
         # Two training problems of MATH have no level: 'Level ?', or null where it became a number.
         if level in ("?", "Level ?") or _is_missing(level):
-            raise _LeftOutError("no known level", choose)
+            raise LeftOutError("no known level", choose)
         text = level if isinstance(level, str) else _number_text(level)
         match = re.fullmatch(r"(?:Level )?([0-9]+)(?:\.0*)?", text or "")
         if match is None:
             raise UserError(
                 f"{where}: data.levels={sorted(self.levels)}, but the level of this problem is "
-                f"{None if level is _ABSENT else level!r}: a number or 'Level NUMBER' is needed"
+                f"{None if level is ABSENT else level!r}: a number or 'Level NUMBER' is needed"
             )
         if int(match[1]) not in self.levels:
-            raise _LeftOutError(
+            raise LeftOutError(
                 f"a level other than {', '.join(map(str, sorted(self.levels)))}", choose
             )
 
@@ -187,7 +197,7 @@ def _short_answer(text: str, solution: bool, needed: bool) -> str:
     text = answer_part("", text)
     boxed = last_boxed(text)
     if boxed is None and needed and is_prose(text):
-        raise _LeftOutError(
+        raise LeftOutError(
             r"a solution that marks no answer by \boxed{} or a last line '#### NUMBER'",
             "mark them, or name a column of short answers as data.fields.answer",
         )
@@ -247,7 +257,7 @@ _OBJECTS = re.compile(
 _KEYS_OF_MESSAGES = ({"role", "content"}, {"from", "value"})
 
 
-def _is_written_chat(text: str) -> bool:
+def is_written_chat(text: str) -> bool:
     """Whether a text is a list of chat messages as JSON, Python or NumPy writes it, alone."""
     text = text.strip()
     if not text.startswith(tuple("[({\"'a")) or not any(
@@ -262,7 +272,7 @@ def _is_written_chat(text: str) -> bool:
     if value is None:
         return _OBJECTS.fullmatch(text) is not None
     if isinstance(value, str):
-        return value != text and _is_written_chat(value)
+        return value != text and is_written_chat(value)
     if isinstance(value, Mapping):
         value = value.get("messages", [value])
     return (
@@ -292,7 +302,7 @@ def _messages(value: Sequence[Any], where: str) -> tuple[tuple[str, str], ...]:
     return tuple(messages)
 
 
-def _as_text(messages: Sequence[tuple[str, str]]) -> str:
+def as_text(messages: Sequence[tuple[str, str]]) -> str:
     """The question of a chat: its only message, or all messages with their roles."""
     if len(messages) == 1:
         return messages[0][1]
@@ -306,7 +316,7 @@ def _select(rows: Iterable[tuple[str, Mapping[str, Any]]], selection: Selection)
     for where, row in rows:
         try:
             problems.append(selection.read(row, where))
-        except _LeftOutError as error:
+        except LeftOutError as error:
             left_out.setdefault((error.reason, error.remedy), []).append(where)
     for cause, origins in left_out.items():
         selection.left_out[cause] += len(origins)
@@ -595,13 +605,4 @@ def read_rows(rows: Iterable[Any], where: str, selection: Selection) -> list[Pro
 
 def questions_of(rows: Iterable[Mapping[str, Any]], selection: Selection) -> set[str]:
     """Returns the questions of a split whose rows may lack answers."""
-    field_name = selection.fields.get("question")
-    questions = set()
-    for row in rows:
-        values = (column(row, name) for name in ([field_name] if field_name else _QUESTION_FIELDS))
-        value = next((value for value in values if value is not None), None)
-        if isinstance(value, list | tuple):
-            value = _as_text(_messages(value, "the test split"))
-        if (text := value if isinstance(value, str) else _number_text(value)) is not None:
-            questions.add(text)
-    return questions
+    return {text for row in rows if (text := selection.question_of(row)) is not None}

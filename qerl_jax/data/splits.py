@@ -10,7 +10,7 @@ import decimal
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from qerl_jax.config.fields import GENERATED, HELD_OUT, evaluates_separately
@@ -65,6 +65,7 @@ class ProblemConfig:
     max_question_chars: int = 0  # largest length of a training question; 0 means no limit
     # Names of the fields `question`, `answer` and `level`, as in `Selection`.
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reads: Callable[..., Selection] = Selection  # what reads a row
     # Options of the generated task.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0  # seed of the generated problems
@@ -75,12 +76,12 @@ class ProblemConfig:
     def training(self) -> Selection:
         """The selection of training problems."""
         levels = frozenset(self.levels)
-        return Selection(self.rewards, levels, self.max_question_chars, self.fields)
+        return self.reads(self.rewards, levels, self.max_question_chars, self.fields)
 
     @functools.cached_property
     def evaluation(self) -> Selection:
         """The selection of evaluation problems that are not held out."""
-        return Selection(self.rewards, fields=self.fields)
+        return self.reads(self.rewards, fields=self.fields)
 
     def separate_evaluation(self) -> list[Problem]:
         """Returns the evaluation problems that have a source of their own; [] without one."""

@@ -51,7 +51,7 @@ class ChatWriter:
             if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
                 text = f"tools: {function['name']:.80}.parameters: a JSON schema with an object "
                 raise RequestError(400, f"{text}'properties' is needed, or leave it out")
-        chat = [_message(message, number) for number, message in enumerate(messages)]
+        chat = [read_message(message, number) for number, message in enumerate(messages)]
         return ChatPrompt(self, chat, tools or [], context)
 
     def ids(self, prompt: "ChatPrompt") -> list[int]:
@@ -124,7 +124,7 @@ class ChatWriter:
                     }
                     for number, call in enumerate(readable)
                 ]
-        turn.messages = [*prompt.compared, _compared(_message(reply, 0))]
+        turn.messages = [*prompt.compared, _compared(read_message(reply, 0))]
         turn.conversation, turn.sent = [*prompt.messages, reply], len(prompt.messages)
         turn.reply = reply
         return reply
@@ -161,7 +161,7 @@ class ChatPrompt:
         return self._writer.ids(self)
 
 
-def _message(message: Any, number: int) -> dict[str, Any]:
+def read_message(message: Any, number: int) -> dict[str, Any]:
     """A message as chat templates take it.
 
     Raises:

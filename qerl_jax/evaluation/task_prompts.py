@@ -51,10 +51,14 @@ def encode_task(
 
 
 def digest_of_prompts(prompts: Iterable[Prompt]) -> str:
-    """Digest of prompts as token ids, which tokenizer and chat template decide."""
+    """Digest of prompts as token ids, which tokenizer and chat template decide.
+
+    Those of texts to learn follow their prompt.
+    """
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(np.array([len(prompt.ids), *prompt.ids], np.int32).tobytes())
+        for ids in (prompt.ids, *(part for row in prompt.rows for part in row)):
+            digest.update(np.array([len(ids), *ids], np.int32).tobytes())
     return digest.hexdigest()
 
 

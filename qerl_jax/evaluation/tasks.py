@@ -13,11 +13,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.config.fields import has_own_evaluation
+from qerl_jax.config.fields import has_own_evaluation, learns_from_text
 from qerl_jax.data.mixture import MixtureSource, read_mixture
 from qerl_jax.data.prompts import Problem, PromptConfig, prompt_config
 from qerl_jax.data.sources import FILE_TYPES, check_generated
 from qerl_jax.data.splits import ProblemConfig, digest_of_problems, load_mixture, load_split
+from qerl_jax.data.texts import text_source
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.evaluation.flags import template_arguments
 from qerl_jax.evaluation.scorers import check_scorers, reader, run_scorers
@@ -313,7 +314,7 @@ def _problems_of(
     run: Mapping[str, Any], eval_size: int | None, rewards: Sequence[Reward]
 ) -> ProblemConfig:
     data = run["data"]
-    return ProblemConfig(
+    config = ProblemConfig(
         source=data["source"],
         path=data["path"],
         eval_source=data["eval_source"],
@@ -325,6 +326,9 @@ def _problems_of(
         fields=data["fields"],
         options=data["options"],
     )
+    if learns_from_text(run):
+        return dataclasses.replace(config, rewards=(), **text_source(run))
+    return config
 
 
 def _held_out_problems(
@@ -342,6 +346,11 @@ def _held_out_problems(
     if run is None:
         raise UserError(
             f"--tasks={RUN}: the policy is not a run folder, so there are no held-out problems"
+        )
+    if learns_from_text(run):
+        raise UserError(
+            "the run learned from text, and its held-out rows have no scorer; pass a benchmark or "
+            "a file with --tasks"
         )
     data, size = run["data"], run["eval"]["problems"]
     if not run["eval"]["every"] and not has_own_evaluation(data):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.config.fields import learns_from_text
 from qerl_jax.export.merge import UpdateRetention
 from qerl_jax.rewards.url import without_keys
 from qerl_jax.run.provenance import without_folders
@@ -68,6 +69,7 @@ def model_card(card: Card) -> str:
     from huggingface_hub import ModelCard  # needed only here
 
     facts = {} if card.run is None else _training(card.run)
+    is_text = card.run is not None and learns_from_text(card.run["config"])
     rendered = ModelCard.from_template(
         _card_data(card),
         str(_TEMPLATE),
@@ -79,6 +81,7 @@ def model_card(card: Card) -> str:
         scores=_score_table(card),
         retention=retention_table(card.retention) if card.retention else "",
         divergences=divergence_table(card.divergences),
+        method="supervised fine-tuning" if is_text else "reinforcement learning",
         **facts,
     )
     return without_keys(str(rendered)) + "\n"
@@ -192,6 +195,8 @@ def _card_data(card: Card) -> Any:
     from huggingface_hub import ModelCardData
 
     tags = [] if card.run is None else ["qerl", "grpo", "reinforcement-learning"]
+    if card.run is not None and learns_from_text(card.run["config"]):
+        tags = ["qerl", "sft"]
     tags += ["lora"] if card.format == "peft" else []
     trained_on = "" if card.run is None else card.base_format
     tags += ["nvfp4"] if "nvfp4" in (card.format, trained_on) else []
@@ -217,6 +222,10 @@ def _training(run: Mapping[str, Any]) -> dict[str, Any]:
     facts.append(str(run["device"]["kind"]))
     facts += [f"{name} {run['versions'][name]}" for name in ("jax", "python")]
     fields = {name: _lookup(run["config"], name) for name in _SUMMARY}
+    if learns_from_text(run["config"]):
+        of_samples = ("rl.", "rollout.", "aqn.")
+        fields = {name: v for name, v in fields.items() if not name.startswith(of_samples)}
+        fields |= {name: _lookup(run["config"], name) for name in ("sft.rows_per_step", "steps")}
     if mixture := _lookup(run["config"], "data.mixture"):
         total = sum(source.get("weight", 1.0) for source in mixture.values())
         for name, source in mixture.items():

@@ -15,10 +15,13 @@ from ml_collections import ConfigDict
 
 from pallas_kernels import fp4_matmul
 from pallas_kernels.attention import HEAD_DIMS
+from qerl_jax.config.fields import learns_from_text
+from qerl_jax.errors import UserError
 from qerl_jax.memory.update_plan import LongestRows, MemoryPlan, plan_update, recomputation
 from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.dequantize import DEQUANTIZE
+from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.config import (
     EngineConfig,
@@ -73,6 +76,15 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
+class PlannedTeacher:
+    """What a plan needs to know of a teacher."""
+
+    model: ModelConfig  # its architecture
+    adapter: LoraConfig | None = None  # its adapter, or None
+    format: str = ""  # format of its own weights; '' where they are those of the policy
+
+
+@dataclasses.dataclass(frozen=True)
 class RolloutPlan:
     """Bytes of a rollout or an evaluation besides what the run always holds, and its sizes."""
 
@@ -114,6 +126,15 @@ class RolloutPlan:
         return self.cache + sum(size for maker, size in made.items() if maker != name)
 
 
+# Of a run that learns from text.
+_NO_ROLLOUT = RolloutPlan(
+    **dict.fromkeys(("policy_copy", "dense_copy", "cache", "temporary", "rows", "all_rows"), 0),
+    prefill_prompts=0,
+    positions=0,
+    dequantize="step",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
     """Bytes of a run on each of its devices, and the sizes that follow from them."""
@@ -127,17 +148,24 @@ class RunPlan:
     # A rollout of an evaluation, or None where the run does not evaluate.
     evaluation: RolloutPlan | None
     update: MemoryPlan  # an update on one buffer
+    teacher: PlannedTeacher | None = None  # the teacher of the run
+    teacher_weights: int = 0  # weights and adapter of the teacher, beyond those of the policy
+
+    @property
+    def held(self) -> int:
+        """Bytes that the run always holds."""
+        return self.weights + self.teacher_weights + self.training
 
     @property
     def rollout_peak(self) -> int:
         """Bytes at the peak of rollouts, those of evaluations included."""
         parts = [part.bytes for part in (self.rollout, self.evaluation) if part]
-        return self.weights + self.training + max(parts)
+        return self.held + max(parts)
 
     @property
     def update_peak(self) -> int:
         """Bytes at the peak of an update."""
-        return self.weights + self.training + self.gradient + self.update.bytes
+        return self.held + self.gradient + self.update.bytes
 
     def part(self, name: str) -> RolloutPlan:
         """Returns the plan of a 'rollout' or an 'evaluation'."""
@@ -165,7 +193,7 @@ class RunPlan:
             name: name of the program.
             programs: names of all programs of the part.
         """
-        held = self.weights + self.training
+        held = self.held
         if part == "update":
             return held + (self.gradient if name != "zero_totals" else 0)
         return held + self.part(part).held_bytes(name, programs)
@@ -179,8 +207,8 @@ class RunPlan:
     def fits(self) -> bool:
         """Whether the run fits into the memory of the device."""
         usable = self.device.usable
-        rows = [part.rows for part in (self.rollout, self.evaluation) if part]
-        return usable is None or (min(rows) > 0 and self.peak <= usable)
+        parts = [part for part in (self.rollout, self.evaluation) if part and part.all_rows]
+        return usable is None or (all(part.rows for part in parts) and self.peak <= usable)
 
     @property
     def buffer_tokens(self) -> int:
@@ -203,7 +231,14 @@ def kernel_of(*, hopper: bool) -> str:
 
 
 def plan_run(
-    config: ConfigDict, model: ModelConfig, device: Device, *, prompt: int = 0, weights: int = 0
+    config: ConfigDict,
+    model: ModelConfig,
+    device: Device,
+    *,
+    prompt: int = 0,
+    rows: int = 0,
+    weights: int = 0,
+    teacher: PlannedTeacher | None = None,
 ) -> RunPlan:
     """Plans the memory of a run.
 
@@ -211,8 +246,12 @@ def plan_run(
         config: the resolved config.
         model: architecture of the policy; each device has its part of it, as config.mesh says.
         device: one of the devices that the run is planned for; config.mesh says how many there are.
-        prompt: tokens of the longest prompt; 0 takes data.max_prompt_tokens.
+        prompt: tokens of the longest prompt, or row of text; 0 takes data.max_prompt_tokens, or
+            sft.max_tokens.
+        rows: rows of the longest length that have as many tokens as a step of texts; 0 takes
+            sft.rows_per_step.
         weights: bytes of the weights on a device; 0 computes them from model.format.
+        teacher: the teacher of the run, if it has one.
 
     Returns:
         The plan. Where the run does not fit (`RunPlan.fits`), it is the plan that needs the least
@@ -224,7 +263,6 @@ def plan_run(
     """
     compute, groups = jnp.dtype(config.model.dtype), config.mesh.data
     model = shard_of(model, config.mesh.tensor, format=config.model.format)
-    prompt = prompt or config.data.max_prompt_tokens
     lora = {
         "rank": config.lora.rank,
         "targets": tuple(config.lora.targets),
@@ -245,20 +283,11 @@ def plan_run(
         model, format=config.model.format, itemsize=compute.itemsize
     )
     weights += sizes.head_copy_bytes(model, config.rollout.head_format)
-    if device.pool is not None:
-        spread = _PACKED_SPREAD - 1
-        if not model.packs_projections:
-            # Widths of gpt-oss are no multiples of a tile, which those of other models hardly miss.
-            spread += sizes.tile_padding(model) - 1
-        weights += int(spread * sizes.packed_bytes(model, config.model.format))
-    free = None if device.usable is None else device.usable - weights - training
-    longest = LongestRows(
-        prompt=prompt,
-        new_tokens=completion_tokens(config, config.rollout.max_new_tokens),
-        group_size=config.rollout.group_size,
-        num_prompts=config.rollout.prompts_per_step,
-        devices=groups,
-    )
+    weights += _spread_bytes(model, config.model.format, device)
+    of_teacher, teacher_weights = _teacher_weights(config, teacher, device)
+    held = weights + teacher_weights + training
+    free = None if device.usable is None else device.usable - held
+    longest = _longest_rows(config, prompt, rows)
     update = plan_update(
         model,
         longest,
@@ -269,26 +298,79 @@ def plan_run(
         free=None if free is None else free - gradient,
         kernel=device.attends(model, compute),
         adapts_experts=config.lora.expert_rank > 0 and not full,
+        teacher=of_teacher,
     )
+    if learns_from_text(config):
+        return RunPlan(device, longest, weights, training, gradient, _NO_ROLLOUT, None, update)
     plan = functools.partial(
         _plan_rollout, config, model, device, policy_copy=policy_copy, free=free
     )
     sampled = dataclasses.replace(longest, num_prompts=rollout_prompts(config))
     rollout = plan(sampled, max_rows=config.rollout.max_rows)
     if config.rl.routing_replay == "rollout":
-        tokens = sampled.num_prompts * (prompt + sampled.group_size * sampled.new_tokens)
+        tokens = sampled.num_prompts * (longest.prompt + sampled.group_size * sampled.new_tokens)
         rollout = dataclasses.replace(rollout, routes=tokens * sizes.route_bytes(model))
     evaluation = None
     if config.eval.every:
         evaluation_rows = LongestRows(
-            prompt=prompt,
+            prompt=longest.prompt,
             new_tokens=completion_tokens(config, config.eval.max_new_tokens),
             group_size=1,
             num_prompts=config.eval.problems or _EVAL_PROBLEMS,
             devices=groups,
         )
         evaluation = plan(evaluation_rows, max_rows=max(1, rollout.rows))
-    return RunPlan(device, longest, weights, training, gradient, rollout, evaluation, update)
+    return RunPlan(
+        *(device, longest, weights, training, gradient, rollout, evaluation, update),
+        teacher=teacher,
+        teacher_weights=teacher_weights,
+    )
+
+
+def _spread_bytes(model: ModelConfig, format: str, device: Device) -> int:
+    """Bytes that packed weights take of a pool beyond their own."""
+    if device.pool is None:
+        return 0
+    spread = _PACKED_SPREAD - 1
+    if not model.packs_projections:
+        # Widths of gpt-oss are no multiples of a tile, which those of other models hardly miss.
+        spread += sizes.tile_padding(model) - 1
+    return int(spread * sizes.packed_bytes(model, format))
+
+
+def _teacher_weights(
+    config: ConfigDict, teacher: PlannedTeacher | None, device: Device
+) -> tuple[ModelConfig | None, int]:
+    """The teacher's architecture on one device, and the bytes of its own weights and adapter."""
+    if teacher is None:
+        return None, 0
+    form, size = teacher.format or config.model.format, 0
+    try:
+        model = shard_of(teacher.model, config.mesh.tensor, format=form)
+    except UserError as error:
+        raise UserError(f"the teacher, a {teacher.model.model_type}: {error}") from error
+    if teacher.format:
+        itemsize = jnp.dtype(config.model.dtype).itemsize
+        size = sizes.weight_bytes(model, format=form, itemsize=itemsize)
+        size += _spread_bytes(model, form, device)
+    if (own := teacher.adapter) is not None:
+        options = {"rank": own.rank, "targets": own.targets, "expert_rank": own.expert_rank}
+        size += 4 * sizes.trained_numbers(model, parameters="lora", **options)
+    return model, size
+
+
+def _longest_rows(config: ConfigDict, prompt: int, rows: int) -> LongestRows:
+    """The longest rows of a step; those of texts count as long completions."""
+    if learns_from_text(config):
+        count, tokens = rows or config.sft.rows_per_step, prompt or config.sft.max_tokens
+        return LongestRows(1, tokens, count, 1, config.mesh.data)
+    return LongestRows(
+        prompt=prompt or config.data.max_prompt_tokens,
+        new_tokens=completion_tokens(config, config.rollout.max_new_tokens),
+        group_size=config.rollout.group_size,
+        num_prompts=config.rollout.prompts_per_step,
+        devices=config.mesh.data,
+    )
 
 
 def _plan_rollout(

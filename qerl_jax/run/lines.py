@@ -64,7 +64,9 @@ def _step_parts(row: Mapping[str, Any]) -> list[tuple[int, str]]:
     remaining = row.get("remaining_seconds")
     return [
         (1, number("reward", "reward", "6.3f")),
+        (1, number("loss", "loss", ".4f") if "reward" not in row else ""),
         (3, number("acc", "accuracy", ".2f")),
+        (2, number("teacher KL", "teacher/reverse_kl", ".4f")),
         (6, number("format", "format" if "format" in row else "reward/format", ".2f")),
         (4, number("len", "length", "5.1f")),
         (5, number("entropy", "entropy", ".3f")),
@@ -79,6 +81,8 @@ def _step_parts(row: Mapping[str, Any]) -> list[tuple[int, str]]:
 def _evaluation_parts(row: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
     """The head of the line of an evaluation, and its other parts, as in `_step_parts`."""
     moment = f"after step {row['step']}" if row["step"] else "before training"
+    if "eval_loss" in row:
+        return f"held-out loss {moment}: {_number(row['eval_loss'], '.4f')}", []
     accuracy = row.get("eval_accuracy", row.get("eval_accuracy_before"))
     cut = row.get("eval_truncated")
     cut = cut if is_number(cut) else 0.0

@@ -6,6 +6,7 @@ TensorBoard, W&B and trackio show the same rows.
     {"step": 20, "reward": 0.41, ..., "step_seconds": 11.8, ...}         a step, when it ends
     {"step": 20, "eval_accuracy": 0.55, "eval_answers": [...], ...}      an evaluation after it
     {"step": 0, "eval_accuracy_before": 0.35, ...}                       the one before training
+    {"step": 20, "eval_loss": 0.61, ...}                                 of held-out rows of text
 """
 
 import contextlib
@@ -56,7 +57,9 @@ _SECTIONS = {
         "sigma_at_bound",
         "noise_kl_not_finite",
     ),
-    "eval": ("eval_accuracy", "eval_accuracy_before", "eval_truncated", "eval_missing"),
+    "eval": (
+        *("eval_accuracy", "eval_accuracy_before", "eval_loss", "eval_truncated", "eval_missing"),
+    ),
 }
 _SECTION_OF = {key: section for section, keys in _SECTIONS.items() for key in keys}
 
@@ -202,6 +205,19 @@ def read_all_evaluations(path: str | Path) -> dict[int, float | None]:
         elif "eval_seconds" in row:
             accuracies.setdefault(step, None)
     return accuracies
+
+
+def read_losses(path: str | Path) -> dict[int, float]:
+    """The loss of held-out rows of text by step in a metrics.jsonl; step 0 is before training.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    return {
+        row["step"]: row["eval_loss"]
+        for row in _objects(path)
+        if type(row.get("step")) is int and is_number(row.get("eval_loss"))
+    }
 
 
 def read_answers(path: str | Path) -> dict[int, list[dict[str, Any]]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.metrics import read_evaluations, read_steps
+from qerl_jax.run.metrics import read_evaluations, read_losses, read_steps
 from qerl_jax.run.statistics import half_interval
 from qerl_jax.system.atomic import replace_file
 from qerl_jax.system.jsonl import is_number
@@ -23,10 +23,16 @@ _ACCURACY: _Panel = (
     (("accuracy", "-", "sampled"), ("eval_accuracy", "o--", "greedy, held-out problems")),
     "linear",
 )
+_LOSS: _Panel = (
+    "loss (nats per token)",
+    (("loss", "-", "training rows"), ("eval_loss", "o--", "held-out rows")),
+    "linear",
+)
 _OTHERS: tuple[_Panel, ...] = (
     ("entropy (nats)", (("entropy", "-", "entropy"),), "linear"),
     ("sigma of the noise", (("sigma", "-", "sigma"),), "symlog"),
     ("KL(noisy, clean)", (("noise_kl", ".-", "KL"),), "symlog"),
+    ("KL(policy, teacher)", (("teacher/reverse_kl", "-", "KL"),), "linear"),
 )
 
 
@@ -35,10 +41,10 @@ def plot_run(folder: str | Path) -> Path | None:
 
     A panel each over the steps for the reward, the accuracy (with the evaluations as points, that
     before the first step at 0), the entropy, sigma, and the KL between the noisy and the clean
-    policy. Where the accuracy is the reward in every step, the two share a panel and a curve. Where
-    a run has several rewards, each has a panel of its own after the first, but for that which is
-    the accuracy. A quantity that was not logged is left out, and one with the same value in all
-    steps is named below the panels.
+    policy, and to a teacher. Where the accuracy is the reward in every step, the two share a panel
+    and a curve. Where a run has several rewards, each has a panel of its own after the first, but
+    for that which is the accuracy. A quantity that was not logged is left out, and one with the
+    same value in all steps is named below the panels.
 
     Returns:
         The path of the picture; None when there is nothing to draw.
@@ -214,18 +220,20 @@ def _panels(series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[_Panel]
         first = [("reward = accuracy", _ACCURACY[1], "linear")]
     others = [key for key in rewards if len(rewards) > 1 and not is_accuracy(key)]
     parts = [(key, ((key, "-", key),), "linear") for key in others]
-    return [*first, *parts, *_OTHERS]
+    of_text = [] if len(series["reward"][0]) else [_LOSS]
+    return [*first, *parts, *of_text, *_OTHERS]
 
 
 def _all_series(run: RunFolder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Steps and values of each key of the panels, and of each reward."""
     rows = read_steps(run.metrics)
-    keys = [key for _, curves, _ in (_REWARD, _ACCURACY, *_OTHERS) for key, _, _ in curves]
+    keys = [key for _, curves, _ in (_REWARD, _ACCURACY, _LOSS, *_OTHERS) for key, _, _ in curves]
     keys += sorted({key for row in rows for key in row if key.startswith("reward/")})
     series = {key: _series(rows, key) for key in keys}
-    evaluations = sorted(read_evaluations(run.metrics).items())
-    points = np.array(evaluations, np.float64).reshape(-1, 2)
-    return series | {"eval_accuracy": (points[:, 0], points[:, 1])}
+    for key, read in (("eval_accuracy", read_evaluations), ("eval_loss", read_losses)):
+        points = np.array(sorted(read(run.metrics).items()), np.float64).reshape(-1, 2)
+        series[key] = points[:, 0], points[:, 1]
+    return series
 
 
 def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -189,6 +189,8 @@ _REWARDS: _Field = f"an object of rewards, which have {', '.join(sorted(_REWARD)
 _FIELDS: dict[str, _Field] = {
     "calibration": ("an object with a digest", _has_digest),
     "calibration.digest": ("64 hex digits", _is_digest),
+    "teacher_calibration": ("an object with a digest", _has_digest),
+    "teacher_calibration.digest": ("64 hex digits", _is_digest),
     "command": _TEXT,
     "created": (f"a time of the form {CREATED}", is_time),
     "device.kind": _TEXT,
@@ -246,12 +248,18 @@ _FIELDS: dict[str, _Field] = {
     "config.rollout.max_rows": _COUNT,
     "config.rollout.prompts_per_step": _COUNT,
     "config.rollout.stop": ("a list of texts", _are_texts),
+    "config.sft": _OBJECT,
+    "config.sft.completions_of": _TEXT,
+    "config.sft.min_reward": ("a number", _is_number),
+    "config.sft.rows_per_step": _COUNT,
     "config.seed": ("a whole number", lambda value: type(value) is int),
     "config.steps": _COUNT,
 }
 # Facts that only some runs have: a calibrated base, rewards in Python, a run that has begun; and
 # fields that runs of earlier versions lack.
 _OPTIONAL = {"calibration", "calibration.digest", "python_rewards", "trackers"}
+_OPTIONAL |= {"config.sft", *(name for name in _FIELDS if name.startswith("config.sft."))}
+_OPTIONAL |= {"teacher_calibration", "teacher_calibration.digest"}
 _OPTIONAL |= {
     f"config.environment.{name}"
     for name in (

@@ -47,8 +47,10 @@ def _is_run(path: Path) -> bool:
 
 
 def _reward(view: View) -> str:
-    values = [value for _, value in view.series("reward")][-_LATEST:]
-    return f"reward {sum(values) / len(values):.3f}" if values else ""
+    for name in ("reward", "loss"):  # the latter of a run that learns from text
+        if values := [value for _, value in view.series(name)][-_LATEST:]:
+            return f"{name} {sum(values) / len(values):.3f}"
+    return ""
 
 
 def _accuracy(view: View) -> str:

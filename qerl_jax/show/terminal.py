@@ -54,6 +54,8 @@ def show(
     for line in _curve_lines(views, columns, BLOCKS if unicode else _ASCII):
         say(line)
     logged = sorted({step for view in views for step in view.steps()})
+    if all(view.setting("sft.rows_per_step") for view in views):
+        return  # They learn from text, and sample nothing.
     if not logged:
         say("no completions are logged" + _advice(views))
         return

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.metrics import read_evaluations, read_steps
+from qerl_jax.run.metrics import read_evaluations, read_losses, read_steps
 from qerl_jax.system.jsonl import is_number, read_jsonl
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import read_bytes
@@ -33,9 +33,12 @@ _CURVES = (
     "sigma",
     "noise_kl",
     "kl",
+    "teacher/reverse_kl",
     "loss",
+    "eval_loss",
     "grad_norm",
     "logprob_diff_mean",
+    "teacher_seconds",
     "step_seconds",
     "rollout_tokens_per_second",
     "rollout_tokens_per_row_step",
@@ -60,6 +63,7 @@ class View:
     rows: Sequence[Mapping[str, Any]]  # of the steps
     evaluations: Mapping[int, float]  # greedy accuracy by step; step 0 is before training
     completions: Sequence[Mapping[str, Any]]  # logged ones, in the order of the steps
+    losses: Mapping[int, float]  # of held-out rows of text by step
     finished: bool  # whether the run has taken its steps
     age: float | None  # seconds since the last row was written; None before the first one
 
@@ -91,8 +95,9 @@ class View:
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """Step and value of a metric, where it was logged and is a finite number."""
-        if key == "eval_accuracy":
-            pairs: Iterable[tuple[int, Any]] = sorted(self.evaluations.items())
+        own = {"eval_accuracy": self.evaluations, "eval_loss": self.losses}
+        if key in own:
+            pairs: Iterable[tuple[int, Any]] = sorted(own[key].items())
         else:
             pairs = ((row["step"], row.get(key)) for row in self.rows)
         return [(step, float(value)) for step, value in pairs if is_number(value)]
@@ -136,11 +141,13 @@ def _open(folder: RunFolder, name: str, reads_completions: bool) -> View:
     has_completions = reads_completions and folder.completions.exists()
     rows = _valid_rows(read_steps(folder.metrics)) if has_metrics else []
     evaluations = read_evaluations(folder.metrics) if has_metrics else {}
+    losses = read_losses(folder.metrics) if has_metrics else {}
     return View(
         name=name,
         config=saved["config"],
         rows=rows,
         evaluations={step: value for step, value in evaluations.items() if _is_step(step)},
+        losses={step: value for step, value in losses.items() if _is_step(step)},
         completions=_valid_rows(read_jsonl(folder.completions)) if has_completions else [],
         finished=_finished_steps(folder) >= _last_step(rows),
         age=time.time() - folder.metrics.stat().st_mtime if has_metrics else None,

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from qerl_jax.compile.count import Compilations
-from qerl_jax.config.fields import has_own_evaluation
+from qerl_jax.config.fields import has_own_evaluation, learns_from_text
 from qerl_jax.config.resume import with_defaults
 from qerl_jax.data.from_config import (
     EVAL,
@@ -210,6 +210,7 @@ def _check_processes(
         "weights": setup.model.fingerprint[:16],
         "prompts as token ids": prompts_digest[:16],
         "reference policy": setup.reference_digest,
+        "teacher": setup.teacher_digest,
         "buffer_tokens of the memory plan": setup.memory.buffer_tokens,
         "recompute of the memory plan": list(setup.update.recompute),
     }
@@ -247,9 +248,15 @@ def _check_same(
             f"with, to which rl.kl_coef={config.rl.kl_coef} measures the KL; restore it or pass "
             "another --workdir"
         )
+    if meta.get("teacher") != setup.teacher_digest:
+        raise UserError(
+            f"the teacher (teacher.source={config.teacher.source!r}, teacher.adapter="
+            f"{config.teacher.adapter!r}) is not what this run began with; restore it or pass "
+            "another --workdir"
+        )
     mixture = mixture_of(config)
     origins = {f"{TRAIN}/{name}": part.origin for name, part in mixture.items()}
-    origins |= {TRAIN: config.data.path or config.data.source}
+    origins |= {TRAIN: config.sft.completions_of or config.data.path or config.data.source}
     if has_own_evaluation(config.data):
         origins[EVAL] = config.data.eval_path or config.data.eval_source
     else:
@@ -475,6 +482,8 @@ def _optimizer_reset_reason(config: ConfigDict, saved: dict[str, Any], *, best: 
     """The reason why the optimizer starts anew; '' if it keeps the state of the other run."""
     if best:
         return "the optimizer starts anew, as its state is that of the last step"
+    if learns_from_text(config) != learns_from_text(saved):
+        return "the optimizer starts anew, as one of the runs learns from rows of text"
     now = flatten(config_dict(config))
     before = with_defaults(flatten(saved), now)
     names = sorted(name for name in before.keys() | now.keys() if name.startswith("optimizer."))

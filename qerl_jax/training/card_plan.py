@@ -6,6 +6,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from qerl_jax.config import models
+from qerl_jax.config.fields import learns_from_text
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.memory import report, run_plan
 from qerl_jax.memory.cards import CARDS
@@ -13,6 +14,7 @@ from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.quantization import base
 from qerl_jax.system.device_memory import pool_of
+from qerl_jax.training.teacher import plan_teacher
 from qerl_jax.training.validate import validate
 from qerl_jax.weights.checkpoint import read_architecture
 
@@ -28,7 +30,7 @@ class CardPlan:
         memory: bytes of the card.
         run: the plan of the run, in bytes.
         largest_rows: most rows that fit together at the run's number of new tokens; None if none.
-        largest_new_tokens: most new tokens that fit with fewer rows.
+        largest_new_tokens: most new tokens that fit with fewer rows, or tokens of a row of text.
     """
 
     config: ConfigDict
@@ -50,7 +52,7 @@ class CardPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data, in bytes."""
-        fields = dataclasses.asdict(self.run) | {
+        fields = dataclasses.asdict(dataclasses.replace(self.run, teacher=None)) | {
             "card": self.card,
             "memory": self.memory,
             "usable": self.run.device.usable,
@@ -61,6 +63,7 @@ class CardPlan:
             "largest_rows": self.largest_rows,
             "largest_new_tokens": self.largest_new_tokens,
         }
+        del fields["teacher"]
         if base.is_calibrated(self.config.model):
             seconds, size = base.calibration_cost(self.model)
             fields |= {"calibration_seconds_h100": seconds, "calibration_bytes": size}
@@ -71,12 +74,17 @@ class CardPlan:
         devices = config.mesh.data * config.mesh.tensor
         where = f"{self.card}, {self.memory / 1e9:.1f} GB" if self.card in CARDS else self.card
         where = f"each of {devices} x {where}" if devices > 1 else where
+        largest = (
+            f"{self.largest_rows} rows together at {config.rollout.max_new_tokens} new tokens; "
+            f"{self.largest_new_tokens} new tokens with fewer rows"
+        )
+        if learns_from_text(config):
+            largest = f"rows of {self.largest_new_tokens} tokens"
         return (
             f"{config.preset} in {config.model.format} on {where}\n"
-            f"{report.format_plan(self.run, config)}{base.describe_cost(config, self.model)}"
-            f"largest that fits: {self.largest_rows} rows together at "
-            f"{config.rollout.max_new_tokens} new tokens; {self.largest_new_tokens} new tokens "
-            "with fewer rows"
+            f"{report.format_plan(self.run, config)}"
+            f"{base.describe_cost(config, self.model, self.run.teacher)}"
+            f"largest that fits: {largest}"
         )
 
 
@@ -104,7 +112,10 @@ def plan(
     model = _architecture(config.model.source)
     pool = int(pool_of(config.mesh.tensor) * memory)
     planned = run_plan.plan_run(
-        config, model, run_plan.Device(pool, run_plan.kernel_of(hopper=hopper))
+        config,
+        model,
+        run_plan.Device(pool, run_plan.kernel_of(hopper=hopper)),
+        teacher=plan_teacher(config, model, _architecture),
     )
     return CardPlan(
         config=config,
@@ -113,7 +124,7 @@ def plan(
         memory=memory,
         run=planned,
         largest_rows=report.largest_rows(planned, config, model),
-        largest_new_tokens=report.largest_length(config, model, planned.device),
+        largest_new_tokens=report.largest_length(config, model, planned.device, planned.teacher),
     )
 
 

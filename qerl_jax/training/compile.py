@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from qerl_jax.compile.aot import compile_operations, program_bytes
 from qerl_jax.compile.operation import Executables, Operation, Programs, commit
+from qerl_jax.config.fields import learns_from_text
 from qerl_jax.memory.report import check_programs
 from qerl_jax.policy import aqn, sharding
 from qerl_jax.policy.lora import Lora
@@ -17,6 +18,7 @@ from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl import programs as rl_programs
 from qerl_jax.rl.train_step import TrainState
 from qerl_jax.training.setup import Setup
+from qerl_jax.training.step import frozen_policies
 
 
 def compile_programs(
@@ -41,7 +43,11 @@ def compile_programs(
         other groups of a mesh as `replicas`; and the programs of updates.
     """
     policy = Policy(current_policy(setup.params, state.trainable), state.trainable.lora)
-    updates = _update_operations(setup, state) if trains else {}
+    is_text = learns_from_text(setup.config)
+    updates = {}
+    if trains or (evaluates and is_text):
+        updates = _update_operations(setup, state, evaluates_text=evaluates and is_text)
+    trains, evaluates = trains and not is_text, evaluates and not is_text
     groups = sharding.groups_of(setup.params)  # those of this process
     arrays = setup.key, *policy, setup.rollout_head
     local = commit(sharding.take_group(arrays, groups[0]))
@@ -108,7 +114,9 @@ def _rollout_operations(
     }
 
 
-def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
+def _update_operations(
+    setup: Setup, state: TrainState, *, evaluates_text: bool
+) -> dict[str, Operation]:
     config, noise = setup.config, None
     if config.aqn.correction == "noisy_forward":
         noise = aqn.Noise(
@@ -122,9 +130,10 @@ def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
     return rl_programs.operations(
         state,
         setup.params,
-        reference=setup.reference if setup.update.loss.kl_coef else None,
+        frozen=frozen_policies(setup),
         noise=noise,
         measures_kl=bool(config.aqn.kl_every) and config.aqn.schedule != "off",
+        evaluates_text=evaluates_text,
         mini_batches=config.rl.mini_batches,
         buffer_tokens=setup.buffer_tokens,
         update_config=setup.update,

@@ -5,6 +5,8 @@ environment that the chat template cannot write, or whose first reset fails, and
 for all completions that are made up for it.
 """
 
+import functools
+import itertools
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.config.describe import describe_changes, describe_config
+from qerl_jax.config.fields import learns_from_text
 from qerl_jax.data.agents import RunAgents, made_up_episode
 from qerl_jax.data.environment_config import make_environments
 from qerl_jax.data.environments import RunEnvironments
@@ -48,13 +51,21 @@ from qerl_jax.run.metrics import check_trackers, read_steps
 from qerl_jax.system.paths import user_path
 from qerl_jax.training.begin import check_origin
 from qerl_jax.training.saving import policy_folder
-from qerl_jax.training.setup import check_agent_rewards, check_method, longest_prompt
+from qerl_jax.training.setup import (
+    check_agent_rewards,
+    check_method,
+    longest_prompt,
+    rows_of_step,
+    settle_text,
+)
+from qerl_jax.training.teacher import check_tokens, has_own_weights, plan_teacher
 from qerl_jax.training.validate import check_extension, validate
 from qerl_jax.weights import tokenizer
 from qerl_jax.weights.checkpoint import open_checkpoint, read_architecture
 from qerl_jax.weights.model_source import locate
 from qerl_jax.weights.tokenizer import Tokenizer
 
+_NOTHING_STARTED = "dry run: nothing was started and no folder was made"
 _RESETS = 64  # environments of a split, at most, that say what they add to a prompt
 
 
@@ -75,18 +86,22 @@ def dry_run(
         UserError: the run could not start.
     """
     folder = RunFolder(_folder_path(config, workdir))
+    check_start(config, workdir=workdir)
+    config, texts = settle_text(config)
     schedule_steps = check_start(config, workdir=workdir)
-    rewards = rewards_of(config, rewards)
+    rewards = {} if learns_from_text(config) else rewards_of(config, rewards)
     if not folder.checkpoints.is_dir():
         check_origin(config)
     check_method(config, rewards, schedule_steps=schedule_steps)
     write(describe_config(config) if preset is None else describe_changes(config, preset))
     write(_describe_folder(config, folder))
-    problems = load_problems(config, rewards)
+    problems = texts or load_problems(config, rewards)
     architecture, model_tokenizer = read_description(config.model.source)
     check_positions(config, architecture)
-    environments = make_environments(config, model_tokenizer)
-    check_agent_rewards(config, environments, rewards)
+    environments = None
+    if not learns_from_text(config):
+        environments = make_environments(config, model_tokenizer)
+        check_agent_rewards(config, environments, rewards)
     prompts = encode_problems(config, model_tokenizer, problems)
     write(_describe_prompts(prompts, order_of(config, prompts)))
     first = training_prompts(prompts)[0]
@@ -95,9 +110,25 @@ def dry_run(
         first = environments.with_reset(key, first)
         write(_describe_resets(prompts, environments, key))
     width = longest_prompt(config, prompts)
-    plan = plan_run(config, architecture, this_device(), prompt=width)
-    write(format_plan(plan, config) + describe_cost(config, architecture))
+    rows = rows_of_step(config, prompts)
+    teacher = plan_teacher(config, architecture, read_architecture)
+    if has_own_weights(config):
+        own_architecture, own_tokenizer = read_description(config.teacher.source)
+        check_positions(config, own_architecture)
+        check_tokens(config, model_tokenizer, own_tokenizer)
+    plan = plan_run(config, architecture, this_device(), prompt=width, rows=rows, teacher=teacher)
+    write(format_plan(plan, config) + describe_cost(config, architecture, teacher))
     check_fits(plan, config, architecture)
+    if learns_from_text(config):
+        (row, *_), decode = (
+            first.rows,
+            functools.partial(model_tokenizer.decode, skip_special=False),
+        )
+        learned = decode(itertools.compress(row.completion, row.learned))
+        shown = f"the first training row:\n{decode([*row.prompt, *row.completion])}"
+        write(visible(f"{shown}\n\nof which it learns:\n{learned}\n"))
+        write(_NOTHING_STARTED)
+        return
     tried = _try_turns(key, config, prompts, model_tokenizer, environments)
     write(visible(_try_rewards(config, rewards, tried)))
     shown = f"the first training prompt:\n{first.text}"
@@ -105,7 +136,7 @@ def dry_run(
         shown = f"the first problem, whose prompt its agent writes:\n{first.problem.question}"
     shown += f"\n\nits answer: {first.problem.answer}\n"
     write(visible(shown))  # Problems and template may come from another person.
-    write("dry run: nothing was started and no folder was made")
+    write(_NOTHING_STARTED)
 
 
 def check_start(config: ConfigDict, *, workdir: str | Path | None = None) -> int:

@@ -23,7 +23,9 @@ from ml_collections import ConfigDict
 from qerl_jax.compile.count import count_compilations
 from qerl_jax.compile.operation import MissingProgramError, Programs
 from qerl_jax.compile.run_cache import keep_programs
+from qerl_jax.config.fields import learns_from_text
 from qerl_jax.data.problem_list import with_problems
+from qerl_jax.data.prompts import Problem
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.memory.report import out_of_memory
@@ -55,14 +57,16 @@ from qerl_jax.training.saving import (
     announce_finished,
     best_so_far,
     finish,
+    lowest_loss,
     policy_folder,
     sample_lines,
     sample_rows,
     save,
     save_best,
 )
-from qerl_jax.training.setup import prepare
+from qerl_jax.training.setup import prepare, settle_text
 from qerl_jax.training.step import StepResult, check_noise, take_step
+from qerl_jax.training.text_step import TextResult, held_out_loss, take_text_step
 from qerl_jax.training.validate import check_extension, command_to_go_on, validate
 from qerl_jax.weights.chat_template import template_date
 
@@ -120,23 +124,28 @@ def train(
     """
     config = with_problems(config, problems)
     validate(config)
+    config, texts = settle_text(config)
     check_trackers(config)
     if on_step is not None and (not callable(on_step) or inspect.iscoroutinefunction(on_step)):
         raise UserError(f"on_step={on_step!r:.60}: {_ON_STEP}")
+    is_text = learns_from_text(config)
+    if rewards is not None and is_text:
+        raise UserError("rewards with sft.rows_per_step: nothing is sampled, leave out the rewards")
     table = None if rewards is None else table_of(rewards)
-    python_rewards, rewards = reward_entries(table), rewards_of(config, table)
+    python_rewards = reward_entries(table)
+    named = {} if is_text else dict(rewards_of(config, table))
     with (
         connect(devices=config.mesh.data * config.mesh.tensor) as processes,
         memory_errors("the weights do not fit beside what else it holds: free it"),
     ):
-        check_same_start(config, rewards, processes)
+        check_same_start(config, named, processes)
         if processes.writes:
-            announce_hosts(reward for reward, _ in rewards.values())
+            announce_hosts(reward for reward, _ in named.values())
         with open_run_together(workdir, config, processes) as folder:
             if trusts(trust) and processes.writes:
                 adopt(folder.path)
-            parts = folder, config, rewards, processes, python_rewards
-            _train_in(*parts, on_step=on_step, trust=trusts(trust))
+            parts = folder, config, named, processes, python_rewards
+            _train_in(*parts, texts=texts, on_step=on_step, trust=trusts(trust))
         return folder.path
 
 
@@ -147,6 +156,7 @@ def _train_in(
     processes: Processes,
     python_rewards: dict[str, dict[str, Any]],
     *,
+    texts: Mapping[str, list[Problem]] | None,
     on_step: OnStep | None,
     trust: bool,
 ) -> None:
@@ -171,7 +181,12 @@ def _train_in(
         with template_date(created):  # A resumed run has the same prompts.
             steps = folder.schedule_steps
             setup = prepare(
-                config, rewards, schedule_steps=steps, processes=processes, folder=folder
+                config,
+                rewards,
+                schedule_steps=steps,
+                processes=processes,
+                folder=folder,
+                problems=texts,
             )
         with (
             memory_errors(out_of_memory(setup.memory, config, setup.model.config)),
@@ -233,7 +248,7 @@ def _train_steps(run: Run, on_step: OnStep | None) -> None:
     programs = _compile(run)
     if run.folder.note:
         print(run.folder.note, flush=True)
-    _evaluate(run)  # before training, or the evaluation that a signal interrupted
+    _evaluate(run, programs)  # before training, or the evaluation that a signal interrupted
     durations: list[float] = []
     first_trace_step = max(config.profile.start, run.progress.step + 1)
     with contextlib.ExitStack() as trace:
@@ -245,25 +260,31 @@ def _train_steps(run: Run, on_step: OnStep | None) -> None:
                 trace.enter_context(jax.profiler.trace(str(run.folder.profile)))
             label = f"step {number}/{config.steps}"
             with _step_errors():
-                result = take_step(
-                    run.setup,
-                    run.progress,
-                    programs=programs,
-                    on_rollout=_watch(
-                        run,
-                        f"{label} rollout",
-                        run.setup.collect.prompts_per_rollout * config.rollout.group_size,
-                    ),
-                    on_update=lambda label=label: run.live.update(f"{label} update"),
-                    on_wait=run.stop_if_asked,
-                )
+                result = _take_step(run, programs, label)
             if number == config.profile.stop:
                 trace.close()
             durations.append(time.perf_counter() - began)
             run.progress = result.progress
             _log_step(run, result, durations, on_step)
-            _evaluate(run)
+            _evaluate(run, programs)
             _save_or_stop(run)
+
+
+def _take_step(run: Run, programs: Programs, label: str) -> StepResult | TextResult:
+    def on_update() -> None:
+        run.live.update(f"{label} update")
+
+    if learns_from_text(run.setup.config):
+        return take_text_step(run.setup, run.progress, programs=programs, on_update=on_update)
+    rows = run.setup.collect.prompts_per_rollout * run.setup.config.rollout.group_size
+    return take_step(
+        run.setup,
+        run.progress,
+        programs=programs,
+        on_rollout=_watch(run, f"{label} rollout", rows),
+        on_update=on_update,
+        on_wait=run.stop_if_asked,
+    )
 
 
 @contextlib.contextmanager
@@ -277,7 +298,9 @@ def _step_errors() -> Generator[None]:
         raise _StepError(*error.args) from error
 
 
-def _log_step(run: Run, result: StepResult, durations: list[float], on_step: OnStep | None) -> None:
+def _log_step(
+    run: Run, result: StepResult | TextResult, durations: list[float], on_step: OnStep | None
+) -> None:
     """Logs and prints the row of a step and some of its completions, and hands on the row."""
     config, number = run.setup.config, run.progress.step
     row = {"step": number} | result.metrics
@@ -285,18 +308,20 @@ def _log_step(run: Run, result: StepResult, durations: list[float], on_step: OnS
     row["step_seconds"] = durations[-1]
     row["remaining_seconds"] = statistics.median(durations[-10:]) * (config.steps - number)
     group_size, order = config.rollout.group_size, run.setup.collect.order
+    sampled = result if isinstance(result, StepResult) else None
     if run.log is not None:  # First, as a print fails once its reader has ended.
         row = run.log.write(row)
-        samples = sample_rows(result, group_size, config.log.completions, order)
-        run.log.write_completions(number, samples)
+        if sampled:
+            samples = sample_rows(sampled, group_size, config.log.completions, order)
+            run.log.write_completions(number, samples)
     run.live.clear()
-    for error in result.experience.scores.errors:
+    for error in sampled.experience.scores.errors if sampled else ():
         print(f"warning: {error}", file=sys.stderr, flush=True)
     print(format_row(row, config.steps, line_columns()), flush=True)
     if run.log is None:
         return
     count = config.log.print_completions
-    for line in sample_lines(result, group_size, count, order, line_columns()):
+    for line in sample_lines(sampled, group_size, count, order, line_columns()) if sampled else ():
         print(line, flush=True)
     if on_step is not None:
         with _step_errors(), user_errors(f"on_step after step {number}", _ON_STEP):
@@ -310,7 +335,7 @@ def _evaluation_is_due(run: Run) -> bool:
     return step % config.eval.every == 0 or step == config.steps
 
 
-def _evaluate(run: Run) -> None:
+def _evaluate(run: Run, programs: Programs) -> None:
     """Measures and logs the greedy accuracy if the step has an evaluation that is not logged yet.
 
     A policy that is better than all before it is written as the best one. An evaluation in which
@@ -318,6 +343,9 @@ def _evaluate(run: Run) -> None:
     """
     setup, config, step = run.setup, run.setup.config, run.progress.step
     if not _evaluation_is_due(run):
+        return
+    if learns_from_text(config):
+        _evaluate_text(run, programs)
         return
     began, trainable = time.perf_counter(), run.progress.state.trainable
     score = greedy_accuracy(
@@ -334,7 +362,8 @@ def _evaluate(run: Run) -> None:
     seconds = time.perf_counter() - began
     is_compared = run.log is not None and step > 0 and not score.missing
     if is_compared and score.accuracy > best_so_far(run):
-        save_best(run.folder, setup, trainable, step=step, accuracy=score.accuracy)
+        scores = {"accuracy": score.accuracy}
+        save_best(run.folder, setup, trainable, step=step, score=scores)
     run.evaluations[step] = None if score.missing else score.accuracy
     key = "eval_accuracy" if step else "eval_accuracy_before"
     row = {"step": step, key: score.accuracy, "eval_truncated": score.truncated}
@@ -344,6 +373,23 @@ def _evaluate(run: Run) -> None:
     print(format_row(row, config.steps, line_columns()), flush=True)
     if run.log is not None:
         run.log.write(row)
+
+
+def _evaluate_text(run: Run, programs: Programs) -> None:
+    """Measures and logs the loss of the held-out rows; the policy of the lowest is the best one."""
+    step, prompts, began = run.progress.step, run.setup.eval_prompts, time.perf_counter()
+    watch = _watch(run, f"evaluation after step {step}:", len(prompts))
+    loss = held_out_loss(run.setup, run.progress, prompts, programs=programs, on_progress=watch)
+    run.evaluations[step] = None  # of an accuracy
+    row = {"step": step, "eval_loss": loss, "eval_seconds": time.perf_counter() - began}
+    run.live.clear()
+    print(format_row(row, run.setup.config.steps, line_columns()), flush=True)
+    if run.log is None:
+        return
+    if step and loss < lowest_loss(run.folder):
+        trainable = run.progress.state.trainable
+        save_best(run.folder, run.setup, trainable, step=step, score={"loss": loss})
+    run.log.write(row | run.compilations.take())
 
 
 def _save_or_stop(run: Run) -> None:

@@ -6,6 +6,7 @@ So a run can be sampled, evaluated and exported while it trains, and after a sig
 
 import dataclasses
 import json
+import math
 import shlex
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.compile.count import Compilations
+from qerl_jax.config.fields import learns_from_text
 from qerl_jax.data.order import Order
 from qerl_jax.environments.episodes import Episode
 from qerl_jax.environments.roles import ENDINGS
@@ -24,7 +26,7 @@ from qerl_jax.rewards.from_config import PYTHON_REWARDS
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, RunFolder, read_run
 from qerl_jax.run.lines import format_answers, format_completion, line_columns
-from qerl_jax.run.metrics import MetricsLog, read_answers
+from qerl_jax.run.metrics import MetricsLog, read_answers, read_losses
 from qerl_jax.run.plots import plot_run
 from qerl_jax.system.atomic import write_atomic, write_json
 from qerl_jax.system.command import command_name
@@ -102,6 +104,7 @@ def save_checkpoint(run: Run) -> None:
             "architecture": run.setup.model.config.digest,
             "end_ids": list(run.setup.model.tokenizer.eos_ids),
             "reference": run.setup.reference_digest,
+            "teacher": run.setup.teacher_digest,
             "problems": run.problem_digests,
             "prompts": run.prompts_digest,
         },
@@ -122,9 +125,14 @@ def finish(run: Run) -> None:
         save_policy(run.folder, run.setup, run.progress.state.trainable)
     _draw(run)
     memory = jax.local_devices()[0].memory_stats() or {}
+    if learns_from_text(run.setup.config):
+        loss = lowest_loss(run.folder)
+        best = {"best_loss": loss if loss < math.inf else None}
+    else:
+        best = {"best_accuracy": accuracy if (accuracy := best_so_far(run)) >= 0 else None}
     summary = {
         "steps": run.progress.step,
-        "best_accuracy": best if (best := best_so_far(run)) >= 0 else None,
+        **best,
         "peak_memory_bytes": memory.get("peak_bytes_in_use"),  # peak of this process
     }
     write_json(run.folder.summary, summary)
@@ -264,14 +272,16 @@ def save_policy(
 
 
 def save_best(
-    folder: RunFolder, setup: Setup, trainable: Trainable, *, step: int, accuracy: float
+    folder: RunFolder, setup: Setup, trainable: Trainable, *, step: int, score: dict[str, float]
 ) -> None:
-    """Writes the policy of a step as the best one, and then records its step and accuracy.
+    """Writes the policy of a step as the best one, and then records its step and score.
+
+    The score is an accuracy, or the loss of held-out rows of text.
 
     With an adapter the record has its checksum, as another run may read both in between.
     """
     save_policy(folder, setup, trainable, best=True)
-    record: dict[str, Any] = {"step": step, "accuracy": accuracy}
+    record: dict[str, Any] = {"step": step} | score
     if trainable.lora is not None:
         record["checksum"] = checksum(trainable)
     write_atomic(folder.best, json.dumps(record) + "\n")
@@ -282,6 +292,14 @@ def best_accuracy(folder: RunFolder) -> float:
     if not folder.best.exists():
         return -1.0
     return read_number(folder.best, "accuracy")
+
+
+def lowest_loss(folder: RunFolder) -> float:
+    """The lowest loss of held-out rows that is logged or recorded, infinity without one."""
+    losses = [*read_losses(folder.metrics).values()] if folder.metrics.exists() else []
+    if folder.best.exists():
+        losses.append(read_number(folder.best, "loss"))
+    return min(losses, default=math.inf)
 
 
 def policy_folder(folder: RunFolder, config: ConfigDict, *, best: bool = False) -> Path:

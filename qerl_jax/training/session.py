@@ -15,6 +15,7 @@ import jax
 from ml_collections import ConfigDict
 
 from qerl_jax.compile.operation import Programs
+from qerl_jax.config.fields import learns_from_text
 from qerl_jax.data.problem_list import with_problems
 from qerl_jax.errors import UserError
 from qerl_jax.policy.trainable import Trainable
@@ -77,6 +78,11 @@ def open_session(
         raise UserError(
             f"init_from={config.init_from}: a session has no run folder to begin from another run; "
             "pass its adapter as lora.init, or use qerl_jax.train"
+        )
+    if learns_from_text(config):
+        raise UserError(
+            "sft.rows_per_step: the steps of a session sample; use qerl_jax.train to learn from "
+            "text"
         )
     table = rewards_of(config, None if rewards is None else table_of(rewards))
     announce_hosts(reward for reward, _ in table.values())

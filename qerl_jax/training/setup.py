@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,13 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from qerl_jax.config.fields import TEACHER, learns_from_rewards, learns_from_text
 from qerl_jax.data.agents import RunAgents
 from qerl_jax.data.environment_config import contracts_of, make_environments
 from qerl_jax.data.from_config import EVAL, load_problems, order_of, training_prompts
 from qerl_jax.data.order import Order
 from qerl_jax.data.prompt_rollout import AnyEnvironments
-from qerl_jax.data.prompts import Prompt
+from qerl_jax.data.prompts import Problem, Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import tokens_of_examples
 from qerl_jax.memory.report import check_fits
@@ -58,10 +60,23 @@ from qerl_jax.training.first_policy import (
     reference_policy,
 )
 from qerl_jax.training.step import Method, StepSetup
+from qerl_jax.training.teacher import Teacher, load_teacher_model, make_teacher, plan_teacher
+from qerl_jax.training.text_step import TEXT_LOSS
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.peft import read_peft_config
 
+# What a run that learns from text has no use for.
+_WITHOUT_SAMPLES = {
+    "aqn.schedule": "off",
+    "aqn.correction": "none",
+    "rl.kl_coef": 0.0,
+    "rl.updates_per_rollout": 1,
+    "rl.mini_batches": 1,
+    "rl.routing_replay": "none",
+    "rl.routing_check_every": 0,
+    "rl.overlong_buffer": 0,
+}
 # From the start of a temperature, 0, to its end, 1.
 CURVES: dict[str, Callable[[float], float]] = {
     "constant": lambda u: 0.0,
@@ -78,6 +93,7 @@ class Setup(StepSetup):
     rewards: Mapping[str, tuple[Reward, float]]  # function and weight by name
     model: LoadedModel  # architecture, parameters before training and tokenizer
     reference_digest: str | None  # identity of `reference` if it is not the model itself, else None
+    teacher_digest: str | None  # identity of `teacher`, or None without one
     eval_prompts: list[Prompt]  # held-out prompts; empty without evaluations
     eval_sampler: Sampler  # samples the completions of an evaluation, greedily
     # The plan of the memory: how many rows decode together, the size of the buffers.
@@ -92,22 +108,29 @@ def prepare(
     schedule_steps: int,
     processes: Processes = ALONE,
     folder: RunFolder | None = None,
+    problems: Mapping[str, list[Problem]] | None = None,
 ) -> Setup:
     """Loads the model and the problems, and makes the other parts from the config.
 
     `schedule_steps` is the number of steps that the schedules of noise and learning rate span.
+    `problems` are those of `load_problems`, where they are known already.
     """
     method = check_method(config, rewards, schedule_steps=schedule_steps)
     mesh = make_mesh(config.mesh.data, config.mesh.tensor)
-    problems = load_problems(config, rewards)
+    problems = problems or load_problems(config, rewards)
     device = this_device()
     # A model that does not fit, or that mesh.tensor does not divide, is refused before it is read.
     if device.pool is not None or config.mesh.tensor > 1:
         architecture = read_architecture(config.model.source)
-        check_fits(plan_run(config, architecture, device), config, architecture)
+        teacher = plan_teacher(config, architecture, read_architecture)
+        check_fits(plan_run(config, architecture, device, teacher=teacher), config, architecture)
+    teacher_model = load_teacher_model(
+        config, problems, mesh=mesh, processes=processes, folder=folder
+    )
     model, prompts = load_base(config, problems, mesh=mesh, processes=processes, folder=folder)
     _announce(config, model, prompts)
-    setup = assemble(config, rewards, model, prompts, method=method, mesh=mesh)
+    teacher = make_teacher(config, model, teacher_model)
+    setup = assemble(config, rewards, model, prompts, method=method, mesh=mesh, teacher=teacher)
     key = shard(setup.key, mesh) if mesh is not None and processes.count > 1 else setup.key
     return dataclasses.replace(setup, processes=processes, key=key)
 
@@ -120,6 +143,8 @@ def check_method(
     A custom schedule is called for every step now, because it could fail at one that is hours away,
     such as a step of an extended run.
     """
+    if learns_from_text(config):
+        return _check_files(config, make_method(config, schedule_steps))
     _metric(config, rewards)
     _check_environment_rewards(config, rewards)
     method = make_method(config, schedule_steps)
@@ -133,12 +158,39 @@ def check_method(
             group_size=config.rollout.group_size,
             names=[*rewards, *(["overlong"] if config.rl.overlong_buffer else [])],
         )
-    if config.lora.init and config.train.parameters != "full":
-        read_peft_config(config.lora.init)
     if names_function(config.aqn.schedule):
         for step in range(config.steps):
             kl_control.sigma_of_step(method.sigma, kl_control.NOTHING_MEASURED, step)
+    return _check_files(config, method)
+
+
+def _check_files(config: ConfigDict, method: Method) -> Method:
+    """Refuses an adapter to start from that cannot be read."""
+    if config.lora.init and config.train.parameters != "full":
+        read_peft_config(config.lora.init)
     return method
+
+
+def settle_text(config: ConfigDict) -> tuple[ConfigDict, Mapping[str, list[Problem]] | None]:
+    """Returns the config of a run that learns from text without noise, KL and several updates.
+
+    It has the number of steps that `sft.epochs` asks for, and no epochs: a run has steps, which may
+    be extended. The problems are returned where they had to be read. A run whose policy samples has
+    its config unchanged.
+    """
+    if not learns_from_text(config):
+        return config, None
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict(_WITHOUT_SAMPLES)
+    if not config.sft.epochs:
+        return config, None
+    problems = load_problems(config, {})
+    rows = sum(len(part) for split, part in problems.items() if split != EVAL)
+    with config.unlocked():
+        config.steps = max(1, math.ceil(config.sft.epochs * rows / config.sft.rows_per_step))
+        config.sft.epochs = 0.0
+    print(f"{config.steps} steps of {config.sft.rows_per_step} of {rows} rows", flush=True)
+    return config, problems
 
 
 def _check_environment_rewards(
@@ -192,11 +244,12 @@ def assemble(
     *,
     method: Method,
     mesh: Mesh | None,
+    teacher: Teacher | None = None,
 ) -> Setup:
     """Makes the parts of a run around a loaded model and encoded prompts.
 
     `prompts` are by split, as `data.from_config.load_problems` names them. If the mesh cuts
-    weights, those of the model are on it already.
+    weights, those of the model and of the teacher are on it already.
 
     Raises:
         UserError: the config asks for something that cannot be done.
@@ -210,18 +263,27 @@ def assemble(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
     )
     reference = reference_policy(config, model, lora_config, key)
+    taught = teacher.policy if teacher else None
     if mesh is not None:
-        params, head, reference = shard((model.params, head, reference), mesh)
+        params, head, reference, taught = shard((model.params, head, reference, taught), mesh)
         model = dataclasses.replace(model, params=params)
         state_shapes = abstract_on(state_shapes, mesh)
     size = bytes_per_device(model.params)
     plan = plan_run(
-        config, model.config, this_device(), prompt=longest_prompt(config, prompts), weights=size
+        config,
+        model.config,
+        this_device(),
+        prompt=longest_prompt(config, prompts),
+        rows=rows_of_step(config, prompts),
+        weights=size,
+        teacher=teacher.planned if teacher else None,
     )
     check_fits(plan, config, model.config)
     sampler, eval_sampler = _samplers(config, model, plan, prompts)
-    environments = make_environments(config, model.tokenizer)
-    check_agent_rewards(config, environments, rewards)
+    environments = None
+    if not learns_from_text(config):
+        environments = make_environments(config, model.tokenizer)
+        check_agent_rewards(config, environments, rewards)
     return Setup(
         config=config,
         method=method,
@@ -243,6 +305,7 @@ def assemble(
             recompute=plan.update.recompute,
             replays_routes=replays,
             checks_routes=config.rl.routing_check_every > 0,
+            teacher=teacher.planned.model if teacher else None,
         ),
         buffer_tokens=plan.buffer_tokens,
         mesh=mesh,
@@ -250,6 +313,8 @@ def assemble(
         rewards=rewards,
         model=model,
         reference_digest=reference_digest(config, reference),
+        teacher=taught,
+        teacher_digest=teacher.digest if teacher else None,
         eval_prompts=prompts.get(EVAL, []),
         eval_sampler=eval_sampler,
         memory=plan,
@@ -278,11 +343,12 @@ def _collect_config(
         length_penalty=penalty,
         length_penalty_weight=config.rl.overlong_penalty,
         rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
-        metric=_metric(config, rewards),
+        metric=_metric(config, rewards) if rewards else "",
         order=order,
         advantage=config.rl.advantage,
         advantage_eps=config.rl.advantage_eps,
         environments=environments,
+        needs_rewards=learns_from_rewards(config),
     )
 
 
@@ -304,11 +370,12 @@ def _announce(config: ConfigDict, model: LoadedModel, prompts: Mapping[str, list
     """Prints the size of the model and the numbers of prompts."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     held_out = f"{len(prompts.get('eval', []))} held out"
+    kind = "rows" if learns_from_text(config) else "prompts"
     if config.eval.every and not config.eval.problems:
         held_out += " (at most 256 and a tenth; --config.eval.problems=N changes it)"
     print(
         f"{model.config.num_layers} layers, {size / 1e9:.2f} GB of weights; "
-        f"{len(training_prompts(prompts))} training prompts, {held_out}",
+        f"{len(training_prompts(prompts))} training {kind}, {held_out}",
         flush=True,
     )
 
@@ -358,10 +425,25 @@ def _samplers(
 
 
 def longest_prompt(config: ConfigDict, prompts: Mapping[str, Sequence[Prompt]]) -> int:
-    """How many tokens of a prompt the memory is planned for."""
+    """How many tokens of a prompt, or of a row of text, the memory is planned for."""
+    if learns_from_text(config):
+        return max(_text_lengths(prompts))
     if has_turns(config):
         return config.data.max_prompt_tokens  # An environment may say something at its reset.
     return max(len(prompt.ids) for split_prompts in prompts.values() for prompt in split_prompts)
+
+
+def rows_of_step(config: ConfigDict, prompts: Mapping[str, Sequence[Prompt]]) -> int:
+    """How many rows of the longest length have the tokens of a step of texts; else 0."""
+    if not learns_from_text(config):
+        return 0
+    lengths = _text_lengths(prompts)
+    return math.ceil(config.sft.rows_per_step * float(np.mean(lengths)) / max(lengths))
+
+
+def _text_lengths(prompts: Mapping[str, Sequence[Prompt]]) -> list[int]:
+    rows = (row for part in prompts.values() for prompt in part for row in prompt.rows)
+    return [len(row.prompt) + len(row.completion) for row in rows]
 
 
 def make_method(config: ConfigDict, schedule_steps: int) -> Method:
@@ -400,10 +482,13 @@ def make_method(config: ConfigDict, schedule_steps: int) -> Method:
 
 def loss_from(config: ConfigDict) -> LossConfig:
     """The loss that a config names."""
+    if learns_from_text(config):
+        return TEXT_LOSS
     options = _values_of(LossConfig, config.rl) | {
         "dual_clip": config.rl.dual_clip or None,
         "off_policy_delta": config.rl.off_policy_delta or None,
         "tis_cap": config.aqn.tis_cap if config.aqn.correction == "tis" else None,
+        "teacher_coef": config.teacher.coef * TEACHER.holds(config),
     }
     return loss_config(config.rl.loss, **options)
 

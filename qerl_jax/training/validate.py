@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import ROWS, SPLIT_LOSS, Field, keys_of
+from qerl_jax.config.fields import ROWS, SPLIT_LOSS, TEACHER, Field, keys_of, learns_from_text
 from qerl_jax.data.environment_config import environment_functions
 from qerl_jax.data.from_config import mixture_of
 from qerl_jax.errors import UserError, check_limits, check_unicode
@@ -32,7 +32,8 @@ def validate(config: ConfigDict) -> None:
     _check_texts(config.to_dict(), "")
     rows = [row for name, row in ROWS.items() if ".NAME." not in name]
     check_limits({row.name: (_value(config, row.name), *row.limits) for row in rows if row.limits})
-    check_rewards(config)
+    if not (is_text := learns_from_text(config)):
+        check_rewards(config)
     check_limits(
         {
             f"rewards.{name}.{key}": (reward[key], *row.limits)
@@ -78,12 +79,17 @@ def validate(config: ConfigDict) -> None:
             f"init_from={config.init_from} with lora.init={config.lora.init}: both are where the "
             "adapter comes from, leave out one"
         )
-    _check_mini_batches(config)
-    _check_environment(config)
+    if is_text:
+        _check_text(config)
+    else:
+        _check_teacher(config)
+        _check_mini_batches(config)
+        _check_environment(config)
     recomputation(config.train.recompute)
-    check_mesh(config.mesh.data, prompts=config.rollout.prompts_per_step)
     least, prompts = config.rollout.prompts_per_step, rollout_prompts(config)
-    if prompts < least or prompts % config.mesh.data:
+    # Buffers of texts are dealt out to any number of groups.
+    check_mesh(config.mesh.data, prompts=config.mesh.data if is_text else least)
+    if not is_text and (prompts < least or prompts % config.mesh.data):
         remedy = -(-max(prompts, least) // config.mesh.data) * config.mesh.data
         raise UserError(
             f"rl.dynamic_sampling_prompts={prompts} with rollout.prompts_per_step={least} and "
@@ -131,6 +137,37 @@ def _check_measurements(config: ConfigDict) -> None:
         raise UserError(
             f"aqn.schedule='kl' with aqn.kl_every={config.aqn.kl_every} and steps={config.steps}: "
             "only the first step, which has no noise, is measured; pass aqn.kl_every=1"
+        )
+
+
+def _check_text(config: ConfigDict) -> None:
+    """Refuses what does not work where a run learns from rows of text."""
+    given = [f"environment.{name}" for name in ("function", "agent", "verifiers")]
+    given += ["teacher.source", "teacher.adapter"]
+    given = [name for name in given if _value(config, name)]
+    if config.sft.completions_of:
+        given += [name for name in ("data.path", "data.mixture") if _value(config, name)]
+    if given:
+        what = "sft.completions_of" if config.sft.completions_of else "sft.rows_per_step"
+        raise UserError(
+            f"{what}={config.sft[what.removeprefix('sft.')]} with {' and '.join(given)}: the run "
+            "samples nothing and has one source of rows, leave out one of the two"
+        )
+
+
+def _check_teacher(config: ConfigDict) -> None:
+    """Refuses what does not work with a teacher."""
+    if not TEACHER.holds(config):
+        return
+    if config.rl.loss == "gspo":
+        raise UserError(
+            "rl.loss='gspo' with a teacher: one ratio for a completion has no advantages of its "
+            "tokens; pass rl.loss=gspo_token"
+        )
+    if config.rl.dynamic_sampling and not config.teacher.rewards:
+        raise UserError(
+            "rl.dynamic_sampling=true with teacher.rewards=false: it chooses groups by rewards "
+            "that are not learned from; leave out one"
         )
 
 
