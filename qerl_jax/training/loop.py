@@ -287,7 +287,10 @@ def _log_step(run: Run, result: StepResult, durations: list[float], on_step: OnS
     group_size, order = config.rollout.group_size, run.setup.collect.order
     if run.log is not None:  # First, as a print fails once its reader has ended.
         row = run.log.write(row)
-        samples = sample_rows(result, group_size, config.log.completions, order)
+        tokenizer = run.setup.model.tokenizer
+        samples = sample_rows(
+            result, group_size, config.log.completions, order, tokenizer=tokenizer
+        )
         run.log.write_completions(number, samples)
     run.live.clear()
     for error in result.experience.scores.errors:
