@@ -103,6 +103,11 @@ class Numbers(RandomText):
 
     answer = decode
 
+    def reasoning(self, ids: Sequence[int]) -> list[tuple[str, str]]:
+        """Nothing: texts have no channels."""
+        del ids
+        return []
+
     def for_tools(self) -> "Numbers":
         """Returns the tokenizer: nothing here has tools."""
         return self

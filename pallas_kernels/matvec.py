@@ -13,7 +13,10 @@ from pallas_kernels import device
 _OUTPUTS = 4  # of a CTA: one for each warp
 _INPUTS = 256  # columns of a tile: 16 bytes of a row for each thread
 _LANES = 32
-_TILES = 2  # tiles requested at a time: with more, fewer CTAs share an SM
+# Tiles requested at a time: with more, fewer CTAs share an SM. Of a small weight it has few, whose
+# warps wait for few tiles: measured on an H200 with gpt-oss-20b.
+_TILES, _TILES_OF_FEW = 2, 4
+_FEW_CTAS, _FEW_INPUTS = 10, 4096  # CTAs of an SM, and inputs
 _LIBRARY_PRODUCTS = 10_000_000  # from this size of a weight on XLA leaves a single row to a library
 
 
@@ -73,21 +76,28 @@ def adds_lora(x: jax.Array, weight: jax.Array, b: jax.Array) -> bool:
     )
 
 
+def ranks_of(a: jax.Array) -> int:
+    """The columns of B that `matvec` reads for A [R, K], if B has them: 32 times a power of two."""
+    return _LANES << (pl.cdiv(len(a), _LANES) - 1).bit_length()
+
+
 def matvec(
     x: jax.Array,
     weight: jax.Array,
     dtype: DTypeLike = jnp.bfloat16,
     *,
     lora: tuple[jax.Array, jax.Array] | None = None,
+    bias: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns x W^T for one token, accumulated in float32, or x W^T + (x A^T) B^T.
+    """Returns x W^T + (x A^T) B^T + bias for one token, accumulated in float32.
 
     Args:
         x: bfloat16 [1, K].
         weight: bfloat16 [N, K].
         dtype: dtype of the result.
-        lora: x A^T [1, R] and B [N, R] in bfloat16, where `adds_lora`.
+        lora: x A^T [1, R] and B [N, R''] in bfloat16, R <= R'', where `adds_lora`.
+        bias: [N].
         interpret: whether to simulate the kernel on a CPU.
 
     Returns:
@@ -113,10 +123,13 @@ def matvec(
         missing = max(0, _OUTPUTS - outputs), -inputs % _INPUTS
         weight = jnp.pad(weight, ((0, missing[0]), (0, missing[1])))
         x = jnp.pad(x, ((0, 0), (0, missing[1])))
+        bias = bias if bias is None else jnp.pad(bias, (0, missing[0]))
     n, k = weight.shape
+    few = k <= _FEW_INPUTS and pl.cdiv(n, _OUTPUTS) <= _FEW_CTAS * device.num_sms()
+    count = _TILES_OF_FEW if few else _TILES
 
     def body(threads, operands, _, y):
-        x, weight, *adapter = operands
+        x, weight, adapter, bias = operands
         # The last CTA repeats outputs of the one before, if their number is not a multiple.
         rows = pl.ds(jnp.minimum(threads.cta[0] * _OUTPUTS, n - _OUTPUTS), _OUTPUTS)
 
@@ -134,31 +147,34 @@ def matvec(
             return acc
 
         def step(i, acc):
-            return add(acc, [(i * _TILES + j) * _INPUTS for j in range(_TILES)])
+            return add(acc, [(i * count + j) * _INPUTS for j in range(count)])
 
         added = None
-        if adapter:
+        if adapter is not None:
             xa, b = adapter
-            ranks = ranks_layout(b.shape[1])
-            factors = threads.load(b.at[rows, :], ranks).astype(jnp.float32)
+            ranks = ranks_layout(xa.shape[1])
+            factors = b.at[rows, pl.ds(0, xa.shape[1])]
+            factors = threads.load(factors, ranks).astype(jnp.float32)
             token = threads.load(xa.at[0, :], ranks.reduce(0)).astype(jnp.float32)
             added = jnp.sum(factors * lax.broadcast_in_dim(token, factors.shape, (1,)), axis=1)
         acc = threads.cast(jnp.zeros((_OUTPUTS, _INPUTS), jnp.float32), layout)
         whole = k // _INPUTS
-        acc = lax.fori_loop(0, whole // _TILES, step, acc)
-        acc = add(acc, [j * _INPUTS for j in range(whole // _TILES * _TILES, whole)])
+        acc = lax.fori_loop(0, whole // count, step, acc)
+        acc = add(acc, [j * _INPUTS for j in range(whole // count * count, whole)])
         if k % _INPUTS:
             acc = add(acc, [k - _INPUTS], counted=_INPUTS - k % _INPUTS)
         total = jnp.sum(acc, axis=1)
         if added is not None:
             total += threads.cast(added, layout.reduce(1))
+        if bias is not None:
+            total += threads.load(bias.at[rows], layout.reduce(1)).astype(jnp.float32)
         threads.store(y.at[0, rows], total.astype(y.dtype))
 
     y = warpgroup.run(
         body,
         "matvec",
         (pl.cdiv(n, _OUTPUTS),),
-        (x, weight, *(lora or ())),
+        (x, weight, lora, bias),
         jax.ShapeDtypeStruct((1, n), dtype),
         interpret=interpret,
     )

@@ -41,6 +41,7 @@ from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.experts.mma import GroupedConfig
 from pallas_kernels.experts.route import Router, Scores
 from pallas_kernels.fp4_matmul import lora_shrink, mma
+from pallas_kernels.fp4_matmul.mma import dense
 from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 
 NAMES = {
@@ -400,9 +401,21 @@ def packed_cases():
         weight = fp4_matmul.to_tiles(random_weight(n, k, form))
         run = functools.partial(multiply, config=config, dtype=jnp.dtype(dtype))
         yield f"mma {m} {n} {k} {config}", run, normal(m, k), weight, adapter
+    for (m, n, k), rank, split in (
+        ((8, 128, 720), 96, 2),
+        ((3, 64, 328), 32, 3),
+        ((16, 64, 264), 32, 1),
+    ):
+        lora = normal(5, m, rank).astype(FLOAT32), normal(n, 128)
+        arguments = normal(m, k), normal(n, k), *lora, normal(n)
+        yield f"dense {m} {n} {k}", functools.partial(multiply_dense, split=split), *arguments
     weight = fp4_matmul.to_tiles(random_weight(136, 192))
     yield "mma dequantize", functools.partial(dequantize, inputs=192), weight
     yield from grouped_cases(normal)
+
+
+def multiply_dense(x, weight, xa, b, bias, **options):
+    return dense.matmul(x, weight, lora=(xa, b), bias=bias, **options)
 
 
 def grouped_cases(normal):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tiny_checkpoints import model_config
 
+from pallas_kernels.attention import attend_packed
 from qerl_jax.policy.config import RopeScaling, from_hf_config, to_hf_config
 from qerl_jax.policy.layers import attention as attention_lib
 from qerl_jax.policy.layers.attention import (
@@ -149,6 +150,36 @@ def test_rotation_keeps_the_type_and_rounds_once():
     assert out.dtype == jnp.bfloat16
     wide = rotate(x.astype(jnp.float32), angles)
     np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("window", [0, 24])
+def test_rows_with_sinks_are_groups_of_a_packed_buffer(window, device, monkeypatch):
+    """With the kernel, and where XLA computes the buffer, the results are those of blocks."""
+    if device != jax.default_backend():
+        pytest.skip(f"needs a {device}")
+    lengths = jnp.array([1, 64, 40, 7], jnp.int32)
+    dtype = jnp.bfloat16 if device == "gpu" else jnp.float32
+    queries = jax.random.normal(jax.random.key(0), (4, 64, 8, 64), dtype)
+    keys, values = jax.random.normal(jax.random.key(1), (2, 4, 64, 2, 64), dtype)
+    sinks = jax.random.normal(jax.random.key(2), (8,), dtype)
+    results, calls = [], []
+
+    def packed(*args, **options):
+        calls.append(options)
+        return attend_packed(*args, **options)
+
+    monkeypatch.setattr(attention_lib, "attend_packed", packed)
+    for packs in (True, False):
+        monkeypatch.setattr(attention_lib, "supports_attention", lambda _, packs=packs: packs)
+        run = jax.jit(lambda *args: attend(*args, lengths, sinks=sinks, window=window))
+        results.append(np.asarray(run(queries, keys, values), np.float64))
+    assert len(calls) == 1
+    ours, expected = (
+        np.concatenate([x[:n] for x, n in zip(y, lengths, strict=True)]) for y in results
+    )
+    tolerance = 1e-2 if device == "gpu" else 1e-6
+    assert np.linalg.norm(ours - expected) <= tolerance * np.linalg.norm(expected)
 
 
 @pytest.mark.gpu

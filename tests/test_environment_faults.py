@@ -541,6 +541,9 @@ class Written:
 
     answer = decode
 
+    def reasoning(self, ids):
+        return []
+
     def apply_chat_template(self, messages, *, add_generation_prompt=True, **_):
         parts = [f"<{m['role']}>{m['content']}|" for m in messages]
         return "".join(parts) + "<assistant>" * add_generation_prompt
@@ -567,6 +570,9 @@ def test_rewards_of_a_conversation_get_answers_alone(name, pool):
         def answer(self, ids):
             return self.decode(ids).rpartition("final:")[2]
 
+        def reasoning(self, ids):
+            return [("analysis", self.decode(ids).partition(" final:")[0])]
+
     said = environments(pool, Channels(), name, max_turns=2, time_limit=10.0)
     columns = {"answer": "3"} if name == "calculator" else {"question": "t3 t4"}
     with Episodes(said, [columns], [0], [None]) as episodes:
@@ -577,6 +583,7 @@ def test_rewards_of_a_conversation_get_answers_alone(name, pool):
     turns = ["t3 t4", "t5"] if name == "faults" else ["t5"]
     assert conversation_columns(episode)["turns"] == turns
     assert episode.answer == "t5"
+    assert episode.parts[-2:] == [("assistant analysis", "t9"), ("assistant", "t5")]
 
 
 def test_calls_that_fail_are_messages(pool):

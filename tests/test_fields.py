@@ -199,6 +199,17 @@ def test_defaults_that_depend_on_the_model_or_on_a_field(experiment):
     assert config.eval.max_new_tokens == 7
 
 
+def test_published_weights_have_one_format():
+    """A plan refuses what loading would; a checkpoint of 16 bits may have any."""
+    config = grpo_gsm8k.get_config("gpt-oss-20b")
+    validate(config)
+    config.model.format = "nvfp4"
+    with pytest.raises(UserError, match=r"openai/gpt-oss-20b holds MXFP4 .* model.format=mxfp4"):
+        validate(config)
+    config.model.source = "folder"
+    validate(config)
+
+
 def refused(field, value):
     """What the error of a value says."""
     config = grpo_gsm8k.get_config("qwen2.5-7b")

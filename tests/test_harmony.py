@@ -1,8 +1,11 @@
 """Turns of gpt-oss: channels and calls as openai-harmony reads them, and replies that append."""
 
+import dataclasses
 import json
 import pathlib
+import types
 
+import numpy as np
 import pytest
 import tokenizers
 from refusal import refused
@@ -10,8 +13,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.data.environment_config import _reply_writer, make_runner
+from qerl_jax.data.prompts import Problem
 from qerl_jax.environments import harmony
 from qerl_jax.environments.tools import message_of, read_calls, tool_format
+from qerl_jax.evaluation.sample import stream_text
+from qerl_jax.show.view import conversation_of
+from qerl_jax.training.saving import sample_rows
 from qerl_jax.weights import tokenizer as tokenizer_lib
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -97,6 +104,50 @@ def test_what_is_no_message():
         assert harmony.answer(text) == ""
         assert read_calls(text, "harmony") == []
     assert harmony.answer("<|channel|>final<|message|>4<|endoftext|>") == "4"
+
+
+def test_people_see_all_channels(tokenizer):
+    """A streamed answer names them while it grows; a row of a run has them before its answer."""
+    call = "<|end|><|start|>assistant<|channel|>commentary to=functions.add<|message|>{}<|call|>"
+    final = "<|end|><|start|>assistant<|channel|>final<|message|>It is 4.<|return|>"
+    think = "<|channel|>analysis<|message|>2 + 2 é"
+    ids, written = tokenizer.encode(think + final), []
+    show = stream_text(tokenizer, written.append)
+    for end in range(len(ids) + 1):
+        show(ids[:end])
+    show(ids, final=True)
+    assert "".join(written) == "[analysis]\n2 + 2 é\n\n[final]\nIt is 4."
+    assert tokenizer.reasoning(ids) == [("analysis", "2 + 2 é")]
+    said = tokenizer.reasoning(tokenizer.encode(think + call))
+    assert said == [("analysis", "2 + 2 é"), ("commentary to=functions.add", "{}")]
+    garbage, written = tokenizer.encode("four"), []
+    stream_text(tokenizer, written.append)(garbage, final=True)
+    assert written == ["four"]
+    plain = dataclasses.replace(tokenizer, chat_template="{{ messages }}")
+    assert plain.reasoning(ids) == []
+    assert plain.transcript(ids) == plain.answer(ids) == plain.decode(ids)
+    logged = [logged_row(one, ids) for one in (tokenizer, plain)]
+    assert logged[0]["completion"] == "It is 4."
+    turns = [("assistant analysis", "2 + 2 é"), ("assistant", "It is 4.")]
+    assert conversation_of(logged[0]) == turns
+    assert "conversation" not in logged[1]
+
+
+def logged_row(tokenizer, ids):
+    """The row of completions.jsonl of a rollout that has one completion."""
+    experience = types.SimpleNamespace(
+        texts=[tokenizer.answer(ids)],
+        rollout=types.SimpleNamespace(tokens=np.array([ids]), lengths=[len(ids)]),
+        row_prompts=[types.SimpleNamespace(text="2 + 2?", problem=Problem("2 + 2?", "4"))],
+        scores=types.SimpleNamespace(total=np.ones(1), parts={}),
+        lengths=[len(ids)],
+        finished=[True],
+        owners=None,
+        episodes=[],
+    )
+    result = types.SimpleNamespace(experience=experience, advantages=np.zeros(1))
+    (row,) = sample_rows(result, 1, 1, tokenizer=tokenizer)
+    return row
 
 
 def test_the_format_of_the_template(tokenizer):

@@ -17,16 +17,26 @@ from pallas_kernels import device, matvec
 )
 def test_matvec(n, k, rank, interpret):
     x, weight = normal(1, 1, k), normal(2, n, k)
-    lora = (normal(3, 1, rank), normal(4, n, rank)) if rank else None
+    # B may have more columns than x A^T.
+    lora = (normal(3, 1, rank), normal(4, n, rank + 32)) if rank else None
+    bias = normal(5, n) if n % 2 == 0 else None
     run = jax.jit(functools.partial(matvec.matvec, interpret=interpret))
-    y = run(x, weight, lora=lora)
+    y = run(x, weight, lora=lora, bias=bias)
     assert y.shape == (1, n)
     assert y.dtype == jnp.bfloat16
     expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     if lora:
-        expected += np.asarray(lora[0], np.float64) @ np.asarray(lora[1], np.float64).T
+        expected += np.asarray(lora[0], np.float64) @ np.asarray(lora[1], np.float64)[:, :rank].T
+    if bias is not None:
+        expected += np.asarray(bias, np.float64)
     # Half a unit in the last place of bfloat16, and sums of float32 before.
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=2**-8, atol=1e-4)
+
+
+def test_the_columns_of_an_adapter():
+    """Of B, which has more of them for other kernels, it reads a power of two times 32."""
+    ranks = {8: 32, 32: 32, 33: 64, 96: 128, 129: 256}
+    assert {rank: matvec.ranks_of(jnp.zeros((rank, 8))) for rank in ranks} == ranks
 
 
 @pytest.mark.parametrize(

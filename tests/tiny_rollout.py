@@ -42,6 +42,9 @@ class TinyTokenizer:
 
     answer = decode
 
+    def reasoning(self, ids):
+        return []
+
     def has_special(self, text):
         return False
 

@@ -17,6 +17,7 @@ from pallas_kernels.decode import (
     norms,
 )
 from pallas_kernels.experts import route
+from pallas_kernels.fp4_matmul.mma import dense
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 BACKENDS = [
@@ -46,12 +47,15 @@ def use_decode_kernels(monkeypatch, interpret):
     monkeypatch.setattr(decode, "supports_device", lambda _: True)
     for kernel in ("_experts_agree", "delta_agrees"):
         monkeypatch.setattr(layer, kernel, lambda: True)
+    monkeypatch.setattr(dense, "supports", dense.fits)
+    monkeypatch.setattr(dense, "_SIZES", (0, 2**31))
     for module, names in (
         (route, ("route",)),
         (norms, ("add_rmsnorm", "swiglu")),
         (attention, ("attend", "attend_whole", "merge_parts")),
         (attention_queries, ("write", "attend")),
         (delta, ("step",)),
+        (dense, ("matmul",)),
         (gated_attention, ("split",)),
     ):
         for name in names:

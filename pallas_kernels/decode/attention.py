@@ -180,10 +180,15 @@ class RowCache:
     threads: Warpgroup  # the threads of the CTA
     keys: Any  # reference to the keys [S, H]
     values: Any  # reference to the values [S, H]
+    origin: Any = None  # first position of the first block; None for 0
+
+    def first(self, block: Any) -> Any:
+        """First position of a block."""
+        return block * BLOCK if self.origin is None else self.origin + block * BLOCK
 
     def start(self, block: Any) -> Any:
         """First position of what is read of a block; the last one may begin earlier."""
-        return jnp.minimum(block * BLOCK, self.keys.shape[0] - BLOCK)
+        return jnp.minimum(self.first(block), self.keys.shape[0] - BLOCK)
 
     def load_keys(self, block: Any) -> tuple[jax.Array, jax.Array]:
         """Requests a block of keys, in halves of the dimensions."""
@@ -216,15 +221,14 @@ def _attend_block(threads, inputs, caches, attended, *, group, eps, parts, ahead
     kv_heads, head_dim = caches[0].shape[1], caches[0].shape[3]
     one = heads_layout(head_dim).reduce(0)
     read = load_row(threads, inputs, group, kv_heads, row, head, one)
-    cache = RowCache(threads, *(ref.at[row, head] for ref in caches))
-    # A row's filled blocks are divided into equal parts, however long the row is.
+    # A row's filled blocks are divided into equal parts, however long the row is. Those of a window
+    # begin where it does, so that no more of them than necessary are read.
     length = read.length
-    filled_blocks = _ceil_div(length, BLOCK)
     seen = Seen.of(length, window - 1) if window else Seen(length)
-    part_blocks = _ceil_div(filled_blocks - seen.first_block if window else filled_blocks, parts)
+    cache = RowCache(threads, *(ref.at[row, head] for ref in caches), origin=seen.first)
+    filled_blocks = _ceil_div(length - seen.first if window else length, BLOCK)
+    part_blocks = _ceil_div(filled_blocks, parts)
     first = part * part_blocks
-    if window:
-        first += seen.first_block
     last = jnp.minimum(first + part_blocks, filled_blocks)
     blocks = (cache.load_keys(first), cache.load_values(first)) if ahead else None
 
@@ -285,7 +289,7 @@ def sum_blocks(
         following = jnp.minimum(block + 1, filled[1] - 1)
         keys = cache.load_keys(following) if ahead else None
         values = blocks[1] if ahead else cache.load_values(block)
-        positions = block * BLOCK, cache.start(block), seen
+        positions = cache.first(block), cache.start(block), seen
         added, keep, weights = _add_scores(threads, sums, product, positions, head_dim)
         total = products.add_values(threads, sums.total, keep, weights, _bfloat16(values))
         blocks = (keys, cache.load_values(following)) if ahead else None
@@ -523,7 +527,9 @@ def merge_parts(
     heads = parts.sums.shape[2] if heads is None else heads
 
     def compute_tile(refs, tile):
-        sink = None if sinks is None else _LOG2_E * refs["sinks"][tile.index]
+        sink = None
+        if sinks is not None:
+            sink = _LOG2_E * refs["sinks"][tile.index].astype(jnp.float32)
 
         def of_head(name, part):
             if parts.sums.ndim == 4:
@@ -563,7 +569,7 @@ def merge_parts(
         compute_tile,
         parts._asdict()
         | ({} if gates is None else {"gates": gates})
-        | ({} if sinks is None else {"sinks": sinks.astype(jnp.float32)}),
+        | ({} if sinks is None else {"sinks": sinks}),
         {"attended": jax.ShapeDtypeStruct((m, heads * head_dim), dtype)},
         a,
         (m, heads * head_dim),

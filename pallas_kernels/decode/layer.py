@@ -38,6 +38,9 @@ An adapted product needs x A^T. Every kernel in front of a product computes part
 for unsplit attention and the FP4 kernel. After these, the product computes x A^T itself, or the
 kernel `lora_shrink` runs before it where the tiling has no space for that.
 
+A dense product takes its adapter and its bias inside for one token (`matvec`), and for up to 16
+with weights of some sizes (`fp4_matmul.mma.dense`). For others XLA computes them afterwards.
+
 Where rows have several new tokens, attention is
 
     attention  write_tokens,              none
@@ -99,6 +102,7 @@ from pallas_kernels.device import num_sms
 from pallas_kernels.experts import Gated, combine, mlp, route, step_tile, takes_shared
 from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.fp4_matmul import AddRmsNorm, Epilogue, Fp4Tiles, Fp4Weight, Swiglu
+from pallas_kernels.fp4_matmul.mma import dense
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
 
 Adapter = tuple[jax.Array, jax.Array]
@@ -302,9 +306,8 @@ def _gated_mlp(own: Own, mixed: Mixed) -> tuple[jax.Array, jax.Array]:
 def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Array]:
     """The MLP of a layer with experts, and the experts of the tokens, int32 [M, k]."""
     layer = own.layer
-    product, scale = _project(mixed.activations, mixed.output), layer["post_attention_layernorm"]
-    if "o_bias" in layer:
-        product = product + layer["o_bias"]
+    product = _project(mixed.activations, mixed.output, bias=layer.get("o_bias"))
+    scale = layer["post_attention_layernorm"]
     routed, shared = _gated(own, "experts_gate_up", "experts_down"), None
     adapted = own.projection("shared_gate_up") if "shared_gate_up" in layer else None
     sizes = {"top_k": experts.top_k, "width": experts.width}
@@ -382,9 +385,10 @@ def _project(
     projection: Projection,
     epilogue: Epilogue | None = None,
     *,
+    bias: jax.Array | None = None,
     dtype: DTypeLike | None = None,
 ) -> Any:
-    """A product, with its adapter if it has one, and what an epilogue makes of it.
+    """A product, with its adapter and its bias if it has them, and what an epilogue makes of it.
 
     The dtype is that of a product with a dense weight; None for that of x.
     """
@@ -393,18 +397,22 @@ def _project(
     with jax.named_scope("linears"):
         if isinstance(weight, Fp4Weight | Fp4Tiles):
             return fp4_matmul.fp4_matmul(
-                x, weight, lora=adapter, xa_partials=xa_partials, epilogue=epilogue
+                x, weight, lora=adapter, xa_partials=xa_partials, bias=bias, epilogue=epilogue
             )
         if xa_partials is not None and adapter is not None:
             b = adapter[1]
+            options: dict[str, Any] = {"bias": bias, "dtype": dtype or x.dtype}
+            if dense.supports(x, weight):
+                return dense.matmul(x, weight, lora=(xa_partials, b), **options)
             if matvec.adds_lora(x, weight, b):
-                xa = fp4_matmul.sum_xa_partials(xa_partials, x, b)
-                return matvec.matvec(x, weight, dtype or x.dtype, lora=(xa, b))
+                # Without most columns that B has for the FP4 kernel alone.
+                xa = fp4_matmul.sum_xa_partials(xa_partials, x, b[:, : matvec.ranks_of(adapter[0])])
+                return matvec.matvec(x, weight, lora=(xa, b), **options)
         y = matvec.matmul(x, weight, dtype)
-    if adapter is None:
-        return y
-    with jax.named_scope("lora"):
-        return y + fp4_matmul.lora_product(x, adapter, xa_partials)
+    if adapter is not None:
+        with jax.named_scope("lora"):
+            y = y + fp4_matmul.lora_product(x, adapter, xa_partials)
+    return y if bias is None else y + bias
 
 
 def _supports(activations: Activations, projection: Projection, epilogue: Epilogue) -> bool:

@@ -135,7 +135,7 @@ def route(scores: Scores, router: Router, *, interpret: bool = False) -> Routing
     operands = {name: x for name, x in scores._asdict().items() if x is not None}
     if scores.bias is not None:
         missing = pl.cdiv(router.experts, 32) * 32 - router.experts
-        operands["bias"] = jnp.pad(scores.bias.astype(jnp.float32), (0, missing))
+        operands["bias"] = jnp.pad(scores.bias, (0, missing))
     if ctas > 1:
         # Zero before and after every call: all calls of a program use the same array.
         operands["counter"] = jnp.zeros(1, jnp.int32)
@@ -198,7 +198,7 @@ def _body(router, rows, ctas, threads: Warpgroup, operands, _, results, **shared
     logits = total * lax.broadcast_in_dim(factor, total.shape, (0,))
     if "bias" in operands:
         bias = threads.load(operands["bias"].at[pl.ds(0, width)], layout.reduce(0))
-        logits += lax.broadcast_in_dim(bias, logits.shape, (1,))
+        logits += lax.broadcast_in_dim(bias.astype(jnp.float32), logits.shape, (1,))
     _choose(threads, router, (logits, layout), results, own, shared["chosen"])
     if ctas == 1:
         threads.meet()

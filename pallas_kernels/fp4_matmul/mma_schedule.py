@@ -7,7 +7,8 @@ from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 MAX_ROWS = 64  # of x
 SHARED_MEMORY = 99 << 10  # bytes of a CTA on consumer cards
 _FEWEST_TILES = 4  # along the columns of a CTA
-_PITCH = 16  # bytes between rows of x in shared memory, so that reads of eight rows do not collide
+# Elements between rows of x in shared memory, so that reads of eight rows do not collide.
+PITCH = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class MmaConfig:
 
     def pitch(self) -> int:
         """Elements from one row of x to the next in shared memory."""
-        return self.columns + _PITCH // 2
+        return self.columns + PITCH
 
     def shared_bytes(self, m: int) -> int:
         """Bytes of shared memory of a product of M rows."""

@@ -69,6 +69,12 @@ def format_of(model: str) -> str:
     return "mxfp4" if _is_gpt_oss(model) else "nvfp4"
 
 
+def published_format(source: str) -> str:
+    """The format in which the weights of a hub id are packed, as far as it is known here, or ''."""
+    packed = [hub_id for model, hub_id in SOURCES.items() if _is_gpt_oss(model)]
+    return "mxfp4" if source in packed else ""
+
+
 def _is_gpt_oss(model: str) -> bool:
     return model.startswith("gpt-oss-")
 

@@ -229,6 +229,8 @@ def _episode(record: SessionRecord, tokenizer: TemplateTokenizer) -> Episode:
     parts, calls = list[tuple[str, str]](), 0
     for turn in answered:
         parts.append(("environment", tokenizer.decode(turn.added, skip_special=False)))
+        reasoning = tokenizer.reasoning(turn.ids)
+        parts += [(f"assistant {name}", said) for name, said in reasoning]
         parts.append(("assistant", _text(turn, tokenizer)))
         calls += len((turn.reply or {}).get("tool_calls", ()))
     return Episode(

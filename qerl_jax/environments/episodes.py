@@ -228,6 +228,8 @@ class Episodes:
         if turn.complete and ids[-1] in self._all.tokenizer.eos_ids:
             ids = ids[:-1]
         text = self._all.tokenizer.answer(ids)
+        reasoning = self._all.tokenizer.reasoning(ids)
+        episode.parts += [(f"assistant {name}", said) for name, said in reasoning]
         episode.parts.append(("assistant", text))
         if episode.turns == 1:
             self._request(row, self._all.reset_request(self._columns[row], self._seeds[row]))

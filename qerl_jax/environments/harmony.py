@@ -74,6 +74,22 @@ def answer(text: str) -> str:
     return channel_of(messages_of(text), "final")
 
 
+def transcript(text: str) -> str:
+    """Returns all messages of a turn, each after what it is; a longer turn only adds to its end."""
+    messages = messages_of(text)
+    return "\n\n".join(f"[{_label(message)}]\n{message.text}" for message in messages)
+
+
+def other_messages(text: str) -> list[tuple[str, str]]:
+    """Returns what the messages of a turn besides its answer are, and their texts."""
+    others = (m for m in messages_of(text) if m.channel != "final" or m.recipient)
+    return [(_label(message), message.text) for message in others]
+
+
+def _label(message: Message) -> str:
+    return message.channel + (f" to={message.recipient}" if message.recipient else "")
+
+
 def keeping_history(template: str) -> str:
     """Returns a chat template of gpt-oss that writes earlier turns as they were.
 

@@ -40,6 +40,10 @@ class TemplateTokenizer(Protocol):
         """Returns the text of a turn that rewards and environments of texts get."""
         ...
 
+    def reasoning(self, ids: Sequence[int], /) -> Sequence[tuple[str, str]]:
+        """Returns what `answer` leaves out of a turn: names of messages, and their texts."""
+        ...
+
     def apply_chat_template(self, messages: Sequence[Message], /, **arguments: Any) -> str:
         """Returns a conversation as text."""
         ...

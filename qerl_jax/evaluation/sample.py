@@ -138,9 +138,11 @@ def stream_text(tokenizer: Tokenizer, write: Callable[[str], object]) -> Callabl
 
     def show(ids: Sequence[int], *, final: bool = False) -> None:
         nonlocal written
-        text = tokenizer.decode(ids)
+        text = tokenizer.transcript(ids)
         if not final:
             text = text.rstrip("\ufffd")
+        elif not text:  # no message of any channel
+            text = tokenizer.decode(ids)
         if len(text) > written:
             write(text[written:])
             written = len(text)

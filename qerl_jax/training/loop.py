@@ -312,7 +312,10 @@ def _log_step(
     if run.log is not None:  # First, as a print fails once its reader has ended.
         row = run.log.write(row)
         if sampled:
-            samples = sample_rows(sampled, group_size, config.log.completions, order)
+            tokenizer = run.setup.model.tokenizer
+            samples = sample_rows(
+                sampled, group_size, config.log.completions, order, tokenizer=tokenizer
+            )
             run.log.write_completions(number, samples)
     run.live.clear()
     for error in sampled.experience.scores.errors if sampled else ():

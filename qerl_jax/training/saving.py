@@ -32,12 +32,14 @@ from qerl_jax.system.atomic import write_atomic, write_json
 from qerl_jax.system.command import command_name
 from qerl_jax.system.jsonl import read_number
 from qerl_jax.system.live_line import LiveLine
+from qerl_jax.training.experience import Experience
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import Progress, StepResult
 from qerl_jax.training.validate import how_to_train_on
 from qerl_jax.weights.names import interleaves
 from qerl_jax.weights.peft import save_peft_adapter
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
+from qerl_jax.weights.tokenizer import Tokenizer
 
 # Seconds between two pictures of a run while it trains: drawing one takes a third of a second,
 # which would be most of the time of a run with a checkpoint after each of its short steps.
@@ -181,9 +183,17 @@ def _draw(run: Run) -> Path | None:
 
 
 def sample_rows(
-    result: StepResult, group_size: int, count: int, order: Order | None = None
+    result: StepResult,
+    group_size: int,
+    count: int,
+    order: Order | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
 ) -> list[dict[str, Any]]:
-    """The `count` completions of a step to show, as completions.jsonl has them."""
+    """The `count` completions of a step to show, as completions.jsonl has them.
+
+    The tokenizer tells what the policy said besides its answer.
+    """
     experience, prompts = result.experience, result.experience.row_prompts
     lengths, finished = experience.lengths, experience.finished
     by_agents = experience.owners is not None  # They write the prompts, see the conversation.
@@ -197,7 +207,11 @@ def sample_rows(
             "advantage": float(result.advantages[row]),
             "tokens": int(lengths[row]),
             "finished": bool(finished[row]),
-            **(_conversation(experience.episodes[row]) if experience.episodes else {}),
+            **(
+                _conversation(experience.episodes[row])
+                if experience.episodes
+                else _reasoning(experience, row, tokenizer)
+            ),
         }
         for row in _rows_to_show(result, group_size, count, order)
     ]
@@ -246,6 +260,17 @@ def _conversation(episode: Episode) -> dict[str, Any]:
     turns = [{"role": role, "text": text} for role, text in episode.parts]
     values = {"conversation": turns, "ending": ENDINGS[episode.ending], "calls": episode.calls}
     return values | ({"error": episode.error} if episode.error else {})
+
+
+def _reasoning(experience: Experience, row: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What completions.jsonl has of a row whose text is not all that the policy said."""
+    if tokenizer is None:
+        return {}
+    rollout = experience.rollout
+    said = tokenizer.reasoning(rollout.tokens[row, : rollout.lengths[row]].tolist())
+    parts = [(f"assistant {name}", text) for name, text in said]
+    parts.append(("assistant", experience.texts[row]))
+    return {"conversation": [{"role": r, "text": text} for r, text in parts]} if said else {}
 
 
 def save_policy(

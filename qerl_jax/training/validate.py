@@ -9,6 +9,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.config.fields import ROWS, SPLIT_LOSS, TEACHER, Field, keys_of, learns_from_text
+from qerl_jax.config.models import published_format
 from qerl_jax.data.environment_config import environment_functions
 from qerl_jax.data.from_config import mixture_of
 from qerl_jax.errors import UserError, check_limits, check_unicode
@@ -101,11 +102,7 @@ def validate(config: ConfigDict) -> None:
             f"mesh.tensor={config.mesh.tensor} with train.parameters='full': a trained weight that "
             "is cut between devices cannot be saved, pass mesh.tensor=1 or train.parameters=lora"
         )
-    if config.train.parameters == "full" and config.model.format != "bf16":
-        raise UserError(
-            f"train.parameters='full' with model.format={config.model.format!r}: packed weights "
-            "have no gradient, pass model.format=bf16 or train.parameters=lora"
-        )
+    _check_format(config)
     if config.rollout.head_format and config.train.parameters == "full":
         raise UserError(
             f"rollout.head_format={config.rollout.head_format!r} with train.parameters='full': the "
@@ -221,6 +218,22 @@ def _check_agents(config: ConfigDict) -> None:
             f"{given[0]} with the denominators of micro-batches, rl.loss='bnpo' or "
             "rl.aggregation='micro_batch': the rows of agents have no fixed number; take another "
             "loss, such as 'dapo'"
+        )
+
+
+def _check_format(config: ConfigDict) -> None:
+    """Refuses a format that the weights, or what is trained, cannot have."""
+    packed = published_format(config.model.source)
+    if packed and config.model.format != packed:
+        raise UserError(
+            f"model.format={config.model.format!r}: {config.model.source} holds {packed.upper()} "
+            f"weights, which are read as they are; pass model.format={packed}, or the folder of a "
+            "checkpoint with 16 bits in model.source"
+        )
+    if config.train.parameters == "full" and config.model.format != "bf16":
+        raise UserError(
+            f"train.parameters='full' with model.format={config.model.format!r}: packed weights "
+            "have no gradient, pass model.format=bf16 or train.parameters=lora"
         )
 
 

@@ -105,13 +105,29 @@ class Tokenizer:
 
         Of others it is that of `decode`.
         """
-        if harmony.is_harmony(self.chat_template or ""):
+        if self._is_harmony:
             return harmony.answer(self.decode(ids, skip_special=False))
         return self.decode(ids)
 
+    def transcript(self, ids: Iterable[int]) -> str:
+        """Returns the text of a reply for people: of gpt-oss with all channels and their names."""
+        if self._is_harmony:
+            return harmony.transcript(self.decode(ids, skip_special=False))
+        return self.decode(ids)
+
+    def reasoning(self, ids: Iterable[int]) -> list[tuple[str, str]]:
+        """Returns what `answer` leaves out: the names of messages of gpt-oss, and their texts."""
+        if self._is_harmony:
+            return harmony.other_messages(self.decode(ids, skip_special=False))
+        return []
+
+    @property
+    def _is_harmony(self) -> bool:
+        return harmony.is_harmony(self.chat_template or "")
+
     def keeping_history(self) -> "Tokenizer":
         """Returns the tokenizer with a chat template of gpt-oss that keeps earlier turns."""
-        if not harmony.is_harmony(self.chat_template or ""):
+        if not self._is_harmony:
             return self
         template = harmony.keeping_history(self.chat_template or "")
         return dataclasses.replace(self, chat_template=template)

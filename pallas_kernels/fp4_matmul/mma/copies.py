@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels import warp_mma
 from pallas_kernels.fp4_matmul import layout
 from pallas_kernels.fp4_matmul.mma.codes import STEPS
-from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig, padded_tokens
+from pallas_kernels.fp4_matmul.mma_schedule import PITCH, MmaConfig, padded_tokens
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS
 from pallas_kernels.warpgroup import WARPS, Warpgroup
 
@@ -66,7 +66,7 @@ def start_x(
     are, see `chosen_rows`: nothing is copied where it is negative.
     """
     (m, k), (tokens, pitch) = x.shape, stage.shape
-    width = pitch - pitch % TILE_COLUMNS
+    width = pitch - PITCH
     end = jnp.minimum(end, k)
     if threads.simulated:
         whole = jnp.pad(x[...], ((0, max(0, tokens - m)), (0, 0)))
@@ -341,11 +341,17 @@ def read(
     words = []
     for i in (STEPS // 4 * part + i for part in parts for i in range(STEPS // 4)):
         offset = 2 * (8 * group * pitch + TILE_COLUMNS * column_tile + 32 * i)
-        words += mgpu.utils.inline_ptx(
-            f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];",
-            base,
-            result_types=[ir.IntegerType.get_signless(32)] * 4,
-            has_side_effects=True,
-            convergent=True,
-        )
+        words += read_matrices(base, offset)
     return list(zip(words[::2], words[1::2], strict=True))
+
+
+def read_matrices(base: ir.Value, offset: int) -> list[ir.Value]:
+    """Four 8 x 8 matrices of bfloat16, of which a lane says where a row begins: pairs, i32."""
+    words: Any = mgpu.utils.inline_ptx(
+        f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];",
+        base,
+        result_types=[ir.IntegerType.get_signless(32)] * 4,
+        has_side_effects=True,
+        convergent=True,
+    )
+    return words

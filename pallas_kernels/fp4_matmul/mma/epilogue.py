@@ -92,15 +92,18 @@ def store(
     threads: Warpgroup,
     y: Any,
     sums: jax.Array,
-    divisor: jax.Array,
+    divisor: jax.Array | None,
     bias: jax.Array | None,
     tile: Any,
 ) -> None:
     """Stores the results of a tile of rows, those that exist, to y [M, N] in global memory.
 
-    The sums are float32 [64, tokens]; divisors and bias of the rows are float32 [64].
+    The sums are float32 [64, tokens]; divisors, of packed weights, and bias of the rows are float32
+    [64].
     """
-    value = sums * lax.broadcast_in_dim(layout.UNIT / divisor, sums.shape, (0,))
+    value = sums
+    if divisor is not None:
+        value *= lax.broadcast_in_dim(layout.UNIT / divisor, sums.shape, (0,))
     if bias is not None:
         value += lax.broadcast_in_dim(bias, sums.shape, (0,))
     (m, n), dtype = y.shape, y.dtype

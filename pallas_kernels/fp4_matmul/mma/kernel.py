@@ -39,18 +39,18 @@ from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.warpgroup import WARPS, Warpgroup
 
-_RANKS = 32  # columns of B of two products, which a thread reads by eights
+RANKS = 32  # columns of B of two products, which a thread reads by eights
 _RANKS_AT_A_TIME = 128  # columns of B in registers, at most
 # B: the rows of each warp. A thread has eight columns of its rows r and r + 8, for each 32 columns.
 _B = plgpu.Layout.TILED(
-    plgpu.Tiling(((TILE_ROWS, _RANKS), (TILE_ROWS // WARPS, _RANKS), (8, 8))),
+    plgpu.Tiling(((TILE_ROWS, RANKS), (TILE_ROWS // WARPS, RANKS), (8, 8))),
     warp_dims=(-6,),
     lane_dims=(-2, -3),
     vector_dim=-1,
 )
 # x A^T, which all warps have: a thread has the same eight columns of a token.
 _XA = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, _RANKS), (8,))),
+    plgpu.Tiling(((8, RANKS), (8,))),
     warp_dims=(plgpu.Replicated(WARPS),),
     lane_dims=(-3, -2),
     vector_dim=-1,
@@ -93,7 +93,7 @@ def matmul(
         "divisor": pad_rows(weight.divisor),
     }
     if b is not None and xa is not None:
-        columns = pl.cdiv(xa.shape[1], _RANKS) * _RANKS
+        columns = pl.cdiv(xa.shape[1], RANKS) * RANKS
         missing = max(0, columns - b.shape[1])
         operands["b"] = jnp.pad(pad_rows(b), ((0, 0), (0, missing)))
         operands["xa"] = jnp.pad(xa, ((0, tokens - m), (0, columns - xa.shape[1])))
@@ -141,10 +141,16 @@ def _body(config: MmaConfig, threads: Warpgroup, operands, _, results, **shared)
     for step in range(config.stages - 1):
         start_copies(jnp.int32(step))
     divisors = [epilogue.load_rows(threads, operands["divisor"], tile) for tile in tiles]
-    sums = [
-        _adapter(threads, operands, tile, divisor, part, stages.x.shape[1])
-        for tile, divisor in zip(tiles, divisors, strict=True)
-    ]
+
+    def first_sums(tile, divisor):
+        """Those of the adapter, in the first part, over what the sums will be multiplied by."""
+        product = adapter(threads, operands, tile, stages.x.shape[1])
+        if "b" not in operands:
+            return product
+        factor = divisor * jnp.where(part == 0, 1 / layout.UNIT, 0.0)
+        return product * lax.broadcast_in_dim(factor, product.shape, (0,))
+
+    sums = list(map(first_sums, tiles, divisors))
 
     def multiply_step(step, sums):
         copies.wait(threads, config.stages - 2)
@@ -173,13 +179,8 @@ def _body(config: MmaConfig, threads: Warpgroup, operands, _, results, **shared)
             store(i, epilogue.add_parts(threads, results["partial"].at[row]))
 
 
-def _adapter(
-    threads: Warpgroup, operands: dict, tile: Any, divisor: jax.Array, part: Any, tokens: int
-) -> jax.Array:
-    """The sums to begin with, float32 [64, tokens]: zeros, or in the first part xa B^T.
-
-    It is divided by what the sums will be multiplied by in the end.
-    """
+def adapter(threads: Warpgroup, operands: dict, tile: Any, tokens: int) -> jax.Array:
+    """The product xa B^T of a tile of rows, float32 [64, tokens], or zeros without an adapter."""
     zeros = threads.cast(jnp.zeros((TILE_ROWS, tokens), jnp.float32), ACC)
     if "b" not in operands:
         return zeros
@@ -187,18 +188,17 @@ def _adapter(
     rank = operands["xa"].shape[1]
 
     def add(i, product):
-        columns = pl.ds(i * _RANKS, _RANKS)
+        columns = pl.ds(i * RANKS, RANKS)
         b = threads.load(operands["b"].at[rows, columns], _B)
         xa = threads.load(operands["xa"].at[:, columns], _XA)
         return product + _multiply_adapter(threads, b, xa)
 
     if rank > _RANKS_AT_A_TIME and not threads.simulated:
-        product = lax.fori_loop(0, opaque(jnp.int32(rank // _RANKS)), add, product)
+        product = lax.fori_loop(0, opaque(jnp.int32(rank // RANKS)), add, product)
     else:
-        for i in range(rank // _RANKS):
+        for i in range(rank // RANKS):
             product = add(i, product)
-    factor = divisor * jnp.where(part == 0, 1 / layout.UNIT, 0.0)
-    return product * lax.broadcast_in_dim(factor, product.shape, (0,))
+    return product
 
 
 def _multiply_adapter(threads: Warpgroup, b: jax.Array, xa: jax.Array) -> jax.Array:
@@ -211,8 +211,8 @@ def _multiply_adapter(threads: Warpgroup, b: jax.Array, xa: jax.Array) -> jax.Ar
     @plgpu.inline_mgpu(arg_types=(_B, _XA), return_type=result)
     def multiply(_, b, xa):
         # By 32 columns: the pairs of a thread, in its rows r and r + 8, and in a token.
-        rows = [list(map(warp_mma.words, x)) for x in b.registers.reshape(rank // _RANKS, 2)]
-        columns = xa.registers.reshape(tokens // 8, rank // _RANKS)
+        rows = [list(map(warp_mma.words, x)) for x in b.registers.reshape(rank // RANKS, 2)]
+        columns = xa.registers.reshape(tokens // 8, rank // RANKS)
         out = []
         for group in columns:
             acc = (warp_mma.zero(ir.F32Type.get()),) * 4

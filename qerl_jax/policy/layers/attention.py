@@ -20,7 +20,13 @@ import numpy as np
 from flax import struct
 
 from pallas_kernels import decode
-from pallas_kernels.attention import Segments, attend_packed
+from pallas_kernels.attention import (
+    PART_BITS,
+    Segments,
+    attend_packed,
+    segments,
+    supports_attention,
+)
 from pallas_kernels.attention.dense import MAX_SCORES, softmax
 from pallas_kernels.decode import to_cache
 from pallas_kernels.device import cuda_capability
@@ -355,9 +361,9 @@ def attend(
 
     cuDNN adds up the gradients of the queries in any order; training uses `attend_packed`. Results
     after a row's end are finite but undefined. Sinks [N] and a window are as in `attend_packed`;
-    with them XLA computes it, in blocks.
+    with them the kernel of packed buffers computes it, or where that does not run XLA, in blocks.
     """
-    batch, tokens, heads, _ = queries.shape
+    batch, tokens, heads, head_dim = queries.shape
     limited = sinks is not None or window > 0
     if _use_cudnn(queries) and not limited:
         return jax.nn.dot_product_attention(
@@ -370,11 +376,26 @@ def attend(
             implementation="cudnn",
         )
     # With right padding a causal mask already hides the padding from every valid query.
+    one_buffer = jax.ShapeDtypeStruct((batch * tokens, heads, head_dim), queries.dtype)
+    if limited and supports_attention(one_buffer):
+        return _attend_rows(queries, keys, values, sinks=sinks, window=window)
     if limited or 4 * batch * heads * tokens**2 > _SCORES:
         positions = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
         cache = keys.swapaxes(1, 2), values.swapaxes(1, 2)
         return attend_from(queries, *cache, positions, sinks=sinks, window=window)
     return jax.nn.dot_product_attention(queries, keys, values, is_causal=True, implementation="xla")
+
+
+def _attend_rows(queries, keys, values, *, sinks, window):
+    """Causal attention of rows [B, T, N, H], each of which is a group of a packed buffer."""
+    batch, tokens = queries.shape[:2]
+    layout = segments(np.repeat(np.arange(batch, dtype=np.int32) << PART_BITS, tokens))
+    if window:
+        layout = layout._replace(positions=np.tile(np.arange(tokens, dtype=np.int32), batch))
+    layout = jax.tree.map(jnp.asarray, layout)
+    q, k, v = (x.reshape(batch * tokens, *x.shape[2:]) for x in (queries, keys, values))
+    attended = attend_packed(q, k, v, layout, sinks=sinks, window=window)
+    return attended.reshape(queries.shape)
 
 
 def attend_to_cache(
