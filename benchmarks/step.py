@@ -5,12 +5,16 @@ r"""Measures a GRPO step: seconds of rollout and update, and the memory that it 
     python -m benchmarks.step --model=qwen2.5-7b --mean-length=512
     python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4 --mesh=data=1 --mesh=data=2
     python -m benchmarks.step --model=qwen2.5-72b --format=nvfp4 --mesh=data=1,tensor=2
+    python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4 --teacher=qwen2.5-32b \
+        --out=teacher.json
 
 The weights are random, made on the device in the shapes of the model, and the steps are those of a
 run: `training.step.take_step` with every program compiled ahead. Random weights never end a
 completion, so every row has --new-tokens. With --mean-length, one in that many token ids ends a
 completion: lengths then are geometric with this mean, cut at --new-tokens. Rewards are drawn at
 random, so no group has equal rewards and nothing is left out.
+
+With --teacher a random model in NVFP4 scores every token; its reverse KL is added to the rewards.
 
 With --mesh=data=N,tensor=M the rows of a step are dealt out to N groups of M devices, and weights
 are cut between the devices of a group; --prompts are those of one group. Several meshes are
@@ -39,6 +43,7 @@ first; a step after the first that compiles anything ends the command. The colum
     trained_tokens_per_s  positions that hold a token, times updates, by update_s
     logprob_diff_mean     mean difference of the log-probs of rollout and trainer, nats a token, in
         the steps without noise, as the first one: the trainer computes without it
+    teacher_s             seconds of the teacher's pass over all rows, a part of update_s
     peak_gb, plan_gb      largest memory of process 0 on a device, which includes what was
         measured before, and what the plan of the update says
     pool_gb               memory of a device that JAX has, to which the plan fits a step
@@ -74,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="qwen2.5-7b", help="comma-separated models (default: qwen2.5-7b)")
     add("--format", default="nvfp4,bf16", help="comma-separated weight formats")
+    add("--teacher", default="", help="model that scores the tokens (default: none)")
     add("--prompts", type=int, default=1, help="prompts of a step on each group (default: 1)")
     add("--group", type=int, default=8, help="completions per prompt (default: 8)")
     add("--prompt", type=int, default=100, help="tokens per prompt (default: 100)")
@@ -116,9 +122,12 @@ def _setup(
     from benchmarks.rollout.subject import RandomText, random_weights
     from qerl_jax.config.experiments.grpo_gsm8k import get_config
     from qerl_jax.data.prompts import Problem, Prompt
+    from qerl_jax.memory.run_plan import PlannedTeacher
     from qerl_jax.policy.architectures import ARCHITECTURES
+    from qerl_jax.policy.policy import Policy
     from qerl_jax.policy.sharding import make_mesh, shard
     from qerl_jax.training.setup import assemble, make_method
+    from qerl_jax.training.teacher import Teacher
     from qerl_jax.weights.load import LoadedModel
 
     data, tensor = shape
@@ -139,12 +148,18 @@ def _setup(
             "eval.every": 0,
             "train.buffer_tokens": arguments.buffer_tokens,
             "train.recompute": arguments.recompute,
+            "teacher.source": arguments.teacher,
         }
         | dict(changes)
     )
     rng = np.random.default_rng(0)
     architecture = ARCHITECTURES[model]
     ends = architecture.vocab_size // arguments.mean_length if arguments.mean_length else 0
+    teacher = None
+    if arguments.teacher:
+        planned = PlannedTeacher(ARCHITECTURES[arguments.teacher], format="nvfp4")
+        weights = random_weights(arguments.teacher, planned.format, mesh=mesh)
+        teacher = Teacher(Policy(jax.block_until_ready(weights), None), "", planned)
     params = random_weights(model, format, mesh=mesh)
     ids = rng.integers(0, architecture.vocab_size, (prompts, arguments.prompt)).tolist()
     setup = assemble(
@@ -164,6 +179,7 @@ def _setup(
         {"train": [Prompt(Problem(question="", answer=""), "", tuple(row)) for row in ids]},
         method=make_method(config, arguments.steps + 1),
         mesh=mesh,
+        teacher=teacher,
     )
     processes.check_same(
         {"buffer_tokens": setup.memory.buffer_tokens, "recompute": list(setup.update.recompute)},
@@ -252,13 +268,15 @@ def measure(
     peak = max((stats["peak_bytes_in_use"] for stats in memory if stats), default=None)
     update, updates = median("train_seconds"), arguments.updates
     batch, seconds = arguments.prompts * data * arguments.group, median("step_seconds")
+    taught = {"teacher_s": median("teacher_seconds")} if arguments.teacher else {}
     return {
-        "model": model,
+        "model": f"{model} and {arguments.teacher}" if taught else model,
         "format": format,
         "batch": batch,
         **{name: getattr(arguments, name) for name in _SETTINGS},
         "rollout_s": median("rollout_seconds"),
         "update_s": update,
+        **taught,
         "step_s": seconds,
         "samples_per_s": batch / seconds,
         "update_tokens_per_s": batch * (arguments.prompt + median("length")) * updates / update,
@@ -313,7 +331,7 @@ def run(arguments: argparse.Namespace) -> None:
     from qerl_jax.processes.launch import connect
 
     models, formats = arguments.model.split(","), arguments.format.split(",")
-    check_names(models, formats)
+    check_names([*models, *filter(None, [arguments.teacher])], formats)
     check_limits(
         {
             "--prompts": (arguments.prompts, 1),

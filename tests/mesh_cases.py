@@ -63,7 +63,8 @@ BUFFER = 12  # positions of a buffer of a step
 LENGTHS = (5, 2, 9, 4, 7)  # of prompts: 4 groups have 2, 1, 1 and 1 of them
 COLLECTIVE = re.compile(r" = \(?(\w+)\[([\d,]*)\].* ([a-z]+-[a-z-]+?)(?:-start)?\(")
 COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute"
-# Everything that an update can compute: log-probabilities of a reference, noise, and its KL.
+# Everything that an update can compute: log-probabilities of a reference and, in `runs`, of a
+# teacher; noise, and its KL.
 MOVED = "(2, 2) to (1, 4)"
 RUN = {
     "steps": 2,
@@ -348,13 +349,14 @@ def runs(folder):
     """Runs on meshes, one of which changes its mesh after a step."""
     tiny = tiny_run.write_tiny(folder, folder / "cache", model_type="qwen2", **CUT)
     on = {shape: folder / "on{}x{}".format(*shape) for shape in SHAPES[:3]}
+    taught = RUN | {"teacher.source": str(tiny.model), "teacher.format": "bf16"}
     for (data, tensor), run in on.items():
         mesh = {"mesh.data": data, "mesh.tensor": tensor}
-        train(tiny.config(RUN | mesh), workdir=run)
+        train(tiny.config(taught | mesh), workdir=run)
     again = folder / "again"
     shutil.copytree(on[2, 2], again)
     shutil.rmtree(again / "checkpoints/2")
-    train(tiny.config(RUN | {"mesh.tensor": 4}), workdir=again)
+    train(tiny.config(taught | {"mesh.tensor": 4}), workdir=again)
     return {name: _outcome(run) for name, run in {**on, MOVED: again}.items()}
 
 

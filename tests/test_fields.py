@@ -62,6 +62,7 @@ def optimizer(schedule):
 # What modules implement for the choices of a field.
 IMPLEMENTED = {
     "model.format": FORMATS,
+    "teacher.format": FORMATS,
     "model.dtype": tuple(DTYPES),
     "lora.targets": ALL_PROJECTIONS,
     "rollout.temperature_schedule": tuple(CURVES),
@@ -102,6 +103,7 @@ RESUMED = {
     "source": {
         *("model.source", "data.source", "data.path", "data.eval_source", "data.eval_path"),
         *("data.mixture.NAME.source", "data.mixture.NAME.path"),
+        *("teacher.source", "teacher.adapter"),
     },
     "free": {
         *("steps", "checkpoint.every", "checkpoint.keep", "profile.start", "profile.stop"),

@@ -163,7 +163,17 @@ def refuse(action, path, kinds, watched, match="."):
 # --- One odd place --------------------------------------------------------------------------------
 
 RUN = RunFolder(pathlib.Path("run"))
-FILES = ("config", "calibration", "lock", "metrics", "completions", "curves", "summary", "best")
+FILES = (
+    "config",
+    "calibration",
+    "teacher_calibration",
+    "lock",
+    "metrics",
+    "completions",
+    "curves",
+    "summary",
+    "best",
+)
 FILE_NAMES = {getattr(RUN, name).name for name in FILES}
 PLACES = sorted(path.name for path in places_of(RUN))
 TRAINED = [path for path in PLACES if path.endswith(("adapter", "model"))]

@@ -444,7 +444,11 @@ def test_an_aggregation_replaces_the_one_of_the_loss():
 
 @pytest.mark.parametrize(
     ("options", "missing"),
-    [({"kl_coef": 0.1}, "ref_logprobs"), ({"tis_cap": 2.0}, "rollout_logprobs")],
+    [
+        ({"kl_coef": 0.1}, "ref_logprobs"),
+        ({"tis_cap": 2.0}, "rollout_logprobs"),
+        ({"teacher_coef": 1.0}, "teacher_logprobs"),
+    ],
 )
 def test_missing_inputs(options, missing):
     with pytest.raises(ValueError, match=missing):

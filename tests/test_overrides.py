@@ -88,6 +88,10 @@ MODES = {
 }
 # Another value of each field that is not always read.
 OTHERS = {
+    "teacher.format": "bf16",
+    "teacher.coef": 0.5,
+    "teacher.rewards": False,
+    "rl.advantage": "gdpo",
     "model.calibration": "gptq",
     "lora.rank": 2,
     "lora.expert_rank": 2,
@@ -221,7 +225,8 @@ def test_each_need_is_met_in_one_mode_and_not_in_another(tiny):
     talks = BUSY | {"environment.function": "my_env:Game"}
     tasks = BUSY | {"environment.verifiers": "tasks"}
     texts = QUIET | {"sft.rows_per_step": 2, "sft.epochs": 1.0, "sft.completions_of": "absent"}
-    modes = (BUSY, BUSY | CURRICULUM, BUSY | SAPO, talks, tasks, texts, *MODES.values())
+    taught = BUSY | {"teacher.source": "teacher", "teacher.rewards": False}
+    modes = (BUSY, BUSY | CURRICULUM, BUSY | SAPO, talks, tasks, texts, taught, *MODES.values())
     configs = [with_changes(tiny.config(), changes) for changes in modes]
     for row in ROWS.values():
         if row.read_if and row.name not in SOURCES | TRACKED:
@@ -273,7 +278,8 @@ def test_read_fields_change_something(tiny, tmp_path):
         "lora.init": str(tmp_path / "busy" / "adapter"),
     }
     checked = set()
-    for mode in (BUSY, BUSY | KL, BUSY | CURRICULUM, BUSY | SAPO):
+    taught = BUSY | {"teacher.source": str(tiny.model), "rl.dynamic_sampling": False}
+    for mode in (BUSY, BUSY | KL, BUSY | CURRICULUM, BUSY | SAPO, taught):
         before = outcome(tiny, tmp_path / "busy", mode)
         ignored = unread(with_changes(tiny.config(), mode)) | checked | SOURCES
         for field in sorted(set(OTHERS) - ignored):

@@ -103,7 +103,10 @@ def test_a_row_that_is_longer_than_a_buffer():
     assert pack(batch_of(), np.arange(5) > 1, buffer_tokens=6)
 
 
-@pytest.mark.parametrize("options", [{}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}], ids=str)
+TERMS = {"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"teacher_coef": 0.1}
+
+
+@pytest.mark.parametrize("options", [{}, *TERMS], ids=str)
 def test_rows_that_teach(options):
     loss = loss_config("grpo", **options)
     batch = batch_of(mask_truncated=True)  # The second row is truncated, the last one is empty.

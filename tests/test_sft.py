@@ -470,8 +470,11 @@ def test_saved_completions_that_cannot_be_learned(inputs, tmp_path, rows, change
 def test_what_a_run_that_samples_needs_is_refused(inputs):
     talks = text_config(inputs, environment__function="my_env:Game")
     refused("sft.rows_per_step=4 with environment.function", validate, talks)
+    taught = text_config(inputs, teacher__source="a/b")
+    refused("sft.rows_per_step=4 with teacher.source", validate, taught)
     config = text_config(inputs)
     refused("needs a policy that samples", check_overrides, config, ["rewards.format.weight"])
+    refused("needs a policy that samples", check_overrides, config, ["teacher.coef"])
     check_overrides(config, ["sft.max_tokens", "eval.problems", "data.path", "lora.rank", "steps"])
     refused("needs rows of text", check_overrides, inputs.config(), ["sft.epochs"])
     refused("rewards with sft.rows_per_step", train, config, rewards={"a": (tiny_run.rare, 1.0)})

@@ -205,7 +205,7 @@ def test_the_operations_are_those_of_a_run():
         return operations(
             state,
             params,
-            reference=Policy(params, None),
+            frozen={"buffer_logprobs": Policy(params, None)},
             noise=None,
             measures_kl=False,
             buffer_tokens=48,

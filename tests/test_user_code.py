@@ -354,7 +354,7 @@ def test_an_edited_loss_is_another_program(module, tmp_path):
         table = operations(
             state,
             params,
-            reference=None,
+            frozen={},
             noise=None,
             measures_kl=False,
             buffer_tokens=48,

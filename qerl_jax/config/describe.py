@@ -61,6 +61,7 @@ _OTHER_NAMES = {
     "save_total_limit": "checkpoint.keep",
     "scale_rewards": "rl.advantage_scale",
     "steps_per_generation": "rl.mini_batches",
+    "teacher_model_name_or_path": "teacher.source",
     "tools": "environment.function",
     "train_dataset": "data.path",
     "use_bias_correction_kl": "rl.kl_grad",

@@ -110,7 +110,25 @@ _SAVED = Condition(
     f"sft.completions_of, and {_TEXT.text}",
     lambda c: learns_from_text(c) and bool(c.sft.completions_of),
 )
-_NVFP4 = Condition("model.format='nvfp4'", lambda c: c.model.format == "nvfp4")
+TEACHER = Condition(
+    "a teacher: teacher.source or teacher.adapter",
+    lambda c: bool(c.teacher.source or c.teacher.adapter),
+)
+
+
+def learns_from_rewards(config: ConfigDict) -> bool:
+    """Whether the rewards of a run have advantages, and not a teacher alone."""
+    return config.teacher.rewards or not TEACHER.holds(config)
+
+
+_OTHER_TEACHER = Condition("teacher.source", lambda c: bool(c.teacher.source))
+_REWARDS = Condition("rewards that are learned from, teacher.rewards=true", learns_from_rewards)
+_NVFP4 = Condition(
+    "model.format='nvfp4', or a teacher.source with teacher.format='nvfp4'",
+    lambda c: (
+        c.model.format == "nvfp4" or (_OTHER_TEACHER.holds(c) and c.teacher.format == "nvfp4")
+    ),
+)
 _ADAPTER = Condition(
     "an adapter: train.parameters other than 'full'", lambda c: c.train.parameters != "full"
 )
@@ -225,6 +243,48 @@ FIELDS: tuple[Section | Field, ...] = (
         "bfloat16",
         "dtype of activations, embeddings, biases; or 'float32'",
         choices=("bfloat16", "float32"),
+    ),
+    #
+    Section(
+        "teacher",
+        "On-policy distillation: the reverse KL of the policy's own samples to a teacher with the "
+        "same tokens; see docs/learn_from_a_teacher.md.",
+    ),
+    Field(
+        "teacher.source",
+        "",
+        "The teacher, as model.source: a folder, a GGUF file or a hub id. '': with teacher.adapter "
+        "the policy's own base, whose weights are in memory once, else no teacher.",
+        resume="source",
+    ),
+    Field(
+        "teacher.adapter",
+        "",
+        "Adapter of the teacher: the folder of a run, of which it is the best adapter or else the "
+        "last one, or of a PEFT adapter, such as RUN/adapter.",
+        resume="source",
+    ),
+    Field(
+        "teacher.format",
+        "nvfp4",
+        "As model.format, of teacher.source; model.calibration says how its weights of 16 bits "
+        "become nvfp4.",
+        choices=("nvfp4", "mxfp4", "nf4", "bf16"),
+        read_if=_OTHER_TEACHER,
+    ),
+    Field(
+        "teacher.coef",
+        1.0,
+        "Each sampled token has the advantage -coef (log pi_old - log teacher), the logits of both "
+        "divided by the temperature.",
+        limits=(1e-9,),
+        read_if=TEACHER,
+    ),
+    Field(
+        "teacher.rewards",
+        True,
+        "Whether the advantages of the rewards are added; false: rewards are logged alone.",
+        read_if=TEACHER,
     ),
     #
     Section("lora"),
@@ -402,8 +462,8 @@ FIELDS: tuple[Section | Field, ...] = (
     Section(
         "sft",
         "Supervised fine-tuning: the run learns from rows of text and samples nothing, see "
-        "docs/learn_from_text.md. Of 'rollout', 'environment', 'rewards', 'aqn' and 'rl' it reads "
-        "no field.",
+        "docs/learn_from_text.md. Of 'teacher', 'rollout', 'environment', 'rewards', 'aqn' and "
+        "'rl' it reads no field.",
     ),
     Field("sft.rows_per_step", 0, "Rows of a step. 0: no supervised fine-tuning", limits=(0,)),
     Field(
@@ -910,13 +970,17 @@ FIELDS: tuple[Section | Field, ...] = (
         "[P, G], and each reward by name, NaN where missing. It is tried before training.",
         choices=("grpo", "gdpo"),
         function=True,
+        read_if=_REWARDS,
     ),
     Field(
         "rl.advantage_scale",
         "group",
         "divide by the deviation within the 'group', 'batch', or 'none'",
         choices=("group", "batch", "none"),
-        read_if=Condition("rl.advantage='grpo'", lambda c: c.rl.advantage == "grpo"),
+        read_if=Condition(
+            f"rl.advantage='grpo', and {_REWARDS.text}",
+            lambda c: c.rl.advantage == "grpo" and learns_from_rewards(c),
+        ),
     ),
     Field(
         "rl.advantage_eps",
@@ -924,10 +988,14 @@ FIELDS: tuple[Section | Field, ...] = (
         "added to the standard deviation",
         limits=(0,),
         read_if=Condition(
-            "rl.advantage='gdpo', or 'grpo' with rl.advantage_scale other than 'none'",
+            "rl.advantage='gdpo', or 'grpo' with rl.advantage_scale other than 'none'; and "
+            f"{_REWARDS.text}",
             lambda c: (
-                c.rl.advantage == "gdpo"
-                or (c.rl.advantage == "grpo" and c.rl.advantage_scale != "none")
+                learns_from_rewards(c)
+                and (
+                    c.rl.advantage == "gdpo"
+                    or (c.rl.advantage == "grpo" and c.rl.advantage_scale != "none")
+                )
             ),
         ),
     ),

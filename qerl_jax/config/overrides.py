@@ -13,7 +13,7 @@ from qerl_jax.errors import UserError
 
 # What only a run reads whose policy samples.
 _OF_SAMPLES = (
-    *("rollout", "environment", "rewards", "reward_time_limit", "aqn", "rl"),
+    *("rollout", "environment", "rewards", "reward_time_limit", "aqn", "rl", "teacher"),
     *("data.max_prompt_tokens", "data.curriculum", "data.curriculum_share"),
     *("eval.max_new_tokens", "log.completions", "log.print_completions"),
 )

@@ -9,7 +9,14 @@ from ml_collections import ConfigDict
 from qerl_jax.compile.aot import program_bytes
 from qerl_jax.config.fields import learns_from_text
 from qerl_jax.errors import UserError
-from qerl_jax.memory.run_plan import Device, RunPlan, plan_rollout, plan_run, this_device
+from qerl_jax.memory.run_plan import (
+    Device,
+    PlannedTeacher,
+    RunPlan,
+    plan_rollout,
+    plan_run,
+    this_device,
+)
 from qerl_jax.memory.update_plan import LongestRows, plan_update
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import fuse
@@ -33,7 +40,9 @@ def check_fits(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> None:
     assert plan.device.pool is not None
     assert plan.device.usable is not None
     need = f"this run takes {_gb(plan.peak)} GB, {_gb(plan.weights)} GB of it weights"
-    longest = largest_length(config, model, plan.device)
+    if plan.teacher_weights:
+        need += f" and {_gb(plan.teacher_weights)} GB the teacher"
+    longest = largest_length(config, model, plan.device, plan.teacher)
     if longest:
         name = "sft.max_tokens" if learns_from_text(config) else "rollout.max_new_tokens"
         remedy = f"--config.{name}={longest} fits"
@@ -45,7 +54,8 @@ def check_fits(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> None:
     elif config.model.format == "bf16":
         remedy = "pass --config.model.format=nvfp4, or take a smaller model"
     else:
-        remedy = "take a smaller model or a larger card"
+        smaller = "teacher, model" if plan.teacher_weights else "model"
+        remedy = f"take a smaller {smaller} or a larger card"
     raise UserError(
         f"{need}, and may take {_gb(plan.device.usable)} GB of the {_gb(plan.device.pool)} GB that "
         f"JAX has: {remedy}"
@@ -164,6 +174,9 @@ def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
             recompute=None,
             free=int(_LESS * plan.update.bytes),
             adapts_experts=config.lora.expert_rank > 0,
+            teacher=None
+            if plan.teacher is None
+            else shard_of(plan.teacher.model, config.mesh.tensor),
         )
     buffer = "lower --config.train.buffer_tokens"
     if smaller and smaller.bytes < plan.update.bytes:
@@ -177,7 +190,9 @@ def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
     return f"{buffer}; a run that has begun goes on with the new value"
 
 
-def largest_length(config: ConfigDict, model: ModelConfig, device: Device) -> int:
+def largest_length(
+    config: ConfigDict, model: ModelConfig, device: Device, teacher: PlannedTeacher | None = None
+) -> int:
     """Returns the largest rollout.max_new_tokens, or sft.max_tokens, that fits, 0 if none does.
 
     Rows that do not decode together wait, so the length is bounded by one row and one buffer.
@@ -194,7 +209,9 @@ def largest_length(config: ConfigDict, model: ModelConfig, device: Device) -> in
                 other.rollout.max_new_tokens = other.eval.max_new_tokens = new_tokens
                 row = config.data.max_prompt_tokens - 1 + completion_tokens(other, new_tokens)
             other.train.buffer_tokens = config.train.buffer_tokens or row
-        return row <= other.train.buffer_tokens and plan_run(other, model, device).fits
+        if row > other.train.buffer_tokens:
+            return False
+        return plan_run(other, model, device, teacher=teacher).fits
 
     prompt = 0 if is_text else config.data.max_prompt_tokens
     return _largest(fits, model.max_position - prompt)
@@ -206,7 +223,7 @@ def largest_rows(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> int |
     if usable is None or learns_from_text(config):
         return None
     rollout = plan.rollout
-    free = usable - plan.weights - plan.training - rollout.policy_copy - rollout.dense_copy
+    free = usable - plan.held - rollout.policy_copy - rollout.dense_copy
     free -= rollout.temporary
     dtype = cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
     model = shard_of(model, config.mesh.tensor)
@@ -256,6 +273,10 @@ def format_plan(plan: RunPlan, config: ConfigDict) -> str:
     if rollout.routes:
         note = "the experts of every token, for updates; not a part of the peak"
         rows.append(("on the host, routes", rollout.routes, note))
+    if plan.teacher is not None:
+        weights = plan.teacher.format or "the weights of the policy"
+        note = f"{weights}; its pass over a buffer takes {_gb(update.teacher)} GB"
+        rows.insert(1, ("teacher", plan.teacher_weights, note))
     lines = [f"{name:<22}{_gb(size):>7} GB  {note}".rstrip() for name, size, note in rows]
     if plan.device.usable is not None:
         verdict = "fits into" if plan.fits else "does not fit into"

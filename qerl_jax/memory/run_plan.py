@@ -16,10 +16,12 @@ from ml_collections import ConfigDict
 from pallas_kernels import fp4_matmul
 from pallas_kernels.attention import HEAD_DIMS
 from qerl_jax.config.fields import learns_from_text
+from qerl_jax.errors import UserError
 from qerl_jax.memory.update_plan import LongestRows, MemoryPlan, plan_update, recomputation
 from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.dequantize import DEQUANTIZE
+from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.config import (
     EngineConfig,
@@ -71,6 +73,15 @@ class Device:
         """Whether it has a kernel for packed attention, as every Hopper GPU has."""
         own = dtype == jnp.bfloat16 and model.head_dim in HEAD_DIMS
         return own and self.kernel == "mosaic"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedTeacher:
+    """What a plan needs to know of a teacher."""
+
+    model: ModelConfig  # its architecture
+    adapter: LoraConfig | None = None  # its adapter, or None
+    format: str = ""  # format of its own weights; '' where they are those of the policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,17 +148,24 @@ class RunPlan:
     # A rollout of an evaluation, or None where the run does not evaluate.
     evaluation: RolloutPlan | None
     update: MemoryPlan  # an update on one buffer
+    teacher: PlannedTeacher | None = None  # the teacher of the run
+    teacher_weights: int = 0  # weights and adapter of the teacher, beyond those of the policy
+
+    @property
+    def held(self) -> int:
+        """Bytes that the run always holds."""
+        return self.weights + self.teacher_weights + self.training
 
     @property
     def rollout_peak(self) -> int:
         """Bytes at the peak of rollouts, those of evaluations included."""
         parts = [part.bytes for part in (self.rollout, self.evaluation) if part]
-        return self.weights + self.training + max(parts)
+        return self.held + max(parts)
 
     @property
     def update_peak(self) -> int:
         """Bytes at the peak of an update."""
-        return self.weights + self.training + self.gradient + self.update.bytes
+        return self.held + self.gradient + self.update.bytes
 
     def part(self, name: str) -> RolloutPlan:
         """Returns the plan of a 'rollout' or an 'evaluation'."""
@@ -175,7 +193,7 @@ class RunPlan:
             name: name of the program.
             programs: names of all programs of the part.
         """
-        held = self.weights + self.training
+        held = self.held
         if part == "update":
             return held + (self.gradient if name != "zero_totals" else 0)
         return held + self.part(part).held_bytes(name, programs)
@@ -220,6 +238,7 @@ def plan_run(
     prompt: int = 0,
     rows: int = 0,
     weights: int = 0,
+    teacher: PlannedTeacher | None = None,
 ) -> RunPlan:
     """Plans the memory of a run.
 
@@ -232,6 +251,7 @@ def plan_run(
         rows: rows of the longest length that have as many tokens as a step of texts; 0 takes
             sft.rows_per_step.
         weights: bytes of the weights on a device; 0 computes them from model.format.
+        teacher: the teacher of the run, if it has one.
 
     Returns:
         The plan. Where the run does not fit (`RunPlan.fits`), it is the plan that needs the least
@@ -263,13 +283,10 @@ def plan_run(
         model, format=config.model.format, itemsize=compute.itemsize
     )
     weights += sizes.head_copy_bytes(model, config.rollout.head_format)
-    if device.pool is not None:
-        spread = _PACKED_SPREAD - 1
-        if not model.packs_projections:
-            # Widths of gpt-oss are no multiples of a tile, which those of other models hardly miss.
-            spread += sizes.tile_padding(model) - 1
-        weights += int(spread * sizes.packed_bytes(model, config.model.format))
-    free = None if device.usable is None else device.usable - weights - training
+    weights += _spread_bytes(model, config.model.format, device)
+    of_teacher, teacher_weights = _teacher_weights(config, teacher, device)
+    held = weights + teacher_weights + training
+    free = None if device.usable is None else device.usable - held
     longest = _longest_rows(config, prompt, rows)
     update = plan_update(
         model,
@@ -281,6 +298,7 @@ def plan_run(
         free=None if free is None else free - gradient,
         kernel=device.attends(model, compute),
         adapts_experts=config.lora.expert_rank > 0 and not full,
+        teacher=of_teacher,
     )
     if learns_from_text(config):
         return RunPlan(device, longest, weights, training, gradient, _NO_ROLLOUT, None, update)
@@ -302,7 +320,43 @@ def plan_run(
             devices=groups,
         )
         evaluation = plan(evaluation_rows, max_rows=max(1, rollout.rows))
-    return RunPlan(device, longest, weights, training, gradient, rollout, evaluation, update)
+    return RunPlan(
+        *(device, longest, weights, training, gradient, rollout, evaluation, update),
+        teacher=teacher,
+        teacher_weights=teacher_weights,
+    )
+
+
+def _spread_bytes(model: ModelConfig, format: str, device: Device) -> int:
+    """Bytes that packed weights take of a pool beyond their own."""
+    if device.pool is None:
+        return 0
+    spread = _PACKED_SPREAD - 1
+    if not model.packs_projections:
+        # Widths of gpt-oss are no multiples of a tile, which those of other models hardly miss.
+        spread += sizes.tile_padding(model) - 1
+    return int(spread * sizes.packed_bytes(model, format))
+
+
+def _teacher_weights(
+    config: ConfigDict, teacher: PlannedTeacher | None, device: Device
+) -> tuple[ModelConfig | None, int]:
+    """The teacher's architecture on one device, and the bytes of its own weights and adapter."""
+    if teacher is None:
+        return None, 0
+    form, size = teacher.format or config.model.format, 0
+    try:
+        model = shard_of(teacher.model, config.mesh.tensor, format=form)
+    except UserError as error:
+        raise UserError(f"the teacher, a {teacher.model.model_type}: {error}") from error
+    if teacher.format:
+        itemsize = jnp.dtype(config.model.dtype).itemsize
+        size = sizes.weight_bytes(model, format=form, itemsize=itemsize)
+        size += _spread_bytes(model, form, device)
+    if (own := teacher.adapter) is not None:
+        options = {"rank": own.rank, "targets": own.targets, "expert_rank": own.expert_rank}
+        size += 4 * sizes.trained_numbers(model, parameters="lora", **options)
+    return model, size
 
 
 def _longest_rows(config: ConfigDict, prompt: int, rows: int) -> LongestRows:

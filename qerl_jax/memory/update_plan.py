@@ -58,11 +58,12 @@ class MemoryPlan:
     layer: int  # temporary arrays of the backward pass of one layer
     buffer_tokens: int  # positions of a buffer
     recompute: tuple[str, ...]  # products that the backward pass computes again
+    teacher: int = 0  # temporary arrays of the teacher's pass over the buffer, before the update
 
     @property
     def bytes(self) -> int:
         """Bytes of the largest moment: the head runs before the backward pass of the layers."""
-        return self.activations + max(self.head, self.layer)
+        return max(self.activations + max(self.head, self.layer), self.teacher)
 
 
 def plan_update(
@@ -76,6 +77,7 @@ def plan_update(
     free: int | None,
     kernel: bool = True,
     adapts_experts: bool = False,
+    teacher: ModelConfig | None = None,
 ) -> MemoryPlan:
     """Chooses the buffers of the update.
 
@@ -83,7 +85,7 @@ def plan_update(
     activation. A size of 0 and a recomputation of None are chosen, by the bytes that weights and
     training state leave `free` on the device; None where they are unknown, as on a CPU. `kernel`
     says whether the device has one for packed attention, and `adapts_experts` whether routed
-    experts have adapters.
+    experts have adapters. A `teacher` passes over every buffer as well.
 
     Returns:
         The plan. Without a known memory a buffer is about one group. Where nothing fits, it is the
@@ -100,7 +102,7 @@ def plan_update(
         )
 
     def plan(tokens: int, again: tuple[str, ...]) -> MemoryPlan:
-        return update_memory(
+        own = update_memory(
             model,
             tokens=tokens,
             recompute=again,
@@ -109,6 +111,12 @@ def plan_update(
             kernel=kernel,
             adapts_experts=adapts_experts,
         )
+        if teacher is None:
+            return own
+        options = {"tokens": tokens, "itemsize": itemsize, "kernel": kernel}
+        passes = update_memory(teacher, recompute=PRODUCTS, adapter=0, **options)
+        # At most what one layer or the head takes with its gradient.
+        return dataclasses.replace(own, teacher=max(passes.head, passes.layer))
 
     if free is None:
         group = rows.prompt - 1 + rows.group_size * rows.new_tokens

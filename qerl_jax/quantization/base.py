@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
-from qerl_jax.memory.run_plan import plan_run, this_device
+from qerl_jax.memory.run_plan import PlannedTeacher, plan_run, this_device
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers.kinds import has_experts
 from qerl_jax.policy.sharding import make_mesh, shard, shard_params
@@ -51,9 +51,9 @@ def is_calibrated(model: Mapping[str, Any]) -> bool:
     return model.get("format") == "nvfp4" and model.get("calibration") == "gptq"
 
 
-def recorded_digest(run: Mapping[str, Any]) -> str:
+def recorded_digest(run: Mapping[str, Any], name: str = FACT) -> str:
     """The digest of the calibrated base that config.json of a run records; '' where it has none."""
-    fact = run.get(FACT)
+    fact = run.get(name)
     return fact.get("digest", "") if isinstance(fact, Mapping) else ""
 
 
@@ -78,19 +78,27 @@ def calibration_cost(model: ModelConfig) -> tuple[int, int]:
     return round(seconds), weight_bytes(model, format="nvfp4", itemsize=2)
 
 
-def describe_cost(config: ConfigDict, model: ModelConfig) -> str:
+def describe_cost(
+    config: ConfigDict, model: ModelConfig, teacher: PlannedTeacher | None = None
+) -> str:
     """Returns a line that says what the calibrated base of a run takes; '' for a run without one.
 
-    Whether the model is in NVFP4 already, and then stays as it is, is not looked up.
+    A teacher with weights of its own has another line. Whether a model is in NVFP4 already, and
+    then stays as it is, is not looked up.
     """
-    if not is_calibrated(config.model):
-        return ""
-    seconds, size = calibration_cost(model)
-    return (
-        f"calibration of 16-bit weights before the first step: about {seconds} s on an H100 and "
-        f"{size / 1e9:.1f} GB in {cache.cache_folder()}, once for all runs of this model on these "
-        "problems\n"
-    )
+    bases = [("", config.model.format, model)]
+    if teacher is not None:
+        bases.append(("of the teacher, ", teacher.format, teacher.model))
+    lines = []
+    for whose, form, architecture in bases:
+        if is_calibrated({"format": form, "calibration": config.model.calibration}):
+            seconds, size = calibration_cost(architecture)
+            lines.append(
+                f"calibration of 16-bit weights before the first step: {whose}about {seconds} s on "
+                f"an H100 and {size / 1e9:.1f} GB in {cache.cache_folder()}, once for all runs of "
+                "this model on these problems\n"
+            )
+    return "".join(lines)
 
 
 def calibrated_base(

@@ -48,6 +48,7 @@ def functions(
         mesh: mesh of the run.
     """
     model = shard_of(update_config.model, mesh.shape[TENSOR])
+    teacher = update_config.teacher and shard_of(update_config.teacher, mesh.shape[TENSOR])
     update_config, policy = dataclasses.replace(update_config, model=model), {"model_config": model}
     return {
         "zero_totals": _on_each(
@@ -63,6 +64,7 @@ def functions(
         "old_logprobs": _on_each(train_step.old_logprobs, mesh, update_config=update_config),
         "apply_gradient": _apply_gradient(optimizer, mesh),
         "buffer_logprobs": _on_each(train_step.buffer_logprobs, mesh, **policy),
+        "teacher_logprobs": _on_each(train_step.teacher_logprobs, mesh, model_config=teacher),
         "buffer_kl": _on_each(train_step.buffer_kl, mesh, gathers=True, **policy),
         "buffer_loss": _on_each(train_step.buffer_loss, mesh, gathers=True, **policy),
         "own_routes_difference": _on_each(

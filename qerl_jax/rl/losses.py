@@ -91,6 +91,7 @@ class LossConfig:
     # to the policy that sampled; None applies no weight.
     tis_cap: float | None = None
     entropy_coef: float  # factor of the entropy bonus; 0 leaves it out
+    teacher_coef: float = 0.0  # factor of the reverse KL to the teacher; 0 leaves it out
 
     def __post_init__(self):
         if names_function(self.aggregation):
@@ -270,6 +271,8 @@ class LossTokens:
     # [M] log-probabilities that the sampler recorded; needed if tis_cap or off_policy_delta is set.
     # NaN marks a token without a record, whose w is 1.
     rollout_logprobs: jax.Array | None = None
+    # [M] log-probabilities under the teacher; needed if teacher_coef is not 0.
+    teacher_logprobs: jax.Array | None = None
 
 
 def policy_loss(
@@ -293,7 +296,8 @@ def policy_loss(
                              L = f(r, A, new, mask[, rows])        a user function
 
     where g is sapo_temperature_pos if A > 0, else sapo_temperature_neg. M is 0 for a row that
-    off_policy_delta masks, else 1.
+    off_policy_delta masks, else 1. With a teacher A is the advantage of the token,
+    A - teacher_coef (old - teacher), in which nothing has a gradient.
     KL is the estimate that kl_grad selects, and H the entropy of the distribution that the token
     was drawn from, as in PPO (arXiv 1707.06347, Eq. 9). With dual_clip, L is at most -dual_clip A
     if A is negative. The factor w = min(exp(old - rollout), tis_cap) corrects for a policy that
@@ -329,7 +333,9 @@ def policy_loss(
     log_ratio = _log_ratio(logprobs, old_logprobs, in_loss, tokens.rows, config.ratio)
     ratio = _exp(log_ratio)
     count = _count_tokens(in_loss)
+    tokens, teacher_metrics = _taught(tokens, old_logprobs, in_loss, config.teacher_coef)
     loss, metrics = _token_loss(logprobs, ratio, tokens, in_loss, config=config)
+    metrics |= teacher_metrics
     if config.off_policy_delta is not None and rollout_logprobs is not None:
         keep = off_policy_mask(
             logprobs,
@@ -370,9 +376,26 @@ def _check_needs(config: LossConfig, tokens: LossTokens, entropies: jax.Array | 
         ("tis_cap", "rollout_logprobs", tokens.rollout_logprobs),
         ("off_policy_delta", "rollout_logprobs", tokens.rollout_logprobs),
         ("entropy_coef", "entropies", entropies),
+        ("teacher_coef", "teacher_logprobs", tokens.teacher_logprobs),
     ):
         if getattr(config, field) and array is None:
             raise ValueError(f"{field}={getattr(config, field)} needs {array_name}")
+
+
+def _taught(
+    tokens: LossTokens, old_logprobs: jax.Array, in_loss: jax.Array, coef: float
+) -> tuple[LossTokens, Metrics]:
+    """Returns the tokens with the advantages that a teacher adds, and its metric.
+
+    On samples of the old policy, -(old - teacher) as advantage has the gradient of the reverse KL,
+    KL(policy | teacher), in expectation; its mean estimates the KL (k1).
+    """
+    if not coef or tokens.teacher_logprobs is None:
+        return tokens, {}
+    distance = old_logprobs - jax.lax.stop_gradient(masked(tokens.teacher_logprobs, in_loss))
+    advantages = tokens.advantages - coef * distance
+    metrics: Metrics = {"teacher/reverse_kl": (distance.sum(), _count_tokens(in_loss))}
+    return dataclasses.replace(tokens, advantages=advantages), metrics
 
 
 def _clip(log_ratio: jax.Array) -> jax.Array:

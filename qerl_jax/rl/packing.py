@@ -59,6 +59,7 @@ class PackedBuffer:
     old_logprobs: Array
     # float32 [N] log-probabilities under the reference policy, or None.
     ref_logprobs: Array | None = None
+    teacher_logprobs: Array | None = None  # float32 [N], the same under the teacher
     # [N, L, k] experts of the token at each position in every layer, as the rollout recorded them,
     # in the dtype of `ModelConfig.empty_routes`; None to let the routers choose.
     routes: Array | None = None
@@ -75,10 +76,10 @@ def rows_that_teach(batch: TrainBatch, loss: LossConfig) -> np.ndarray:
     """Returns bool [B] flags of the rows that can change the gradient.
 
     A row cannot if no token has a weight, or if its advantage is 0 and the loss is a built-in one
-    with neither a KL nor an entropy term: then every term of `policy_loss` and every derivative of
-    it is 0. A user function may have a gradient at an advantage of 0. A row whose recorded
-    log-probabilities are not finite is kept. A policy that has become NaN gives every group equal
-    rewards, and only a gradient that is not finite tells.
+    without a teacher, a KL and an entropy term: then every term of `policy_loss` and every
+    derivative of it is 0. A user function may have a gradient at an advantage of 0. A row whose
+    recorded log-probabilities are not finite is kept. A policy that has become NaN gives every
+    group equal rewards, and only a gradient that is not finite tells.
 
     Args:
         batch: all rows of the step.
@@ -86,7 +87,8 @@ def rows_that_teach(batch: TrainBatch, loss: LossConfig) -> np.ndarray:
     """
     weighted = (np.asarray(batch.weights) != 0).any(axis=1)
     broken = ~np.isfinite(batch.rollout_logprobs).all(axis=1)
-    always = loss.kl_coef != 0 or loss.entropy_coef != 0 or names_function(loss.objective)
+    always = any((loss.kl_coef, loss.entropy_coef, loss.teacher_coef))
+    always |= names_function(loss.objective)
     return weighted & ((batch.advantages != 0) | always | broken)
 
 

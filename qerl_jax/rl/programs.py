@@ -5,7 +5,7 @@ jit when they are first called (`functions`).
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,19 +42,21 @@ def functions(
 
     Returns:
         zero_totals, add_gradient, old_logprobs, apply_gradient, buffer_logprobs (whose policy is
-        the reference policy), buffer_kl, buffer_loss and own_routes_difference, as in
-        `train_step`.
+        the reference policy), teacher_logprobs where there is a teacher, buffer_kl, buffer_loss
+        and own_routes_difference, as in `train_step`.
     """
     if mesh is not None:
         on_mesh = data_parallel.functions(update_config, optimizer, mesh)
         return {name: Operation(function, {}) for name, function in on_mesh.items()}
     update, policy = {"update_config": update_config}, {"model_config": update_config.model}
+    teacher = {"model_config": update_config.teacher}
     return {
         "zero_totals": Operation(train_step.zero_totals, update),
         "add_gradient": Operation(train_step.add_gradient, update),
         "old_logprobs": Operation(train_step.old_logprobs, update),
         "apply_gradient": Operation(train_step.apply_gradient, {"optimizer": optimizer}),
         "buffer_logprobs": Operation(train_step.buffer_logprobs, policy),
+        "teacher_logprobs": Operation(train_step.teacher_logprobs, teacher),
         "buffer_kl": Operation(train_step.buffer_kl, policy),
         "buffer_loss": Operation(train_step.buffer_loss, policy),
         "own_routes_difference": Operation(train_step.own_routes_difference, policy),
@@ -65,7 +67,7 @@ def operations(
     state: TrainState,
     params: dict,
     *,
-    reference: Policy | None,
+    frozen: Mapping[str, Policy],
     noise: aqn.Noise | None,
     measures_kl: bool,
     evaluates_text: bool = False,
@@ -83,7 +85,8 @@ def operations(
     Args:
         state: state before the first update.
         params: parameters of the policy before training.
-        reference: the reference policy, or None if the loss has no KL.
+        frozen: by the program that computes their log-probabilities, the reference policy where
+            the loss has a KL, and the teacher where there is one.
         noise: noise under which the update runs, or None.
         measures_kl: whether steps measure the KL of the policy with noise.
         evaluates_text: whether the loss of held-out texts is measured.
@@ -93,14 +96,16 @@ def operations(
         optimizer: options of the optimizer.
         mesh: mesh of the run, which holds all arrays, or None for one device.
     """
-    state, params, noise, reference = abstract(commit((state, params, noise, reference)))
+    state, params, noise, frozen = abstract(commit((state, params, noise, dict(frozen))))
     dequantize = dequantization(params) if mesh is None and _widens(params) else None
     table = {}
     if dequantize is not None:
         table[DEQUANTIZE] = Operation.of_shapes(DEQUANTIZE, *dequantize)
         dense = abstract(table[DEQUANTIZE].eval_shape(), params["embed_tokens"].sharding)
         params = transformer.dequantize_params(params, lambda _: dense)
-    buffer, bare = _buffers(buffer_tokens, mesh, update_config, has_reference=reference is not None)
+    buffer, bare = _buffers(
+        buffer_tokens, mesh, update_config, has_reference="buffer_logprobs" in frozen
+    )
     jitted = functions(update_config, make_optimizer(optimizer), mesh)
     temperature = np.float32(1)
 
@@ -126,8 +131,8 @@ def operations(
     }
     if mini_batches > 1:
         arguments["old_logprobs"] = lambda: (state.trainable, params, noise, buffer, temperature)
-    if reference is not None:
-        arguments["buffer_logprobs"] = lambda: (*reference, bare, temperature)
+    for name, policy in frozen.items():
+        arguments[name] = lambda policy=policy: (*policy, bare, temperature)
     if measures_kl:
         lora = state.trainable.lora
         arguments["buffer_kl"] = lambda: (params, params, lora, bare, temperature)
@@ -137,7 +142,7 @@ def operations(
     if update_config.checks_routes:
         lora = state.trainable.lora
         arguments["own_routes_difference"] = lambda: (params, lora, bare, temperature)
-    identity: tuple = update_config, buffer_tokens, tree_signature((state, noise, reference))
+    identity: tuple = update_config, buffer_tokens, tree_signature((state, noise, frozen))
     if names_function(update_config.loss.objective):
         identity = *identity, custom_loss_digest(update_config.loss.objective, buffer_tokens)
     if mesh is not None:
@@ -156,15 +161,17 @@ def operations(
 def _buffers(
     buffer_tokens: int, mesh: Mesh | None, update_config: UpdateConfig, *, has_reference: bool
 ) -> tuple[PackedBuffer, PackedBuffer]:
-    """Returns a buffer of an update, and one before its reference log-probabilities are known."""
+    """Returns a buffer of an update, and one before frozen policies gave their log-probs."""
     buffer = empty_buffer(buffer_tokens)
     if update_config.replays_routes:
         buffer = dataclasses.replace(buffer, routes=update_config.model.empty_routes(buffer_tokens))
     if has_reference:
         buffer = dataclasses.replace(buffer, ref_logprobs=buffer.old_logprobs)
+    if update_config.teacher is not None:
+        buffer = dataclasses.replace(buffer, teacher_logprobs=buffer.old_logprobs)
     if mesh is not None:
         buffer = data_parallel.abstract_buffer(buffer, mesh)
-    return buffer, dataclasses.replace(buffer, ref_logprobs=None)
+    return buffer, dataclasses.replace(buffer, ref_logprobs=None, teacher_logprobs=None)
 
 
 def _widens(params: dict) -> bool:

@@ -6,7 +6,7 @@ These functions are compiled, each once for a run, because all buffers have one 
     add_gradient     those of one more buffer; also returns its log-probabilities
     old_logprobs     the log-probabilities of a buffer before the first update of its rollout
     apply_gradient   the step of the optimizer
-    buffer_logprobs, buffer_kl, buffer_loss, own_routes_difference
+    buffer_logprobs, teacher_logprobs, buffer_kl, buffer_loss, own_routes_difference
                      a forward pass under a frozen policy
 """
 
@@ -66,6 +66,7 @@ class UpdateConfig:
     recompute: tuple[str, ...] = ()
     replays_routes: bool = False  # whether buffers have the experts of the rollout's tokens
     checks_routes: bool = False  # whether steps may measure what that changes
+    teacher: ModelConfig | None = None  # architecture of the teacher, or None without one
 
 
 @struct.dataclass
@@ -210,6 +211,8 @@ def zero_totals(trainable: Trainable, *, update_config: UpdateConfig) -> Totals:
     buffer = empty_buffer(_ANY_SIZE)
     if update_config.loss.kl_coef:
         buffer = dataclasses.replace(buffer, ref_logprobs=buffer.old_logprobs)
+    if update_config.teacher is not None:
+        buffer = dataclasses.replace(buffer, teacher_logprobs=buffer.old_logprobs)
     _, metrics = jax.eval_shape(
         functools.partial(_loss, loss_config=update_config.loss),
         buffer.mask,
@@ -310,6 +313,7 @@ def _loss(logprobs, entropies, buffer, first, *, loss_config):
         old_logprobs=old_logprobs,
         ref_logprobs=buffer.ref_logprobs,
         rollout_logprobs=buffer.rollout_logprobs,
+        teacher_logprobs=buffer.teacher_logprobs,
     )
     entropies_with_gradient = entropies if loss_config.entropy_coef else None
     value, metrics = policy_loss(
@@ -403,6 +407,33 @@ def buffer_logprobs(
     return packed_logprobs(
         params, lora, buffer, model_config=model_config, temperature=temperature
     )[0]
+
+
+@functools.partial(jax.jit, static_argnames="model_config")
+def teacher_logprobs(
+    params: dict,
+    lora: Lora | None,
+    buffer: PackedBuffer,
+    temperature: jax.Array,
+    *,
+    model_config: ModelConfig,
+) -> jax.Array:
+    """Returns what `buffer_logprobs` returns, under a teacher, which routes tokens by itself.
+
+    A token id that the teacher has no row for counts as its last one, a row of padding, which is as
+    unlikely.
+    """
+    last = model_config.vocab_size * model_config.shards - 1
+    known = dataclasses.replace(
+        buffer,
+        tokens=jnp.minimum(buffer.tokens, last),
+        targets=jnp.minimum(buffer.targets, last),
+        routes=None,
+    )
+    logprobs, *_ = packed_logprobs(
+        params, lora, known, model_config=model_config, temperature=temperature
+    )
+    return logprobs
 
 
 @functools.partial(jax.jit, static_argnames="model_config")

@@ -61,6 +61,7 @@ class RunFolder:
     lock = _Inside("lock")  # a process locks it while it trains here
     # The text that a calibrated base was made from: int32 [B, T] token ids.
     calibration = _Inside("calibration_tokens.npy")
+    teacher_calibration = _Inside("teacher_calibration_tokens.npy")  # of a calibrated teacher
     checkpoints = _Inside("checkpoints")  # the folder of `checkpoints.Checkpoints`
     programs = _Inside("programs")  # compiled ones, see `compile.run_cache.keep_programs`
     metrics = _Inside("metrics.jsonl")  # rows of steps and evaluations, see `metrics`
@@ -92,7 +93,7 @@ class RunFolder:
         """The paths of files."""
         return [
             *(self.config, self.calibration, self.lock, self.metrics, self.completions),
-            *(self.curves, self.summary, self.best),
+            *(self.curves, self.summary, self.best, self.teacher_calibration),
         ]
 
     def filled_by_libraries(self) -> list[Path]:
@@ -227,7 +228,7 @@ def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> No
     """Gives a field, such as 'data.path', its value in another config; absent there, none."""
     *sections, last = name.split(".")
     for section in sections:
-        source, target = source.get(section, {}), target[section]
+        source, target = source.get(section, {}), target.setdefault(section, {})
     target.pop(last, None)
     target |= {last: source[last]} if last in source else {}
 
@@ -250,6 +251,7 @@ def _remove_if_block_fails(folder: RunFolder, new_folders: Sequence[Path]) -> It
         if new_folders and not _has_begun(folder):
             shutil.rmtree(folder.programs, ignore_errors=True)  # JAX's cache has them too.
             own_files = {folder.lock, folder.config, folder.calibration}
+            own_files.add(folder.teacher_calibration)
             with contextlib.suppress(OSError):  # A folder that is not empty stays.
                 for path in [path for path in folder.path.iterdir() if path.is_dir()]:
                     path.rmdir()

@@ -66,6 +66,7 @@ def _step_parts(row: Mapping[str, Any]) -> list[tuple[int, str]]:
         (1, number("reward", "reward", "6.3f")),
         (1, number("loss", "loss", ".4f") if "reward" not in row else ""),
         (3, number("acc", "accuracy", ".2f")),
+        (2, number("teacher KL", "teacher/reverse_kl", ".4f")),
         (6, number("format", "format" if "format" in row else "reward/format", ".2f")),
         (4, number("len", "length", "5.1f")),
         (5, number("entropy", "entropy", ".3f")),

@@ -32,6 +32,7 @@ _OTHERS: tuple[_Panel, ...] = (
     ("entropy (nats)", (("entropy", "-", "entropy"),), "linear"),
     ("sigma of the noise", (("sigma", "-", "sigma"),), "symlog"),
     ("KL(noisy, clean)", (("noise_kl", ".-", "KL"),), "symlog"),
+    ("KL(policy, teacher)", (("teacher/reverse_kl", "-", "KL"),), "linear"),
 )
 
 
@@ -40,10 +41,10 @@ def plot_run(folder: str | Path) -> Path | None:
 
     A panel each over the steps for the reward, the accuracy (with the evaluations as points, that
     before the first step at 0), the entropy, sigma, and the KL between the noisy and the clean
-    policy. Where the accuracy is the reward in every step, the two share a panel and a curve. Where
-    a run has several rewards, each has a panel of its own after the first, but for that which is
-    the accuracy. A quantity that was not logged is left out, and one with the same value in all
-    steps is named below the panels.
+    policy, and to a teacher. Where the accuracy is the reward in every step, the two share a panel
+    and a curve. Where a run has several rewards, each has a panel of its own after the first, but
+    for that which is the accuracy. A quantity that was not logged is left out, and one with the
+    same value in all steps is named below the panels.
 
     Returns:
         The path of the picture; None when there is nothing to draw.

@@ -189,6 +189,8 @@ _REWARDS: _Field = f"an object of rewards, which have {', '.join(sorted(_REWARD)
 _FIELDS: dict[str, _Field] = {
     "calibration": ("an object with a digest", _has_digest),
     "calibration.digest": ("64 hex digits", _is_digest),
+    "teacher_calibration": ("an object with a digest", _has_digest),
+    "teacher_calibration.digest": ("64 hex digits", _is_digest),
     "command": _TEXT,
     "created": (f"a time of the form {CREATED}", is_time),
     "device.kind": _TEXT,
@@ -257,6 +259,7 @@ _FIELDS: dict[str, _Field] = {
 # fields that runs of earlier versions lack.
 _OPTIONAL = {"calibration", "calibration.digest", "python_rewards", "trackers"}
 _OPTIONAL |= {"config.sft", *(name for name in _FIELDS if name.startswith("config.sft."))}
+_OPTIONAL |= {"teacher_calibration", "teacher_calibration.digest"}
 _OPTIONAL |= {
     f"config.environment.{name}"
     for name in (

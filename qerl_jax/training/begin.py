@@ -210,6 +210,7 @@ def _check_processes(
         "weights": setup.model.fingerprint[:16],
         "prompts as token ids": prompts_digest[:16],
         "reference policy": setup.reference_digest,
+        "teacher": setup.teacher_digest,
         "buffer_tokens of the memory plan": setup.memory.buffer_tokens,
         "recompute of the memory plan": list(setup.update.recompute),
     }
@@ -245,6 +246,12 @@ def _check_same(
         raise UserError(
             f"the adapter of lora.init={config.lora.init} is not the adapter that this run began "
             f"with, to which rl.kl_coef={config.rl.kl_coef} measures the KL; restore it or pass "
+            "another --workdir"
+        )
+    if meta.get("teacher") != setup.teacher_digest:
+        raise UserError(
+            f"the teacher (teacher.source={config.teacher.source!r}, teacher.adapter="
+            f"{config.teacher.adapter!r}) is not what this run began with; restore it or pass "
             "another --workdir"
         )
     mixture = mixture_of(config)

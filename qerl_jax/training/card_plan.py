@@ -14,6 +14,7 @@ from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.quantization import base
 from qerl_jax.system.device_memory import pool_of
+from qerl_jax.training.teacher import plan_teacher
 from qerl_jax.training.validate import validate
 from qerl_jax.weights.checkpoint import read_architecture
 
@@ -51,7 +52,7 @@ class CardPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data, in bytes."""
-        fields = dataclasses.asdict(self.run) | {
+        fields = dataclasses.asdict(dataclasses.replace(self.run, teacher=None)) | {
             "card": self.card,
             "memory": self.memory,
             "usable": self.run.device.usable,
@@ -62,6 +63,7 @@ class CardPlan:
             "largest_rows": self.largest_rows,
             "largest_new_tokens": self.largest_new_tokens,
         }
+        del fields["teacher"]
         if base.is_calibrated(self.config.model):
             seconds, size = base.calibration_cost(self.model)
             fields |= {"calibration_seconds_h100": seconds, "calibration_bytes": size}
@@ -80,7 +82,8 @@ class CardPlan:
             largest = f"rows of {self.largest_new_tokens} tokens"
         return (
             f"{config.preset} in {config.model.format} on {where}\n"
-            f"{report.format_plan(self.run, config)}{base.describe_cost(config, self.model)}"
+            f"{report.format_plan(self.run, config)}"
+            f"{base.describe_cost(config, self.model, self.run.teacher)}"
             f"largest that fits: {largest}"
         )
 
@@ -109,7 +112,10 @@ def plan(
     model = _architecture(config.model.source)
     pool = int(pool_of(config.mesh.tensor) * memory)
     planned = run_plan.plan_run(
-        config, model, run_plan.Device(pool, run_plan.kernel_of(hopper=hopper))
+        config,
+        model,
+        run_plan.Device(pool, run_plan.kernel_of(hopper=hopper)),
+        teacher=plan_teacher(config, model, _architecture),
     )
     return CardPlan(
         config=config,
@@ -118,7 +124,7 @@ def plan(
         memory=memory,
         run=planned,
         largest_rows=report.largest_rows(planned, config, model),
-        largest_new_tokens=report.largest_length(config, model, planned.device),
+        largest_new_tokens=report.largest_length(config, model, planned.device, planned.teacher),
     )
 
 

@@ -66,6 +66,7 @@ class CollectConfig:
     advantage_eps: float  # `eps` of the advantages
     # What the policy talks to; None without environments.
     environments: AnyEnvironments | None = None
+    needs_rewards: bool = True  # whether nothing can be learned without any reward
 
     @property
     def weights(self) -> dict[str, float]:
@@ -200,7 +201,7 @@ def collect(
     turns, cursor = take_turns(options.order, cursor, options.prompts_per_step)
     rounds, informative, cursor = _sample_rounds(sample, cursor, turns, options)
     sampled = concatenate(rounds)
-    _check_rewards(sampled.scores)
+    _check_rewards(sampled.scores, options)
     trained = choose(sampled, _choose_groups(sampled.places, informative, turns, options.order))
     _check_rows(trained)
     metrics = _metrics(sampled, trained, options) | order_metrics(
@@ -291,9 +292,9 @@ def _check_rows(experience: Experience) -> None:
         )
 
 
-def _check_rewards(scores: Scores) -> None:
+def _check_rewards(scores: Scores, options: CollectConfig) -> None:
     """Refuses a step in which every reward failed; of its rounds, any may lack all rewards."""
-    if not np.isnan(scores.total).all():
+    if not options.needs_rewards or not np.isnan(scores.total).all():
         return
     if scores.errors:
         raise NoRewardError(

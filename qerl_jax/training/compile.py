@@ -18,6 +18,7 @@ from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl import programs as rl_programs
 from qerl_jax.rl.train_step import TrainState
 from qerl_jax.training.setup import Setup
+from qerl_jax.training.step import frozen_policies
 
 
 def compile_programs(
@@ -129,7 +130,7 @@ def _update_operations(
     return rl_programs.operations(
         state,
         setup.params,
-        reference=setup.reference if setup.update.loss.kl_coef else None,
+        frozen=frozen_policies(setup),
         noise=noise,
         measures_kl=bool(config.aqn.kl_every) and config.aqn.schedule != "off",
         evaluates_text=evaluates_text,

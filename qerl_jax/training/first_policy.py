@@ -40,6 +40,7 @@ from qerl_jax.system.safe_files import read_bytes
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.peft import load_peft_adapter
+from qerl_jax.weights.tokenizer import Tokenizer
 
 # Folded into the key of the run. The steps fold their number into the same key, from 0 on.
 KEY_LORA = 2**32 - 1
@@ -55,13 +56,16 @@ def load_base(
     mesh: Mesh | None,
     processes: Processes,
     folder: RunFolder | None,
+    fact: str = FACT,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[LoadedModel, dict[str, list[Prompt]]]:
     """Loads the model before training, and renders the problems; refuses lengths that do not fit.
 
     In NVFP4 a model of 16 bits is calibrated on the training problems before the first step. A run
     that resumes, and one that begins from another one, take exactly the base that was recorded.
     `folder` is the run folder, which records the base and keeps the text that it was calibrated on;
-    None for a run without one.
+    None for a run without one. `fact` is the name under which it records the base, and `tokenizer`
+    renders the problems in place of that of the model.
 
     Returns:
         The model, and the prompts by split.
@@ -76,12 +80,12 @@ def load_base(
     if checkpoint is None or checkpoint.packed or checkpoint.tokenizer is None:
         model = load(source, format=form, dtype=dtype, put=put)
         check_positions(config, model.config)
-        return model, encode_problems(config, model.tokenizer, problems)
+        return model, encode_problems(config, tokenizer or model.tokenizer, problems)
     check_positions(config, checkpoint.config)
-    prompts = encode_problems(config, checkpoint.tokenizer, problems)
+    prompts = encode_problems(config, tokenizer or checkpoint.tokenizer, problems)
     entry = None
     if processes.writes:
-        entry = _base(config, checkpoint, prompts, processes=processes, folder=folder)
+        entry = _base(config, checkpoint, prompts, processes=processes, folder=folder, fact=fact)
     digest = processes.broadcast_from_first(entry and entry.digest)
     entry = entry or cache.find(digest)
     if entry is None:
@@ -99,11 +103,15 @@ def _base(
     *,
     processes: Processes,
     folder: RunFolder | None,
+    fact: str,
 ) -> Entry:
-    """Returns the calibrated base that is recorded, or else a new one, and records it."""
+    """Returns the calibrated base that is recorded as `fact`, or else a new one, and records it."""
     own = {} if folder is None else json.loads(read_bytes(folder.config))
-    if folder is not None and (digest := recorded_digest(own)):
-        return restored_base(checkpoint, digest, folder.calibration)
+    text = None
+    if folder is not None:
+        text = folder.calibration if fact == FACT else folder.teacher_calibration
+    if text is not None and (digest := recorded_digest(own, fact)):
+        return restored_base(checkpoint, digest, text)
     if config.init_from:
         origin, _ = origin_of(config.init_from)
         digest = recorded_digest(json.loads(read_bytes(origin.config)))
@@ -116,11 +124,11 @@ def _base(
     else:
         chosen = training_prompts(prompts)
         entry = calibrated_base(config, checkpoint, chosen, processes=processes.count)
-    if folder is not None:
+    if folder is not None and text is not None:
         # The text first: a run whose base is recorded has the text to make it from.
-        with replace_file(folder.calibration) as temporary:
+        with replace_file(text) as temporary:
             temporary.write_bytes(read_bytes(entry.tokens))
-        record_fact(folder, FACT, {"digest": entry.digest})
+        record_fact(folder, fact, {"digest": entry.digest})
     return entry
 
 

@@ -104,6 +104,7 @@ def save_checkpoint(run: Run) -> None:
             "architecture": run.setup.model.config.digest,
             "end_ids": list(run.setup.model.tokenizer.eos_ids),
             "reference": run.setup.reference_digest,
+            "teacher": run.setup.teacher_digest,
             "problems": run.problem_digests,
             "prompts": run.prompts_digest,
         },

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import learns_from_text
+from qerl_jax.config.fields import TEACHER, learns_from_rewards, learns_from_text
 from qerl_jax.data.agents import RunAgents
 from qerl_jax.data.environment_config import contracts_of, make_environments
 from qerl_jax.data.from_config import EVAL, load_problems, order_of, training_prompts
@@ -61,6 +61,7 @@ from qerl_jax.training.first_policy import (
     reference_policy,
 )
 from qerl_jax.training.step import Method, StepSetup
+from qerl_jax.training.teacher import Teacher, load_teacher_model, make_teacher, plan_teacher
 from qerl_jax.training.text_step import TEXT_LOSS
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel
@@ -93,6 +94,7 @@ class Setup(StepSetup):
     rewards: Mapping[str, tuple[Reward, float]]  # function and weight by name
     model: LoadedModel  # architecture, parameters before training and tokenizer
     reference_digest: str | None  # identity of `reference` if it is not the model itself, else None
+    teacher_digest: str | None  # identity of `teacher`, or None without one
     eval_prompts: list[Prompt]  # held-out prompts; empty without evaluations
     eval_sampler: Sampler  # samples the completions of an evaluation, greedily
     # The plan of the memory: how many rows decode together, the size of the buffers.
@@ -121,10 +123,15 @@ def prepare(
     # A model that does not fit, or that mesh.tensor does not divide, is refused before it is read.
     if device.pool is not None or config.mesh.tensor > 1:
         architecture = read_architecture(config.model.source)
-        check_fits(plan_run(config, architecture, device), config, architecture)
+        teacher = plan_teacher(config, architecture, read_architecture)
+        check_fits(plan_run(config, architecture, device, teacher=teacher), config, architecture)
+    teacher_model = load_teacher_model(
+        config, problems, mesh=mesh, processes=processes, folder=folder
+    )
     model, prompts = load_base(config, problems, mesh=mesh, processes=processes, folder=folder)
     _announce(config, model, prompts)
-    setup = assemble(config, rewards, model, prompts, method=method, mesh=mesh)
+    teacher = make_teacher(config, model, teacher_model)
+    setup = assemble(config, rewards, model, prompts, method=method, mesh=mesh, teacher=teacher)
     key = shard(setup.key, mesh) if mesh is not None and processes.count > 1 else setup.key
     return dataclasses.replace(setup, processes=processes, key=key)
 
@@ -238,11 +245,12 @@ def assemble(
     *,
     method: Method,
     mesh: Mesh | None,
+    teacher: Teacher | None = None,
 ) -> Setup:
     """Makes the parts of a run around a loaded model and encoded prompts.
 
     `prompts` are by split, as `data.from_config.load_problems` names them. If the mesh cuts
-    weights, those of the model are on it already.
+    weights, those of the model and of the teacher are on it already.
 
     Raises:
         UserError: the config asks for something that cannot be done.
@@ -256,13 +264,21 @@ def assemble(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
     )
     reference = reference_policy(config, model, lora_config, key)
+    taught = teacher.policy if teacher else None
     if mesh is not None:
-        params, head, reference = shard((model.params, head, reference), mesh)
+        params, head, reference, taught = shard((model.params, head, reference, taught), mesh)
         model = dataclasses.replace(model, params=params)
         state_shapes = abstract_on(state_shapes, mesh)
     size = bytes_per_device(model.params)
-    longest, rows = longest_prompt(config, prompts), rows_of_step(config, prompts)
-    plan = plan_run(config, model.config, this_device(), prompt=longest, rows=rows, weights=size)
+    plan = plan_run(
+        config,
+        model.config,
+        this_device(),
+        prompt=longest_prompt(config, prompts),
+        rows=rows_of_step(config, prompts),
+        weights=size,
+        teacher=teacher.planned if teacher else None,
+    )
     check_fits(plan, config, model.config)
     sampler, eval_sampler = _samplers(config, model, plan, prompts)
     environments = None
@@ -290,6 +306,7 @@ def assemble(
             recompute=plan.update.recompute,
             replays_routes=replays,
             checks_routes=config.rl.routing_check_every > 0,
+            teacher=teacher.planned.model if teacher else None,
         ),
         buffer_tokens=plan.buffer_tokens,
         mesh=mesh,
@@ -297,6 +314,8 @@ def assemble(
         rewards=rewards,
         model=model,
         reference_digest=reference_digest(config, reference),
+        teacher=taught,
+        teacher_digest=teacher.digest if teacher else None,
         eval_prompts=prompts.get(EVAL, []),
         eval_sampler=eval_sampler,
         memory=plan,
@@ -330,6 +349,7 @@ def _collect_config(
         advantage=config.rl.advantage,
         advantage_eps=config.rl.advantage_eps,
         environments=environments,
+        needs_rewards=learns_from_rewards(config),
     )
 
 
@@ -474,6 +494,7 @@ def loss_from(config: ConfigDict) -> LossConfig:
         "dual_clip": config.rl.dual_clip or None,
         "off_policy_delta": config.rl.off_policy_delta or None,
         "tis_cap": config.aqn.tis_cap if config.aqn.correction == "tis" else None,
+        "teacher_coef": config.teacher.coef * TEACHER.holds(config),
     }
     return loss_config(config.rl.loss, **options)
 

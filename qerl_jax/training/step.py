@@ -5,7 +5,8 @@
     3. sample and score                     G completions of each of P prompts from theta~
     4. advantages                           A = (r - mean(r)) / std(r) within a group
     5. batch                                masks, loss weights, packed buffers
-    6. reference log-probabilities          where the loss needs them
+    6. frozen log-probabilities             of the reference and the teacher, where the loss needs
+                                            them
     7. optimizer steps                      gradients of the loss in the trained parameters, on the
                                             rollout or on one mini-batch after the other
 
@@ -95,6 +96,8 @@ class StepSetup:
     buffer_tokens: int  # positions of a buffer of the update
     mesh: Mesh | None  # devices of the run; None for one device
     processes: Peers  # processes of the run
+    # The policy whose log-probabilities of the samples are learned; None without one.
+    teacher: Policy | None = dataclasses.field(default=None, kw_only=True)
     # The sessions of agents that a run before it was resumed has scored; None without agents.
     kept: Kept | None = dataclasses.field(default=None, kw_only=True)
 
@@ -194,13 +197,8 @@ def take_step(
         setup, progress, programs, params, mini_batches[0], divisor, noise=train_noise
     )
 
-    # --- 6. Reference log-probabilities ---------------------------------------------------------
-    if setup.update.loss.kl_coef:
-        logprobs = functools.partial(programs["buffer_logprobs"], *setup.reference)
-        mini_batches = [
-            [dataclasses.replace(x, ref_logprobs=logprobs(x, divisor)) for x in buffers]
-            for buffers in mini_batches
-        ]
+    # --- 6. Frozen log-probabilities ------------------------------------------------------------
+    mini_batches, frozen_metrics = _frozen_logprobs(setup, programs, mini_batches, divisor)
 
     # --- 7. Optimizer steps ---------------------------------------------------------------------
     state, updates, count = update(
@@ -215,7 +213,7 @@ def take_step(
     seconds = time.perf_counter() - began
     packing = packing_metrics(batch, [buffer for buffers in packed for buffer in buffers])
     tokens = packing["packed_tokens"] * count / len(packed)
-    metrics |= sampling_metrics | updates | packing
+    metrics |= sampling_metrics | updates | packing | frozen_metrics
     metrics |= {
         "perturbed_norms": perturbed_norms,
         "temperature": temperature,
@@ -267,6 +265,8 @@ def _add_noise(
 
 def _advantages(setup: StepSetup, scores: Scores) -> np.ndarray:
     """The advantages [B] of the completions of a step."""
+    if not setup.collect.needs_rewards:
+        return np.zeros(len(scores.total), np.float32)
     rl, group_size = setup.config.rl, setup.config.rollout.group_size
     total, parts = scores.total.reshape(-1, group_size), scores.parts_of_groups(group_size)
     if rl.advantage == "gdpo":
@@ -310,6 +310,35 @@ def _pack_mini_batches(
     )
     rows = rows_that_teach(batch, loss)
     return [pack(batch, rows & part, buffer_tokens=setup.buffer_tokens) for part in parts]
+
+
+def frozen_policies(setup: StepSetup) -> dict[str, Policy]:
+    """Returns the frozen policies of a run by the program of their log-probabilities."""
+    policies = {"buffer_logprobs": setup.reference} if setup.update.loss.kl_coef else {}
+    return policies | ({} if setup.teacher is None else {"teacher_logprobs": setup.teacher})
+
+
+def _frozen_logprobs(
+    setup: StepSetup,
+    programs: Programs,
+    mini_batches: list[list[PackedBuffer]],
+    temperature: np.float32,
+) -> tuple[list[list[PackedBuffer]], dict[str, float]]:
+    """The buffers with the log-probabilities of frozen policies, and the seconds of the teacher."""
+    fields, metrics = {"buffer_logprobs": "ref_logprobs"}, {}
+    for name, policy in frozen_policies(setup).items():
+        began, field = time.perf_counter(), fields.get(name, name)
+
+        def scored(buffer: PackedBuffer, name=name, policy=policy, field=field) -> PackedBuffer:
+            bare = dataclasses.replace(buffer, ref_logprobs=None, teacher_logprobs=None)
+            logprobs = programs[name](*policy, bare, temperature)
+            return dataclasses.replace(buffer, **{field: logprobs})
+
+        mini_batches = [[scored(buffer) for buffer in buffers] for buffers in mini_batches]
+        if name == "teacher_logprobs":
+            jax.block_until_ready([[x.teacher_logprobs for x in part] for part in mini_batches])
+            metrics["teacher_seconds"] = time.perf_counter() - began
+    return mini_batches, metrics
 
 
 def update(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import ROWS, SPLIT_LOSS, Field, keys_of, learns_from_text
+from qerl_jax.config.fields import ROWS, SPLIT_LOSS, TEACHER, Field, keys_of, learns_from_text
 from qerl_jax.data.environment_config import environment_functions
 from qerl_jax.data.from_config import mixture_of
 from qerl_jax.errors import UserError, check_limits, check_unicode
@@ -79,11 +79,9 @@ def validate(config: ConfigDict) -> None:
             f"init_from={config.init_from} with lora.init={config.lora.init}: both are where the "
             "adapter comes from, leave out one"
         )
-    if is_text:
-        _check_text(config)
-    else:
-        _check_mini_batches(config)
-        _check_environment(config)
+    of_samples = (_check_teacher, _check_mini_batches, _check_environment)
+    for check in (_check_text,) if is_text else of_samples:
+        check(config)
     recomputation(config.train.recompute)
     least, prompts = config.rollout.prompts_per_step, rollout_prompts(config)
     # Buffers of texts are dealt out to any number of groups.
@@ -142,6 +140,7 @@ def _check_measurements(config: ConfigDict) -> None:
 def _check_text(config: ConfigDict) -> None:
     """Refuses what does not work where a run learns from rows of text."""
     given = [f"environment.{name}" for name in ("function", "agent", "verifiers")]
+    given += ["teacher.source", "teacher.adapter"]
     given = [name for name in given if _value(config, name)]
     if config.sft.completions_of:
         given += [name for name in ("data.path", "data.mixture") if _value(config, name)]
@@ -150,6 +149,22 @@ def _check_text(config: ConfigDict) -> None:
         raise UserError(
             f"{what}={config.sft[what.removeprefix('sft.')]} with {' and '.join(given)}: the run "
             "samples nothing and has one source of rows, leave out one of the two"
+        )
+
+
+def _check_teacher(config: ConfigDict) -> None:
+    """Refuses what does not work with a teacher."""
+    if not TEACHER.holds(config):
+        return
+    if config.rl.loss == "gspo":
+        raise UserError(
+            "rl.loss='gspo' with a teacher: one ratio for a completion has no advantages of its "
+            "tokens; pass rl.loss=gspo_token"
+        )
+    if config.rl.dynamic_sampling and not config.teacher.rewards:
+        raise UserError(
+            "rl.dynamic_sampling=true with teacher.rewards=false: it chooses groups by rewards "
+            "that are not learned from; leave out one"
         )
 
 

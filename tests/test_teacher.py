@@ -1,0 +1,380 @@
+"""On-policy distillation: the loss against NumPy, the teacher's tokens, its plan, and runs."""
+
+import dataclasses
+import itertools
+import json
+import shutil
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_checkpoints
+import tiny_run
+import tokenizers
+import trees
+from environment_cases import CHANGES, TEMPLATE
+from row_batch import row_batch
+from row_loss import loss_config, row_loss
+from tiny_checkpoints import VOCAB
+from tiny_model import random_lora, random_tokens, tiny_policy
+
+from qerl_jax.config.experiments import grpo_gsm8k
+from qerl_jax.errors import UserError
+from qerl_jax.memory.report import check_fits, format_plan
+from qerl_jax.memory.run_plan import Device, PlannedTeacher, plan_run
+from qerl_jax.memory.update_plan import LongestRows, plan_update
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.quantization.base import describe_cost
+from qerl_jax.rl import train_step
+from qerl_jax.rl.losses import summarize_metrics
+from qerl_jax.rl.packing import pack
+from qerl_jax.training.loop import train
+from qerl_jax.training.teacher import check_tokens
+from qerl_jax.training.validate import validate
+
+# --- The loss -------------------------------------------------------------------------------------
+
+
+SLOW_LOSSES = "gspo_token", "cispo", "sapo", "dr_grpo"
+
+
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def test_the_gradient_is_that_of_the_reverse_kl():
+    """Over all tokens with the probabilities of the policy: its expectation on samples."""
+    policy, teacher = np.random.default_rng(0).standard_normal((2, 3, 7)).astype(np.float32)
+    p, q = log_softmax(policy.astype(np.float64)), log_softmax(teacher.astype(np.float64))
+    kl = (np.exp(p) * (p - q)).sum(axis=-1, keepdims=True)
+    config = loss_config("dapo", teacher_coef=0.5)
+
+    def loss(logits):
+        return row_loss(
+            jax.nn.log_softmax(logits),
+            config=config,
+            advantages=jnp.zeros(3),
+            mask=np.ones((3, 7), np.float32),
+            weights=np.exp(p).astype(np.float32),
+            teacher_logprobs=q.astype(np.float32),
+        )
+
+    (value, _), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(policy)
+    np.testing.assert_allclose(value, 0.5 * kl.sum(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, 0.5 * np.exp(p) * (p - q - kl), atol=1e-6)
+
+
+@pytest.mark.parametrize("coef", [0.25, 1.0])
+def test_the_reverse_kl_is_added_to_the_advantages(coef):
+    """In a second update, whose ratio is clipped; and nothing is read outside of the mask."""
+    rng = np.random.default_rng(1)
+    old, teacher = rng.uniform(-3, -0.1, (2, 4, 6)).astype(np.float32)
+    new = (old + rng.normal(0, 0.4, old.shape)).astype(np.float32)
+    mask = (np.arange(6) < np.array([[6], [2], [5], [1]])).astype(np.float32)
+    advantages = np.array([1.0, -0.5, 0.0, 0.3], np.float32)
+    weights = mask / mask.sum()
+    a = advantages[:, None] - coef * (old - teacher)
+    ratio = np.exp(new - old)
+    expected = -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.28) * a)
+    inputs = {"advantages": advantages, "mask": mask, "weights": weights}
+    inputs |= {"old_logprobs": np.where(mask, old, np.nan)}
+    inputs |= {"teacher_logprobs": np.where(mask, teacher, np.nan)}
+    config = loss_config("dapo", teacher_coef=coef)
+    value, metrics = jax.jit(lambda new: row_loss(new, config=config, **inputs))(new)
+    assert float(value) == pytest.approx((weights * expected).sum(), rel=1e-5)
+    found = float(summarize_metrics(metrics)["teacher/reverse_kl"])
+    assert found == pytest.approx(((old - teacher) * mask).sum() / mask.sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW_LOSSES)]
+)
+def test_a_teacher_equal_to_the_policy_has_no_loss_and_no_gradient(name):
+    old = np.random.default_rng(2).uniform(-9, 0, (2, 5)).astype(np.float32)
+    ones = np.ones_like(old)
+
+    def loss(logprobs):
+        options = {"advantages": jnp.zeros(2), "mask": ones, "weights": ones}
+        options |= {"old_logprobs": old, "teacher_logprobs": old}
+        return row_loss(logprobs, config=loss_config(name, teacher_coef=1.0), **options)[0]
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(old)
+    assert float(value) == 0
+    assert not np.any(gradient)
+
+
+# --- Its log-probabilities ------------------------------------------------------------------------
+
+
+def test_the_teacher_knows_fewer_tokens_and_no_routes():
+    """Tokens beyond its vocabulary count as its last one; routes of the rollout are not taken."""
+    config, params = tiny_policy("qwen3_moe", num_layers=1)
+    rollout = random_tokens(1, 5), np.array([5]), np.array([True]), np.zeros(1), np.zeros((1, 5))
+    options = {"mask_truncated": False, "aggregation": "token", "pad_id": 0}
+    batch = row_batch([random_tokens(4, seed=1).tolist()], *rollout, **options)
+    (buffer,) = pack(batch, np.array([True]), buffer_tokens=16)
+    unknown = dataclasses.replace(
+        buffer,
+        tokens=np.where(buffer.tokens == buffer.tokens[1], VOCAB + 5, buffer.tokens),
+        targets=np.where(np.arange(16) == 1, VOCAB + 9, buffer.targets),
+        routes=np.zeros_like(config.empty_routes(16)),
+    )
+    last = dataclasses.replace(
+        buffer,
+        tokens=np.where(buffer.tokens == buffer.tokens[1], VOCAB - 1, buffer.tokens),
+        targets=np.where(np.arange(16) == 1, VOCAB - 1, buffer.targets),
+    )
+    policy = params, random_lora(config)
+    one, static = np.float32(1), {"model_config": config}
+    found = train_step.teacher_logprobs(*policy, unknown, one, **static)
+    expected = train_step.buffer_logprobs(*policy, last, one, **static)
+    trees.assert_equal(found, expected)
+
+
+# --- What it must be ------------------------------------------------------------------------------
+
+
+def tokenizer(*words):
+    vocabulary = {word: number for number, word in enumerate(words) if word}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    return types.SimpleNamespace(backend=backend)
+
+
+SOURCES = {"teacher.source": "big", "model.source": "small"}
+
+
+def config_of(changes):
+    config = grpo_gsm8k.get_config("qwen2.5-7b")
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ("a", "b", "<end>"),
+        ("a", "b", "<end>", "more", "[PAD4]"),
+        ("a", "b"),
+        ("a", "b", "<end>", "[PAD3]", "[PAD4]"),
+    ],
+)
+def test_tokens_are_compared_up_to_the_shorter_vocabulary(own):
+    check_tokens(config_of(SOURCES), tokenizer("a", "b", "<end>", "[PAD3]"), tokenizer(*own))
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (("a", "b", "<stop>"), "1 of 3 ids differ, 2 is '<end>' and '<stop>'; take"),
+        (("a", "c", "", "d"), "2 of 4 ids differ, 1 is 'b' and 'c', 2 is '<end>' and None; take"),
+    ],
+)
+def test_other_tokens_are_refused_by_name(own, words):
+    with pytest.raises(UserError, match=r"teacher\.source=big has other tokens than") as error:
+        check_tokens(config_of(SOURCES), tokenizer("a", "b", "<end>", "d"), tokenizer(*own))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rl.loss": "gspo", "rl.updates_per_rollout": 1}, "pass rl.loss=gspo_token"),
+        ({"rl.dynamic_sampling": True, "teacher.rewards": False}, "by rewards that are not"),
+        ({"teacher.coef": 0.0}, "teacher.coef"),
+    ],
+)
+def test_what_does_not_work_with_a_teacher_is_refused(changes, words):
+    validate(config_of(changes | {"teacher.rewards": True, "teacher.coef": 1.0}))
+    with pytest.raises(UserError, match=words):
+        validate(config_of(SOURCES | changes))
+
+
+# --- Its memory -----------------------------------------------------------------------------------
+
+H100 = Device(int(0.92 * 85e9), "mosaic")
+
+
+def plan(device=H100, **options):
+    changes = {"rollout.prompts_per_step": 1, "rollout.group_size": 8}
+    config = config_of(changes | {"rollout.max_new_tokens": 2048})
+    return config, plan_run(config, ARCHITECTURES["qwen2.5-7b"], device, **options)
+
+
+def test_the_plan_counts_the_teacher():
+    teacher = PlannedTeacher(ARCHITECTURES["qwen2.5-32b"], format="nvfp4")
+    _, alone = plan()
+    config, taught = plan(teacher=teacher)
+    assert taught.fits
+    assert 20e9 < taught.teacher_weights < 22e9
+    assert taught.held == alone.held + taught.teacher_weights
+    assert taught.update.teacher > 1e9
+    assert "teacher                  2" in format_plan(taught, config)
+    assert "nvfp4; its pass over a buffer takes" in format_plan(taught, config)
+    first, second = describe_cost(config, ARCHITECTURES["qwen2.5-7b"], teacher).splitlines()
+    assert "the first step: about" in first
+    assert "the first step: of the teacher, about" in second
+    # Under another adapter the base of the policy takes no more memory.
+    adapter = LoraConfig(rank=32, alpha=32.0)
+    _, own = plan(teacher=PlannedTeacher(ARCHITECTURES["qwen2.5-7b"], adapter))
+    assert own.teacher_weights == 4 * 80_740_352
+    small = Device(24 * 10**9, "mma")
+    config, tight = plan(small, teacher=teacher)
+    with pytest.raises(UserError, match=r"GB the teacher, and may take 22.8 GB of the 24.0 GB"):
+        check_fits(tight, config, ARCHITECTURES["qwen2.5-7b"])
+
+
+def test_a_mesh_that_does_not_divide_the_teacher_is_refused():
+    config = config_of({"mesh.tensor": 8})
+    teacher = PlannedTeacher(ARCHITECTURES["qwen2.5-7b"], format="nvfp4")
+    with pytest.raises(UserError, match=r"^the teacher, a qwen2: mesh\.tensor=8 "):
+        plan_run(config, ARCHITECTURES["qwen2.5-72b"], H100, teacher=teacher)
+
+
+def test_buffers_are_such_that_the_pass_of_the_teacher_fits():
+    rows, free = LongestRows(320, 2048, 8, 16), 2 * 10**9
+    options = {"adapter": 40_000_000, "itemsize": 2, "buffer_tokens": 0, "recompute": None}
+    model = ARCHITECTURES["qwen2.5-1.5b"]
+    alone = plan_update(model, rows, free=free, **options)
+    taught = plan_update(model, rows, free=free, teacher=ARCHITECTURES["qwen2.5-72b"], **options)
+    assert alone.teacher == 0 < taught.teacher <= taught.bytes <= free
+    assert taught.buffer_tokens < alone.buffer_tokens
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+QUIET = {"eval.every": 0, "aqn.schedule": "off", "aqn.kl_every": 0, "rl.loss": "dapo"}
+ALONE = QUIET | {"teacher.rewards": False, "optimizer.weight_decay": 0.0}
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny, tmp_path_factory):
+    """A run whose adapter is a teacher."""
+    changes = QUIET | {"steps": 10, "optimizer.learning_rate": 0.05}
+    return train(tiny.config(changes), workdir=tmp_path_factory.mktemp("teacher") / "run")
+
+
+def kl_of(run):
+    return [row["teacher/reverse_kl"] for row in tiny_run.results(run)]
+
+
+@pytest.mark.slow
+def test_a_run_whose_teacher_is_its_policy_stays_where_it_is(tiny, teacher, tmp_path):
+    own = {"lora.init": str(teacher / "adapter"), "teacher.adapter": str(teacher), "steps": 2}
+    run = train(tiny.config(ALONE | own), workdir=tmp_path / "run")
+    for row in tiny_run.results(run):
+        assert (row["loss"], row["grad_norm"], row["teacher/reverse_kl"]) == (0, 0, 0)
+    before, after = (folder / "adapter/adapter_model.safetensors" for folder in (teacher, run))
+    assert before.read_bytes() == after.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_fresh_adapter_learns_from_a_trained_one(tiny, teacher, tmp_path):
+    """Its reverse KL falls to a tenth; that of a control, which learns nothing, stays."""
+    changes = ALONE | {"teacher.adapter": str(teacher / "adapter"), "steps": 25}
+    changes |= {"rollout.prompts_per_step": 4, "optimizer.learning_rate": 0.02}
+    control = changes | {"optimizer.learning_rate": 0.0}
+    learned, fixed = (
+        kl_of(train(tiny.config(one), workdir=tmp_path / name))
+        for name, one in (("learned", changes), ("control", control))
+    )
+    assert learned[0] == fixed[0] > 0.2
+    assert np.mean(learned[-5:]) < 0.1 * np.mean(fixed[-5:])
+    assert np.mean(fixed[-5:]) > 0.5 * fixed[0]
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_killed_and_resumed(tiny, teacher, tmp_path, capsys):
+    """With rewards, mini-batches, truncated rows left out, and a teacher with other weights."""
+    changes = QUIET | {"steps": 4, "checkpoint.every": 2, "rl.mini_batches": 2}
+    changes |= {"teacher.source": str(tiny.model), "teacher.adapter": str(teacher)}
+    changes |= {"teacher.format": "bf16", "rl.kl_coef": 0.1, "rl.mask_truncated": True}
+    whole = train(tiny.config(changes), workdir=tmp_path / "whole")
+    assert all(value != 0 for value in kl_of(whole))
+    calls = itertools.count(1)
+
+    def correctness(*arguments):
+        if next(calls) == 3 * 8 + 2:
+            raise tiny_run.KilledError
+        return tiny_run.even_end(*arguments)
+
+    rewards = {"correctness": (correctness, 1.0), "format": (tiny_run.low_fraction, 0.1)}
+    run = tmp_path / "run"
+    with pytest.raises(tiny_run.KilledError):
+        train(tiny.config(changes), workdir=run, rewards=rewards)
+    rewards["correctness"] = tiny_run.even_end, 1.0
+    other = shutil.copytree(run, tmp_path / "other")
+    train(tiny.config(changes), workdir=run, rewards=rewards)
+    assert "resuming after step 2" in capsys.readouterr().out
+    assert tiny_run.results(run) == tiny_run.results(whole)
+    for file in ("completions.jsonl", "adapter/adapter_model.safetensors"):
+        assert (run / file).read_bytes() == (whole / file).read_bytes()
+    with pytest.raises(UserError, match=r"the teacher .* is not what this run began with"):
+        train(tiny.config(changes | {"teacher.adapter": ""}), workdir=other)
+
+
+@pytest.mark.slow
+def test_the_teacher_alone_needs_no_reward(tiny, teacher, tmp_path):
+    """Where every reward fails, and with noise, which the teacher does not have."""
+
+    def failing(*_):
+        raise ValueError("no server")
+
+    changes = ALONE | {"steps": 2, "teacher.adapter": str(teacher), "aqn.schedule": "constant"}
+    changes |= {"aqn.sigma_start": 0.3, "aqn.correction": "noisy_forward"}
+    rewards = {"correctness": (failing, 1.0)}
+    run = train(tiny.config(changes), workdir=tmp_path / "run", rewards=rewards)
+    assert all(row["grad_norm"] > 0 for row in tiny_run.results(run))
+    with pytest.raises(UserError, match="nothing can be learned"):
+        train(
+            tiny.config(changes | {"teacher.rewards": True}),
+            workdir=tmp_path / "needs",
+            rewards=rewards,
+        )
+
+
+def test_an_adapter_that_is_none_is_refused(tiny, tmp_path):
+    changes = {"teacher.adapter": str(tmp_path)}
+    with pytest.raises(UserError, match="neither a run with an adapter nor the folder of a PEFT"):
+        train(tiny.config(QUIET | changes), workdir=tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_calibrated_teacher_is_made_again_from_the_text_of_the_run(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    own = tiny_run.write_model(tmp_path / "teacher", num_layers=2)
+    changes = QUIET | {"model.calibration": "gptq", "teacher.source": str(own)}
+    changes |= {"optimizer.schedule": "constant", "checkpoint.every": 1}
+    run = train(tiny.config(changes | {"steps": 2}), workdir=tmp_path / "run")
+    assert capsys.readouterr().out.count("calibrated on") == 2
+    saved = json.loads((run / "config.json").read_text())
+    assert saved["calibration"] != saved["teacher_calibration"]
+    again = shutil.copytree(run, tmp_path / "again")
+    train(tiny.config(changes | {"steps": 3}), workdir=run)
+    assert "calibrated on" not in capsys.readouterr().out
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other home"))
+    train(tiny.config(changes | {"steps": 3}), workdir=again)
+    assert capsys.readouterr().out.count("calibrated on") == 2
+    assert tiny_run.results(again) == tiny_run.results(run)
+
+
+@pytest.mark.slow
+def test_experts_and_an_environment_have_a_teacher(tmp_path, compile_cache):
+    """Routes of the rollout are replayed in the policy, and tokens of replies are no part."""
+    tiny = tiny_run.write_tiny(tmp_path, compile_cache, model_type="qwen3_moe", num_layers=1)
+    tiny_checkpoints.write_tokenizer(tiny.model, chat_template=TEMPLATE)
+    own = tiny_run.write_model(tmp_path / "teacher", num_layers=1)
+    taught = {"teacher.source": str(own), "teacher.format": "bf16", "eval.every": 0}
+    taught |= {"lora.targets": ("q_proj", "v_proj"), "lora.expert_rank": 2}
+    run = train(tiny.config(CHANGES | taught | {"steps": 2}), workdir=tmp_path / "run")
+    for row in tiny_run.results(run):
+        assert row["teacher/reverse_kl"] > 0
+        assert row["grad_norm"] > 0
+        assert row["routes_differ"] < 0.1
