@@ -80,12 +80,9 @@ def validate(config: ConfigDict) -> None:
             f"init_from={config.init_from} with lora.init={config.lora.init}: both are where the "
             "adapter comes from, leave out one"
         )
-    if is_text:
-        _check_text(config)
-    else:
-        _check_teacher(config)
-        _check_mini_batches(config)
-        _check_environment(config)
+    of_samples = (_check_teacher, _check_mini_batches, _check_environment)
+    for check in (_check_text,) if is_text else of_samples:
+        check(config)
     recomputation(config.train.recompute)
     least, prompts = config.rollout.prompts_per_step, rollout_prompts(config)
     # Buffers of texts are dealt out to any number of groups.
