@@ -337,6 +337,7 @@ def test_processes_compare_the_code_of_their_loss(module):
         memory=types.SimpleNamespace(buffer_tokens=48),
         processes=types.SimpleNamespace(check_same=lambda fields, _: found.update(fields)),
         reference_digest=None,
+        teacher_digest=None,
     )
     begin._check_processes(setup, {}, None)
     assert found[f"code of {module}:pg"] == losses.custom_loss_digest(f"{module}:pg", 48)[:16]
