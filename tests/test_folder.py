@@ -416,6 +416,22 @@ def test_of_threads_that_begin_a_run_at_once_one_has_it(tmp_path):
     assert all("in use by another run of this process" in error for error in errors if error)
 
 
+def test_a_config_that_another_start_has_just_written_is_no_other_file(tmp_path, monkeypatch):
+    config = make_config()
+    with folder.open_run(tmp_path / "run", config) as other:
+        content = other.config.read_bytes()
+        other.config.unlink()
+        listed = Path.iterdir
+
+        def written_before(path):
+            other.config.write_bytes(content)
+            return listed(path)
+
+        monkeypatch.setattr(Path, "iterdir", written_before)
+        with pytest.raises(UserError, match="in use by another run of this process"):
+            folder.open_run(tmp_path / "run", config).__enter__()
+
+
 def fail_with(monkeypatch, number):
     """Makes all locks fail with an error."""
 

@@ -326,7 +326,7 @@ def _check_ours(folder: RunFolder) -> None:
             )
         return
     others = sorted(p.name for p in folder.path.iterdir() if not _is_remnant_of_start(folder, p))
-    if others:
+    if others and not folder.config.exists():  # Another start may have written it by now.
         raise UserError(
             f"{folder.path} is not a run folder: it has no {folder.config.name} but holds "
             f"{others[0]}; pass a new or empty folder as --workdir"
