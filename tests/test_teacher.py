@@ -272,7 +272,6 @@ def test_a_run_whose_teacher_is_its_policy_stays_where_it_is(tiny, teacher, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.e2e
 def test_a_fresh_adapter_learns_from_a_trained_one(tiny, teacher, tmp_path):
     """Its reverse KL falls to a tenth; that of a control, which learns nothing, stays."""
     changes = ALONE | {"teacher.adapter": str(teacher / "adapter"), "steps": 25}
