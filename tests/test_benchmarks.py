@@ -288,7 +288,10 @@ def readme_modules(tmp_path, monkeypatch):
     found = python_on_the_pages()
     assert found.keys() == {
         "README.md",
+        "agents.md",
         "data.md",
+        "environments.md",  # tests/test_environment_train.py runs it.
+        "learn_from_text.md",  # rows in JSON
         "python.md",
         "rewards.md",
         "sweeps.md",
@@ -298,6 +301,9 @@ def readme_modules(tmp_path, monkeypatch):
     exec(methods, names := {"optax": optax, "config": grpo_gsm8k.get_config()})
     assert names["centered"](np.array([[1.0, 3.0]]), {}).tolist() == [[-1.0, 1.0]]
     assert isinstance(names["lion"](1e-3), optax.GradientTransformation)
+    *_, toss = found["agents.md"][1]  # Its agents need packages that are not installed here.
+    exec(toss.partition("\n...")[0], names)
+    assert names["toss"]("p", "c", "a", 1, True) in (0.0, 1.0)
     fenced, (reward,) = found["README.md"]
     assert fenced == ["python"]  # tests/test_readme.py runs it.
     code = reward + found["rewards.md"][1][-1]
