@@ -22,12 +22,14 @@ from qerl_jax.data.from_config import encode_problems, load_problems
 from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.memory.report import check_fits, format_plan
 from qerl_jax.memory.run_plan import Device, plan_run
+from qerl_jax.run.folder import default_folder
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.show.runs import show_runs
 from qerl_jax.system.jsonl import read_jsonl
-from qerl_jax.training.dry_run import dry_run
+from qerl_jax.training.dry_run import check_start, dry_run
 from qerl_jax.training.loop import train
 from qerl_jax.training.session import open_session
+from qerl_jax.training.setup import settle_text
 from qerl_jax.training.text_step import text_batch
 from qerl_jax.training.validate import validate
 from qerl_jax.weights.tokenizer import from_folder
@@ -328,6 +330,17 @@ def test_epochs_give_the_number_of_steps(inputs, tmp_path, capsys):
     config = text_config(inputs, sft__epochs=1.5)
     refused("steps .needs sft.epochs=0", check_overrides, config, ["steps"])
     refused("needs a policy that samples", check_overrides, config, ["rollout.top_k"])
+
+
+def test_a_dry_run_names_the_folder_that_a_run_with_epochs_takes(inputs, run):
+    said = []
+    dry_run(text_config(inputs, sft__epochs=1.5), write=said.append)
+    own = default_folder(settle_text(text_config(inputs, sft__epochs=1.5))[0])
+    assert any(line.startswith(f"run folder: {own}, ") for line in said)
+    one_pass = text_config(inputs, sft__epochs=1.0)
+    dry_run(one_pass, workdir=run, write=said.append)
+    assert any("which holds 4 of 4 steps" in line for line in said)
+    assert check_start(one_pass, workdir=run)[0].steps == 4
 
 
 @pytest.mark.slow

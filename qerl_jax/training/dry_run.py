@@ -32,7 +32,7 @@ from qerl_jax.data.from_config import (
 )
 from qerl_jax.data.order import Order
 from qerl_jax.data.prompt_rollout import AnyEnvironments, Ended
-from qerl_jax.data.prompts import Prompt
+from qerl_jax.data.prompts import Problem, Prompt
 from qerl_jax.environments.episodes import Episode, failures
 from qerl_jax.environments.roles import FAILURE
 from qerl_jax.errors import UserError, visible
@@ -85,10 +85,8 @@ def dry_run(
     Raises:
         UserError: the run could not start.
     """
+    config, texts, schedule_steps = check_start(config, workdir=workdir)
     folder = RunFolder(_folder_path(config, workdir))
-    check_start(config, workdir=workdir)
-    config, texts = settle_text(config)
-    schedule_steps = check_start(config, workdir=workdir)
     rewards = {} if learns_from_text(config) else rewards_of(config, rewards)
     if not folder.checkpoints.is_dir():
         check_origin(config)
@@ -139,17 +137,21 @@ def dry_run(
     write(_NOTHING_STARTED)
 
 
-def check_start(config: ConfigDict, *, workdir: str | Path | None = None) -> int:
+def check_start(
+    config: ConfigDict, *, workdir: str | Path | None = None
+) -> tuple[ConfigDict, Mapping[str, list[Problem]] | None, int]:
     """Refuses what a start refuses before it calls a function or reads a model.
 
     Returns:
-        The number of steps that the schedules span.
+        The config and the problems of `settle_text`, as the folder of a run has the steps of its
+        epochs, and the number of steps that the schedules span.
 
     Raises:
         UserError: a value is out of range, a tracker is not installed, the mesh has devices that
             are absent, or the folder holds no run, or one that this config cannot resume.
     """
     validate(config)
+    config, texts = settle_text(config)
     check_trackers(config)
     data, tensor = config.mesh.data, config.mesh.tensor
     if read_rank(os.environ, devices=data * tensor) is None:  # One process sees all devices.
@@ -158,7 +160,7 @@ def check_start(config: ConfigDict, *, workdir: str | Path | None = None) -> int
     schedule_steps = check_run_folder(path, config)
     target = policy_folder(RunFolder(path), config)
     check_extension(config, schedule_steps=schedule_steps, target=target)
-    return schedule_steps
+    return config, texts, schedule_steps
 
 
 def _folder_path(config: ConfigDict, workdir: str | Path | None) -> Path:
