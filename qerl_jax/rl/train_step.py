@@ -430,10 +430,7 @@ def teacher_logprobs(
         targets=jnp.minimum(buffer.targets, last),
         routes=None,
     )
-    logprobs, *_ = packed_logprobs(
-        params, lora, known, model_config=model_config, temperature=temperature
-    )
-    return logprobs
+    return buffer_logprobs(params, lora, known, temperature, model_config=model_config)
 
 
 @functools.partial(jax.jit, static_argnames="model_config")
