@@ -65,7 +65,6 @@ class UpdateConfig:
     # `transformer.packed_hidden_states`.
     recompute: tuple[str, ...] = ()
     replays_routes: bool = False  # whether buffers have the experts of the rollout's tokens
-    checks_routes: bool = False  # whether steps may measure what that changes
     teacher: ModelConfig | None = None  # architecture of the teacher, or None without one
 
 

@@ -304,7 +304,6 @@ def assemble(
             loss=method.loss,
             recompute=plan.update.recompute,
             replays_routes=replays,
-            checks_routes=config.rl.routing_check_every > 0,
             teacher=teacher.planned.model if teacher else None,
         ),
         buffer_tokens=plan.buffer_tokens,
