@@ -1,5 +1,6 @@
 """Supervised fine-tuning: what is learned of a row, its loss, and runs that learn from text."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -573,6 +574,17 @@ def test_completions_of_a_run_that_writes_them_now(inputs, tmp_path):
     with open(rows, "a") as file:
         file.write("\n{}\n")
     refused("line 3 is not JSON", load_problems, text_config(inputs, **changes), {})
+
+
+def test_completions_of_gpt_oss_are_refused(inputs, tmp_path):
+    """Of one without reasoning the file has the answer alone, and no conversation."""
+    write_rows(tmp_path / "completions.jsonl", [saved("t5 <|start|>assistant")])
+    changes = {"data__path": "", "eval__every": 0, "sft__completions_of": str(tmp_path)}
+    config, tokenizer = text_config(inputs, **changes), from_folder(inputs.model)
+    template = (pathlib.Path(__file__).parent / "golden" / "gptoss.jinja").read_text()
+    of_gpt_oss = dataclasses.replace(tokenizer, chat_template=template)
+    problems = load_problems(config, {})
+    refused("completions.jsonl:1: .*names of their", encode_problems, config, of_gpt_oss, problems)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from qerl_jax.data.sources import (
 )
 from qerl_jax.environments.chat import read_message
 from qerl_jax.environments.gateway import RequestError
+from qerl_jax.environments.harmony import is_harmony
 from qerl_jax.environments.replies import ReplyWriter
 from qerl_jax.errors import UserError, check_unicode
 from qerl_jax.run.folder import RunFolder
@@ -276,6 +277,11 @@ class _Writer:
 
     def _saved(self, problem: Problem, where: str) -> Prompt:
         """A completion that a run saved; its prompt has been rendered."""
+        if is_harmony(self.tokenizer.chat_template or ""):
+            raise UserError(
+                f"{where}: the completions of gpt-oss are saved without the names of their "
+                "messages: write them as rows with `messages`, and pass data.path"
+            )
         if not problem.question.endswith(self._generation):
             raise UserError(
                 f"{where}: its prompt ends with {problem.question[-40:]!r}, and the chat template "
