@@ -36,7 +36,7 @@ from qerl_jax.rl.losses import summarize_metrics
 from qerl_jax.rl.packing import pack
 from qerl_jax.training.dry_run import dry_run
 from qerl_jax.training.loop import train
-from qerl_jax.training.teacher import check_tokens, plan_teacher
+from qerl_jax.training.teacher import check_tokens, make_teacher, plan_teacher
 from qerl_jax.training.validate import validate
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
@@ -410,6 +410,16 @@ def test_the_adapter_of_a_run_is_its_best_one_or_the_last_one(tiny, tmp_path, ra
     assert rank() == 4
     shutil.copytree(folder, tmp_path / "run" / "best_adapter")
     assert rank() == 2
+
+
+def test_an_adapter_of_another_base_is_refused(tiny, tmp_path, random_teacher):
+    model, _, folder = random_teacher
+    file = folder / "adapter_model.safetensors"
+    tensors = {name.replace("layers.0", "layers.9"): x for name, x in load_file(file).items()}
+    save_file(tensors, file)
+    config = tiny.config({"teacher.adapter": str(folder)})
+    with pytest.raises(UserError, match=rf"^teacher\.adapter={folder}: .* lacks"):
+        make_teacher(config, model, None)
 
 
 def test_an_error_says_that_the_model_is_the_teacher(tiny, tmp_path):

@@ -77,11 +77,12 @@ def plan_teacher(
 
 @contextlib.contextmanager
 def teacher_errors(config: ConfigDict) -> Generator[None]:
-    """Names the teacher in an error that says nothing of whose model it is."""
+    """Names the teacher in an error that says nothing of whose model or adapter it is."""
+    field = "source" if config.teacher.source else "adapter"
     try:
         yield
     except UserError as error:
-        raise UserError(f"teacher.source={config.teacher.source}: {error}") from error
+        raise UserError(f"teacher.{field}={config.teacher[field]}: {error}") from error
 
 
 def load_teacher_model(
@@ -151,7 +152,8 @@ def make_teacher(config: ConfigDict, base: LoadedModel, own: LoadedModel | None)
         folder = _adapter_folder(config)
         lora_config, adapter_base = read_peft_config(folder)
         warn_of_another_base(folder, adapter_base, (config.teacher.source, model.source))
-        adapter = load_peft_adapter(folder, model.config, lora_config)
+        with teacher_errors(config):
+            adapter = load_peft_adapter(folder, model.config, lora_config)
         policy = Policy(current_policy(model.params, adapter), adapter.lora)
     facts = model.fingerprint, model.config.digest, policy_digest(policy), policy.lora is not None
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
