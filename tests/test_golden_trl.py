@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from qerl_jax.rl.packing import pack
 from qerl_jax.rl.programs import functions
 from qerl_jax.rl.train_step import OptimizerConfig, UpdateConfig, init_state, make_optimizer
 from qerl_jax.rollout.scheduler import pad_prompts
+from qerl_jax.training import text_step
 from qerl_jax.training.step import update
 from qerl_jax.training.text_step import TEXT_LOSS, text_batch
 from qerl_jax.weights.load import load
@@ -212,7 +214,7 @@ def test_optimizer_step(variant, buffer_tokens):
 
 
 @pytest.mark.parametrize("variant", [pytest.param("rows", marks=pytest.mark.slow), "packed"])
-def test_supervised_step(variant):
+def test_supervised_step(variant, monkeypatch):
     """The loss and the gradient of rows of text (generator: golden/make_trl_sft.py)."""
     expected = load_file(GOLDEN / "trl_sft.safetensors")
     model = load(str(GOLDEN / "trl_step"), format="bf16", dtype="float32")
@@ -230,9 +232,33 @@ def test_supervised_step(variant):
     assert len(buffers) == {"rows": 2, "packed": 1}[variant]
     programs = Programs(functions(UpdateConfig(model.config, TEXT_LOSS), KEEP_GRADIENT))
     one = np.float32(1)
-    sums = [programs["buffer_loss"](model.params, adapter.lora, b, one) for b in buffers]
-    assert_close(sum(sums) / batch.loss_mask.sum(), expected[f"loss.{variant}"], "held-out loss")
     state = init_state(adapter, KEEP_GRADIENT)
+    monkeypatch.setattr(text_step, "_ROWS_AT_ONCE", 2)
+    sampler = types.SimpleNamespace(tokenizer=types.SimpleNamespace(pad_id=0))
+    setup = types.SimpleNamespace(
+        mesh=None,
+        buffer_tokens=len(buffers[0].tokens),
+        collect=types.SimpleNamespace(sampler=sampler),
+    )
+    seen = []
+
+    def held_out(params, trainable):
+        setup.params = params
+        return text_step.held_out_loss(
+            setup,
+            types.SimpleNamespace(state=types.SimpleNamespace(trainable=trainable)),
+            prompts,
+            programs=programs,
+            on_progress=lambda *counts: seen.append(counts),
+        )
+
+    loss = held_out(model.params, adapter)
+    assert_close(loss, expected[f"loss.{variant}"], "held-out loss")
+    assert seen == [(2, 7), (4, 13), (5, 34)]
+    norms = jax.tree.map(lambda x: 1.5 * x, trained_params(model.params, "lora+norms"))
+    with_norms = Trainable(adapter.lora, norms)
+    merged = held_out(current_policy(model.params, with_norms), adapter)
+    assert held_out(model.params, with_norms) == merged != loss
     state, metrics, _ = update(
         state, model.params, [buffers], None, one, programs=programs, number=1
     )

@@ -336,12 +336,20 @@ def test_the_best_adapter_outlives_an_evaluation_that_is_not_repeated(tiny, tmp_
     assert json.loads((run / "summary.json").read_text())["best_accuracy"] == 0.5
 
 
-def test_a_start_without_a_checkpoint_has_no_best_adapter(tiny, tmp_path, scores):
-    """The best one of a start that was killed before its first checkpoint is that of no run."""
-    scores += [0.1, 0.5, 0.4, 0.3, 0.2]
+def test_a_start_without_a_checkpoint_has_no_adapters(tiny, tmp_path, scores, monkeypatch):
+    """Those of a start that was killed before its first checkpoint are of no run.
+
+    The next one forgets the rows as well, is killed before it has any, and is no obstacle.
+    """
+    scores += [0.1, 0.5, 0.6, 0.4, 0.3, 0.2]
     run, config = tmp_path / "run", tiny.config(CHANGES | {"eval.every": 1, "steps": 2})
     killed_after(1, config, run, saves=False)
     assert best_adapter(run)
+    shutil.copytree(run / "best_adapter", run / "adapter")  # written before the checkpoint was
+    with monkeypatch.context() as patch:
+        patch.setattr(qerl_jax.training.loop, "take_step", lambda *_, **__: kill())
+        with pytest.raises(tiny_run.KilledError):
+            train(config, workdir=run)
     train(config, workdir=run)
     assert tiny_run.evaluations(run) == {0: 0.4, 1: 0.3, 2: 0.2}
     assert not (run / "best_adapter").exists()

@@ -126,7 +126,7 @@ def buffers_of(rollout, prompts, *, buffer_tokens=64):
 def updates(model):
     """The functions of an update."""
     loss = loss_config("grpo")
-    update = UpdateConfig(policies(model)[0], loss, replays_routes=True, checks_routes=True)
+    update = UpdateConfig(policies(model)[0], loss, replays_routes=True)
     table = rl_programs.functions(update, optax.sgd(1.0))
     return {name: functools.partial(x.function, **x.static) for name, x in table.items()}
 

@@ -1,5 +1,6 @@
 """Supervised fine-tuning: what is learned of a row, its loss, and runs that learn from text."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -19,19 +20,25 @@ import qerl_jax
 import qerl_jax.training.loop
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.data.from_config import encode_problems, load_problems
+from qerl_jax.data.prompts import Problem, Prompt, TextRow
+from qerl_jax.evaluation.task_prompts import digest_of_prompts
 from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.memory.report import check_fits, format_plan
 from qerl_jax.memory.run_plan import Device, plan_run
-from qerl_jax.run.folder import default_folder
+from qerl_jax.rl.packing import pack
+from qerl_jax.rl.train_step import buffer_loss
+from qerl_jax.run.folder import RunFolder, default_folder
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.show.runs import show_runs
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training.dry_run import check_start, dry_run
 from qerl_jax.training.loop import train
+from qerl_jax.training.saving import lowest_loss
 from qerl_jax.training.session import open_session
 from qerl_jax.training.setup import settle_text
 from qerl_jax.training.text_step import text_batch
 from qerl_jax.training.validate import validate
+from qerl_jax.weights.load import load
 from qerl_jax.weights.tokenizer import from_folder
 
 TRL = json.loads((pathlib.Path(__file__).parent / "golden" / "trl_sft.json").read_text())
@@ -169,9 +176,10 @@ def test_turns_that_a_template_rewrites_are_rows_of_their_own(inputs, tmp_path):
 
 
 def test_tools_and_their_calls(inputs, tmp_path):
+    call = "{{ c.function.name }} {{ c.function.arguments.x }}"
     template = "{% if tools %}{{ tools[0].function.name }} {% endif %}" + PLAIN.replace(
         "t1 t2 {{ m.content }}",
-        "t1 t2 {{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments.x }}{% endfor %}",
+        f"t1 t2 {{{{ m.content }}}}{{% for c in m.tool_calls %}}{call}{{% endfor %}}",
     )
     call = {"type": "function", "function": {"name": "t11", "arguments": '{"x": "t12"}'}}
     messages = [
@@ -187,13 +195,49 @@ def test_tools_and_their_calls(inputs, tmp_path):
         row = {"messages": messages, "tools": value}
         ((prompt, completion, learned),) = encode(inputs, folder, row, template=template)
         assert prompt == [11, 5, 1, 2]
-        assert completion == [12, END, 3, 13, 1, 2, 14, END]
-        assert learned == [True, True, False, False, False, False, True, True]
+        assert completion == [11, 12, END, 3, 13, 1, 2, 14, END]
+        assert learned == [True] * 3 + [False] * 4 + [True] * 2
+
+
+def test_a_null_of_a_table_is_no_value(inputs, tmp_path):
+    """A file of rows of several forms has all of their columns."""
+    nulls = dict.fromkeys(("messages", "tools", "question", "prompt", "completion", "answer"))
+    messages = [{"role": "user", "content": "t5"}, {"role": "tool", "content": "t6"}]
+    messages[1] |= {"tool_call_id": None, "name": None}
+    rows = [
+        nulls | {"prompt": "t5", "completion": "t7"},
+        nulls | {"question": "t5", "answer": "t7"},
+        nulls | {"prompt": chat("t5", "t7")["messages"]},
+        nulls | chat("t5", "t7"),
+        nulls | {"prompt": messages, "completion": "t7"},
+    ]
+    expected = ([5, 1, 2], [7, END], [True] * 2)
+    *others, tool = encode(inputs, tmp_path, *rows)
+    assert others == [expected] * 4
+    assert tool[0] == [5, 6, 1, 2]
+
+
+def called(**fields):
+    """A conversation whose turn is a call of the tool add."""
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"messages": [{"role": "user", "content": "t5"}, turn | fields]}
 
 
 @pytest.mark.parametrize(
     ("row", "changes", "words"),
     [
+        (called(), {}, ("rows.jsonl:2", "leaves out the call of 'add'", "out of the row")),
+        (
+            chat("t5", "t6", tools=[{"type": "function", "function": {"name": "add"}}]),
+            {},
+            ("rows.jsonl:2", "leaves out the tool 'add'", "out of the row"),
+        ),
+        (
+            called(tool_calls=[], content="t6", reasoning_content="t7"),
+            {},
+            ("rows.jsonl:2", "leaves out the reasoning 't7'", "out of the row"),
+        ),
         ({"prompt": "t5"}, {}, ("rows.jsonl:2", "completion", "data.fields.answer")),
         ({"completion": "t5"}, {}, ("rows.jsonl:2", "messages", "data.fields.question")),
         ({"prompt": " ", "completion": "t5"}, {}, ("rows.jsonl:2", "empty", "take the row out")),
@@ -264,6 +308,14 @@ def test_rows_without_a_completion_are_left_out(inputs, tmp_path, capsys):
     refused("1 with an empty completion .remedy: fill", encode, inputs, tmp_path, chat("t7", " "))
 
 
+def test_a_run_has_the_same_tokens_to_learn_when_it_is_resumed():
+    """The digest tells apart rows with one prompt, which a chat template may write otherwise."""
+    rows = [TextRow((5,), (6, 7), learned) for learned in ((True, True), (False, True))]
+    rows += [TextRow((5,), (6, 8), (True, True)), TextRow((5, 6), (7,), (True,))]
+    prompts = [Prompt(Problem("t5", "t6"), "t5", (5,), (row,)) for row in rows]
+    assert len({digest_of_prompts([prompt]) for prompt in prompts}) == 4
+
+
 def test_weights_are_one_over_the_learned_tokens(inputs, tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [chat("t5", "t6", "t7", "t8"), chat("t5 t6", "t7")])
     config = text_config(inputs, data__path=path, eval__every=0)
@@ -275,7 +327,19 @@ def test_weights_are_one_over_the_learned_tokens(inputs, tmp_path):
     assert batch.tokens[0, : batch.lengths[0]].tolist() == [5, 1, 2, 6, END, 3, 7, 1, 2, 8, END]
 
 
-def test_a_run_learns_and_saves(run):
+def loss_of(inputs, lora, split):
+    """The mean loss of the rows of a split under an adapter."""
+    model = load(str(inputs.model), format="nvfp4", dtype="float32")
+    config = text_config(inputs)
+    prompts = encode_problems(config, model.tokenizer, load_problems(config, {}))[split]
+    batch = text_batch(prompts, model.tokenizer.pad_id)
+    buffers = pack(batch, batch.lengths > 0, buffer_tokens=64)
+    options = {"model_config": model.config}
+    sums = [buffer_loss(model.params, lora, b, np.float32(1), **options) for b in buffers]
+    return sum(map(float, sums)) / batch.loss_mask.sum()
+
+
+def test_a_run_learns_and_saves(inputs, run):
     rows = read_steps(run / "metrics.jsonl")
     assert all(row["learned_tokens"] < row["packed_tokens"] for row in rows)
     losses = {
@@ -284,12 +348,22 @@ def test_a_run_learns_and_saves(run):
     assert list(losses) == [0, 2, 4]
     assert losses[4] < losses[0]
     assert losses[0] == pytest.approx(np.log(48), rel=0.3)
+    assert losses[4] == pytest.approx(loss_of(inputs, tiny_run.adapter(run), "eval"), rel=1e-5)
     best = json.loads((run / "best.json").read_text())
     assert best["loss"] == losses[best["step"]] == min(losses[2], losses[4])
     assert json.loads((run / "summary.json").read_text())["best_loss"] == best["loss"]
     assert tiny_run.adapter(run).layers
     assert (run / "curves.png").exists()
     assert not (run / "completions.jsonl").exists()
+
+
+def test_the_best_loss_outlives_an_evaluation_that_is_not_repeated(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert lowest_loss(folder) == np.inf
+    write_rows(folder.metrics, [{"step": 0, "eval_loss": 2.0}, {"step": 1, "loss": 1.0}])
+    assert lowest_loss(folder) == 2.0
+    write_rows(folder.best, [{"step": 2, "loss": 1.5}])
+    assert lowest_loss(folder) == 1.5
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_5_nothink"])
@@ -330,6 +404,27 @@ def test_epochs_give_the_number_of_steps(inputs, tmp_path, capsys):
     config = text_config(inputs, sft__epochs=1.5)
     refused("steps .needs sft.epochs=0", check_overrides, config, ["steps"])
     refused("needs a policy that samples", check_overrides, config, ["rollout.top_k"])
+
+
+def test_a_warm_up_is_compared_with_the_steps_of_the_epochs(inputs):
+    warm = {"optimizer__warmup_steps": 5}
+    for epochs, steps in ((1.0, 600), (5.0, 4)):
+        config = text_config(inputs, sft__epochs=epochs, steps=steps, **warm)
+        validate(config)
+        if epochs > 1:
+            assert settle_text(config)[0].steps == 20
+        else:
+            refused("warmup_steps=5 with steps=4", settle_text, config)
+    refused("warmup_steps=5 with steps=4", validate, text_config(inputs, steps=4, **warm))
+
+
+@pytest.mark.slow
+def test_what_only_samples_need_changes_nothing(inputs, run, tmp_path):
+    changes = {"rl.kl_coef": 0.1, "rl.mini_batches": 2, "rl.updates_per_rollout": 2}
+    changes |= {"aqn.schedule": "tiny_run:loud", "aqn.correction": "noisy_forward"}
+    changes |= {"rl.overlong_buffer": 2, "data.curriculum": "learnability"}
+    other = train(text_config(inputs, **changes), workdir=tmp_path / "run")
+    assert tiny_run.results(other) == tiny_run.results(run)
 
 
 def test_a_dry_run_names_the_folder_that_a_run_with_epochs_takes(inputs, run):
@@ -462,6 +557,34 @@ def test_completions_of_a_run_with_a_reward(inputs, tmp_path, capsys):
         assert f"left out 1 problem with {words}" in shown
     lower = read_saved(inputs, tmp_path / "b", *rows, sft__min_reward=0.5)
     assert [row[1] for row in lower] == [[6, END], [7, END]]
+
+
+def test_completions_of_a_run_that_writes_them_now(inputs, tmp_path):
+    """Its last line may be incomplete; and rows of any form measure what was learned."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = write_rows(folder / "completions.jsonl", [saved(), saved(completion="t7")])
+    with open(rows, "a") as file:
+        file.write('{"step": 2, "prom')
+    path = write_rows(tmp_path / "rows.jsonl", some_rows())
+    changes = {"data__path": "", "sft__completions_of": str(folder), "data__eval_path": path}
+    problems = load_problems(text_config(inputs, **changes), {})
+    assert [problem.answer for problem in problems["train"]] == ["t6", "t7"]
+    assert len(problems["eval"]) == 4
+    with open(rows, "a") as file:
+        file.write("\n{}\n")
+    refused("line 3 is not JSON", load_problems, text_config(inputs, **changes), {})
+
+
+def test_completions_of_gpt_oss_are_refused(inputs, tmp_path):
+    """Of one without reasoning the file has the answer alone, and no conversation."""
+    write_rows(tmp_path / "completions.jsonl", [saved("t5 <|start|>assistant")])
+    changes = {"data__path": "", "eval__every": 0, "sft__completions_of": str(tmp_path)}
+    config, tokenizer = text_config(inputs, **changes), from_folder(inputs.model)
+    template = (pathlib.Path(__file__).parent / "golden" / "gptoss.jinja").read_text()
+    of_gpt_oss = dataclasses.replace(tokenizer, chat_template=template)
+    problems = load_problems(config, {})
+    refused("completions.jsonl:1: .*names of their", encode_problems, config, of_gpt_oss, problems)
 
 
 @pytest.mark.parametrize(

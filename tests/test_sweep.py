@@ -21,6 +21,7 @@ from qerl_jax.config.experiments import aqn_ablation
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.config.sweep import chain, product, zipped
 from qerl_jax.errors import UserError
+from qerl_jax.run import sweep_folder
 from qerl_jax.run.folder import config_dict
 from qerl_jax.run.jobs import environment_of
 from qerl_jax.run.plots import plot_sweep
@@ -248,9 +249,22 @@ def test_table_over_seeds(tmp_path):
     assert set(MEASURES) <= set(off)
 
     text = format_table(table)
+    assert "| setting | runs | reward | accuracy | entropy | noise KL |\n" in text
     assert "| aqn.schedule=off | 2 | 0.300 ± 1.271 | 0.500 ± 0.000 |" in text
     assert "| aqn.schedule=cosine | 1 | 0.000 | 0.500 |" in text
     assert "Not finished: cosine-1." in text
+
+
+def test_runs_that_learn_from_text_have_their_held_out_loss(tmp_path):
+    run = write_run(tmp_path, {"seed": 0}, [0.1, 0.2])
+    rows = [{"step": 2, "loss": 0.5}, {"step": 0, "eval_loss": 2.0, "eval_seconds": 1.0}]
+    rows += [{"step": 2, "eval_loss": 1.25, "eval_seconds": 1.0}]
+    (run.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert sweep_folder._last_reward(run) == "last loss 0.500"
+    text = format_table(make_table([run]))
+    assert "| noise KL | held-out loss |\n|---|---|---|---|---|---|---|\n" in text
+    assert text.count("| 1.250 |") == 1
+    assert "held-out rows of text" in text
 
 
 def test_a_run_that_was_extended_by_hand_counts_with_the_steps_of_the_sweep(tmp_path):
@@ -278,7 +292,7 @@ def test_a_damaged_run_of_a_sweep_is_one_line(tmp_path):
     row = {"step": 2, "reward": {}, "entropy": "x", "noise_kl": [], "eval_accuracy": "x"}
     (run.folder / "metrics.jsonl").write_text(f"[]\n{json.dumps(row)}\n")
     (found,) = make_table([run])["runs"]
-    assert [found[name] for name in MEASURES] == [None] * 4
+    assert [found[name] for name in MEASURES] == [None] * len(MEASURES)
     (run.folder / "metrics.jsonl").write_text("[]\n")
     with pytest.raises(UserError, match="has no step"):
         make_table([run])

@@ -17,9 +17,11 @@ import trees
 from environment_cases import CHANGES, TEMPLATE
 from row_batch import row_batch
 from row_loss import loss_config, row_loss
+from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import VOCAB
 from tiny_model import random_lora, random_tokens, tiny_policy
 
+import qerl_jax.training.step
 from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.errors import UserError
 from qerl_jax.memory.report import check_fits, format_plan
@@ -27,13 +29,17 @@ from qerl_jax.memory.run_plan import Device, PlannedTeacher, plan_run
 from qerl_jax.memory.update_plan import LongestRows, plan_update
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.policy.trainable import Trainable
 from qerl_jax.quantization.base import describe_cost
 from qerl_jax.rl import train_step
 from qerl_jax.rl.losses import summarize_metrics
 from qerl_jax.rl.packing import pack
+from qerl_jax.training.dry_run import dry_run
 from qerl_jax.training.loop import train
-from qerl_jax.training.teacher import check_tokens
+from qerl_jax.training.teacher import check_tokens, make_teacher, plan_teacher
 from qerl_jax.training.validate import validate
+from qerl_jax.weights.load import load
+from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
 
 # --- The loss -------------------------------------------------------------------------------------
 
@@ -110,7 +116,7 @@ def test_a_teacher_equal_to_the_policy_has_no_loss_and_no_gradient(name):
 
 
 def test_the_teacher_knows_fewer_tokens_and_no_routes():
-    """Tokens beyond its vocabulary count as its last one; routes of the rollout are not taken."""
+    """Others are read as its last one and hardly ever written; routes are not taken."""
     config, params = tiny_policy("qwen3_moe", num_layers=1)
     rollout = random_tokens(1, 5), np.array([5]), np.array([True]), np.zeros(1), np.zeros((1, 5))
     options = {"mask_truncated": False, "aggregation": "token", "pad_id": 0}
@@ -130,16 +136,25 @@ def test_the_teacher_knows_fewer_tokens_and_no_routes():
     policy = params, random_lora(config)
     one, static = np.float32(1), {"model_config": config}
     found = train_step.teacher_logprobs(*policy, unknown, one, **static)
-    expected = train_step.buffer_logprobs(*policy, last, one, **static)
-    trees.assert_equal(found, expected)
+    expected = np.array(train_step.buffer_logprobs(*policy, last, one, **static))
+    assert expected[1] > -20
+    expected[1] = -20
+    trees.assert_equal(np.asarray(found), expected)
 
 
 # --- What it must be ------------------------------------------------------------------------------
 
 
 def tokenizer(*words):
+    """A tokenizer with these ids; words in angle brackets are special tokens."""
     vocabulary = {word: number for number, word in enumerate(words) if word}
+    special = [word for word in vocabulary if word.startswith("<")]
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    backend.add_special_tokens(special)
+    if [*words[-1:]] == special:  # The last ones can be outside of the model's own vocabulary.
+        del vocabulary[special[0]]
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+        backend.add_special_tokens(special)
     return types.SimpleNamespace(backend=backend)
 
 
@@ -335,6 +350,85 @@ def test_the_teacher_alone_needs_no_reward(tiny, teacher, tmp_path):
             workdir=tmp_path / "needs",
             rewards=rewards,
         )
+
+
+@pytest.fixture
+def random_teacher(tiny, tmp_path):
+    """The model, and the folder of a random adapter of another rank and other targets."""
+    model = load(str(tiny.model), format="nvfp4", dtype="float32")
+    options = LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
+    lora = random_lora(model.config, rank=2, targets=options.targets)
+    trainable = Trainable(dataclasses.replace(lora, scale=options.scale), {})
+    folder = tmp_path / "random"
+    save_peft_adapter(folder, trainable, options, base_model=str(tiny.model))
+    return model, load_peft_adapter(folder, model.config, options).lora, folder
+
+
+def test_a_step_learns_the_log_probabilities_of_the_teacher(
+    tiny, tmp_path, random_teacher, monkeypatch
+):
+    model, lora, folder = random_teacher
+    seen, real = [], qerl_jax.training.step.update
+
+    def update(state, params, mini_batches, *arguments, **options):
+        seen.extend(buffer for buffers in mini_batches for buffer in buffers)
+        return real(state, params, mini_batches, *arguments, **options)
+
+    monkeypatch.setattr(qerl_jax.training.step, "update", update)
+    changes = ALONE | {"teacher.adapter": str(folder), "steps": 1, "rollout.temperature": 0.7}
+    run, config = tmp_path / "run", {"model_config": model.config}
+    train(tiny.config(changes), workdir=run)
+    difference = []
+    for buffer in seen:
+        inside, bare = buffer.mask > 0, buffer.replace(teacher_logprobs=None)
+        mine, other = (
+            np.asarray(train_step.buffer_logprobs(model.params, x, bare, np.float32(0.7), **config))
+            for x in (None, lora)
+        )
+        np.testing.assert_allclose(buffer.teacher_logprobs[inside], other[inside], atol=1e-4)
+        assert not buffer.advantages.any()
+        difference += (mine - other)[inside].tolist()
+    (row,) = tiny_run.results(run)
+    assert row["teacher/reverse_kl"] == pytest.approx(np.mean(difference), rel=1e-4)
+    assert abs(row["teacher/reverse_kl"]) > 0.1
+    file = folder / "adapter_model.safetensors"
+    save_file({name: 1.01 * value for name, value in load_file(file).items()}, file)
+    with pytest.raises(UserError, match=r"the teacher .* is not what this run began with"):
+        train(tiny.config(changes | {"steps": 2}), workdir=run)
+
+
+def test_the_adapter_of_a_run_is_its_best_one_or_the_last_one(tiny, tmp_path, random_teacher):
+    model, _, folder = random_teacher
+    config = tiny.config({"teacher.adapter": str(tmp_path / "run")})
+
+    def rank():
+        return plan_teacher(config, model.config, lambda _: model.config).adapter.rank
+
+    last = shutil.copytree(folder, tmp_path / "run" / "adapter")
+    saved = json.loads((last / "adapter_config.json").read_text())
+    (last / "adapter_config.json").write_text(json.dumps(saved | {"r": 4}))
+    assert rank() == 4
+    shutil.copytree(folder, tmp_path / "run" / "best_adapter")
+    assert rank() == 2
+
+
+def test_an_adapter_of_another_base_is_refused(tiny, tmp_path, random_teacher):
+    model, _, folder = random_teacher
+    file = folder / "adapter_model.safetensors"
+    tensors = {name.replace("layers.0", "layers.9"): x for name, x in load_file(file).items()}
+    save_file(tensors, file)
+    config = tiny.config({"teacher.adapter": str(folder)})
+    with pytest.raises(UserError, match=rf"^teacher\.adapter={folder}: .* lacks"):
+        make_teacher(config, model, None)
+
+
+def test_an_error_says_that_the_model_is_the_teacher(tiny, tmp_path):
+    few = tiny_run.write_model(tmp_path / "few", num_layers=1, max_position=16)
+    for source, words in ((few, "the model has 16 positions"), ("/none", "is neither a folder")):
+        config = tiny.config(QUIET | {"teacher.source": str(source), "teacher.format": "bf16"})
+        for start in (train, dry_run):
+            with pytest.raises(UserError, match=rf"^teacher\.source={source}: .*{words}"):
+                start(config, workdir=tmp_path / "run")
 
 
 def test_an_adapter_that_is_none_is_refused(tiny, tmp_path):

@@ -205,9 +205,8 @@ def test_the_operations_are_those_of_a_run():
         return operations(
             state,
             params,
-            frozen={"buffer_logprobs": Policy(params, None)},
+            passes={"buffer_logprobs": Policy(params, None)},
             noise=None,
-            measures_kl=False,
             buffer_tokens=48,
             update_config=update,
             optimizer=optimizer,

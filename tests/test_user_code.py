@@ -355,9 +355,8 @@ def test_an_edited_loss_is_another_program(module, tmp_path):
         table = operations(
             state,
             params,
-            frozen={},
+            passes={},
             noise=None,
-            measures_kl=False,
             buffer_tokens=48,
             update_config=UpdateConfig(model=config, loss=loss_config(f"{module}:pg")),
             optimizer=OptimizerConfig(1e-3, "constant", 0.1, 0, 10, 0.9, 0.95, 1e-8, 0.0, 1.0),

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from qerl_jax.rewards.calls import plain
 from qerl_jax.rewards.functions import Reward, math_answer, number_only_format
 from qerl_jax.rewards.references import COMPARING, can_read, is_prose, needs_answer
 from qerl_jax.system import hub
+from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.system.live_line import waiting
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_readable, read_bytes
@@ -61,6 +62,8 @@ class Selection:
     left_out: Counter[tuple[str, str]] = dataclasses.field(
         default_factory=Counter, compare=False, repr=False
     )
+    # Whether a process may be appending to the file, whose last line then may be incomplete.
+    appended: ClassVar[bool] = False
 
     @functools.cached_property
     def scorers(self) -> list[Reward]:
@@ -137,12 +140,17 @@ class Selection:
         *,
         optional: bool = False,
     ) -> tuple[str, Any]:
-        """Returns name and value of a field; ('', '') if it is optional and absent."""
+        """Returns name and value of a field; ('', '') if it is optional and absent.
+
+        A table has a null in the columns of other rows, so that one with a value comes first.
+        """
         field_name = self.fields.get(field)
-        for name in [field_name] if field_name else usual_names:
-            value = column(row, name, ABSENT)
-            if value is not ABSENT:
-                return name, value
+        names = [field_name] if field_name else usual_names
+        values = {name: column(row, name, ABSENT) for name in names}
+        found = [name for name in names if values[name] is not ABSENT]
+        if found:
+            name = min(found, key=lambda name: is_missing(values[name]))
+            return name, values[name]
         if optional and not field_name:
             return "", ""
         expected = f"{field_name} (data.fields.{field})" if field_name else " or ".join(usual_names)
@@ -165,7 +173,7 @@ class Selection:
         level = column(row, name, ABSENT)
         choose = "choose other levels, or data.levels=() for all"
         # Two training problems of MATH have no level: 'Level ?', or null where it became a number.
-        if level in ("?", "Level ?") or _is_missing(level):
+        if level in ("?", "Level ?") or is_missing(level):
             raise LeftOutError("no known level", choose)
         text = level if isinstance(level, str) else _number_text(level)
         match = re.fullmatch(r"(?:Level )?([0-9]+)(?:\.0*)?", text or "")
@@ -244,7 +252,7 @@ def _number_text(value: Any) -> str | None:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
     """Whether a table has no value in a field: null, or NaN in a column of numbers."""
     return value is None or (isinstance(value, float | Decimal | np.floating) and value != value)
 
@@ -354,7 +362,9 @@ def read_problems(path: str, selection: Selection, *, split: str = "train") -> l
     rows = [
         (f"{file if location.is_dir() else path}:{number}", row)
         for file in (_files(location, split) if location.is_dir() else [location])
-        for number, row in _file_rows(file, str(file) if location.is_dir() else path)
+        for number, row in _file_rows(
+            file, str(file) if location.is_dir() else path, appended=selection.appended
+        )
     ]
     if not rows:
         raise UserError(f"{path}: no problems: the file is empty")
@@ -375,8 +385,10 @@ def _files(folder: Path, split: str) -> list[Path]:
     return files
 
 
-def _file_rows(file: Path, name: str) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    """The numbered rows of a file; `name` is its name in messages."""
+def _file_rows(
+    file: Path, name: str, *, appended: bool = False
+) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    """The numbered rows of a file; `name` is its name in messages, `appended` as in `Selection`."""
     try:
         if file.suffix == ".parquet":
             check_readable(file)
@@ -387,6 +399,8 @@ def _file_rows(file: Path, name: str) -> Iterable[tuple[int, Mapping[str, Any]]]
         raise UserError(f"{name}: cannot read the problems: {reason}") from error
     if file.suffix == ".json" and content.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
         entries = enumerate(_json(content, name), 1)
+    elif appended:
+        entries = enumerate(read_jsonl(file), 1)
     else:
         lines = enumerate(content.splitlines(), 1)
         entries = [(i, _json(line, f"{name}:{i}")) for i, line in lines if line.strip()]

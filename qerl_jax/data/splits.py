@@ -66,6 +66,8 @@ class ProblemConfig:
     # Names of the fields `question`, `answer` and `level`, as in `Selection`.
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reads: Callable[..., Selection] = Selection  # what reads a row
+    # What reads a row of the evaluation problems that are not held out.
+    reads_evaluation: Callable[..., Selection] = Selection
     # Options of the generated task.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0  # seed of the generated problems
@@ -81,7 +83,7 @@ class ProblemConfig:
     @functools.cached_property
     def evaluation(self) -> Selection:
         """The selection of evaluation problems that are not held out."""
-        return self.reads(self.rewards, fields=self.fields)
+        return self.reads_evaluation(self.rewards, fields=self.fields)
 
     def separate_evaluation(self) -> list[Problem]:
         """Returns the evaluation problems that have a source of their own; [] without one."""

@@ -11,8 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from ml_collections import ConfigDict
 
@@ -31,11 +31,13 @@ from qerl_jax.data.sources import (
     Selection,
     as_text,
     column,
+    is_missing,
     is_written_chat,
     text_of,
 )
 from qerl_jax.environments.chat import read_message
 from qerl_jax.environments.gateway import RequestError
+from qerl_jax.environments.harmony import is_harmony
 from qerl_jax.environments.replies import ReplyWriter
 from qerl_jax.errors import UserError, check_unicode
 from qerl_jax.run.folder import RunFolder
@@ -57,10 +59,13 @@ class TextSelection(Selection):
     def read(self, row: Mapping[str, Any], where: str) -> Problem:
         """Reads a row; `columns` of the problem are its messages and which are learned."""
         name, value = self.read_field(row, "question", _CHATS, where)
-        answer = self.fields.get("answer") or next((n for n in _COMPLETIONS if n in row), "")
+        present = (n for n in _COMPLETIONS if n in row)
+        usual = min(present, key=lambda n: is_missing(row[n]), default="")
+        answer = self.fields.get("answer") or usual
         completion = column(row, answer, ABSENT) if answer else ABSENT
-        if name == "messages" and not self.fields.get("answer"):
-            completion = ABSENT  # Another use of the column, such as for a reward.
+        other_use = name == "messages" and not self.fields.get("answer")  # as for a reward
+        if other_use or (is_missing(completion) and isinstance(value, list | tuple)):
+            completion = ABSENT
         chat = _messages(value, "user", f"{where}: {name}")
         if completion is ABSENT and not isinstance(value, list | tuple):
             expected = answer or ", ".join(_COMPLETIONS)
@@ -102,6 +107,7 @@ class TextSelection(Selection):
 class SavedSelection(Selection):
     """Reads completions.jsonl of a run: what has enough reward, each text once."""
 
+    appended: ClassVar[bool] = True
     min_reward: float = 1.0
     seen: set[tuple[str, str]] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
@@ -130,7 +136,7 @@ def text_source(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
     """The fields of `splits.ProblemConfig` by which a run reads texts."""
     run = config["sft"]["completions_of"]
     if not run:
-        return {"reads": TextSelection}
+        return {"reads": TextSelection, "reads_evaluation": TextSelection}
     file = RunFolder(user_path(run)).completions
     if not file.is_file():
         raise UserError(
@@ -138,7 +144,8 @@ def text_source(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
             "sampled, with log.completions above 0"
         )
     reads = functools.partial(SavedSelection, min_reward=config["sft"]["min_reward"])
-    return {"reads": reads, "path": str(file), "source": ""}
+    own = {"reads": reads, "path": str(file), "source": ""}
+    return own | {"reads_evaluation": TextSelection}
 
 
 def encode_texts(
@@ -189,6 +196,13 @@ class _Writer:
             if chat[index]["role"] != "assistant":
                 continue
             before, turn = self._turn(chat[: index + 1], arguments, where)
+            if not opening:
+                _check_written(where, "tool", map(_name_of, problem.columns["tools"]), before)
+            calls = (call["function"]["name"] for call in chat[index].get("tool_calls", ()))
+            _check_written(where, "call of", calls, turn)
+            reasoning = [chat[index][name] for name in _REASONING if name in chat[index]]
+            if not any(_flat(text) in _flat(turn) for text in reasoning):
+                _check_written(where, "reasoning", reasoning, turn)
             opening = opening or before
             if not text or not before.startswith(text):  # The template rewrites what came before.
                 rows += [_row(ids, learned)] if text else []
@@ -263,6 +277,11 @@ class _Writer:
 
     def _saved(self, problem: Problem, where: str) -> Prompt:
         """A completion that a run saved; its prompt has been rendered."""
+        if is_harmony(self.tokenizer.chat_template or ""):
+            raise UserError(
+                f"{where}: the completions of gpt-oss are saved without the names of their "
+                "messages: write them as rows with `messages`, and pass data.path"
+            )
         if not problem.question.endswith(self._generation):
             raise UserError(
                 f"{where}: its prompt ends with {problem.question[-40:]!r}, and the chat template "
@@ -287,6 +306,26 @@ class _Writer:
             **self.config.chat_template_args,
         )
         return render().removeprefix(render(add_generation_prompt=False))
+
+
+def _check_written(where: str, what: str, texts: Iterable[str], written: str) -> None:
+    """Refuses a template that leaves out what the policy should learn or know."""
+    for text in texts:
+        if _flat(text) not in _flat(written):
+            raise UserError(
+                f"{where}: the chat template leaves out the {what} {text!r:.60}: take a model "
+                "whose template writes it, or leave it out of the row"
+            )
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _name_of(tool: Mapping[str, Any]) -> str:
+    """The name in the schema of a tool, with or without OpenAI's `function` around it."""
+    inner = tool.get("function")
+    return str((inner if isinstance(inner, Mapping) else tool).get("name", ""))
 
 
 @contextlib.contextmanager

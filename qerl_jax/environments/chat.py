@@ -188,7 +188,7 @@ def read_message(message: Any, number: int) -> dict[str, Any]:
         raise RequestError(400, str(error)) from error
     out: dict[str, Any] = {"role": _ROLES[role], "content": content}
     if role == "tool":
-        out["tool_call_id"] = str(message.get("tool_call_id", ""))
+        out["tool_call_id"] = str(message.get("tool_call_id") or "")
         if isinstance(message.get("name"), str):
             out["name"] = message["name"]
     if role == "assistant" and (calls := message.get("tool_calls")):

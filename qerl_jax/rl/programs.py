@@ -67,11 +67,8 @@ def operations(
     state: TrainState,
     params: dict,
     *,
-    frozen: Mapping[str, Policy],
+    passes: Mapping[str, Policy | None],
     noise: aqn.Noise | None,
-    measures_kl: bool,
-    evaluates_text: bool = False,
-    mini_batches: int = 1,
     buffer_tokens: int,
     update_config: UpdateConfig,
     optimizer: OptimizerConfig,
@@ -85,18 +82,16 @@ def operations(
     Args:
         state: state before the first update.
         params: parameters of the policy before training.
-        frozen: by the program that computes their log-probabilities, the reference policy where
-            the loss has a KL, and the teacher where there is one.
+        passes: forward passes of the run by the name of their function, each with the frozen
+            policy that it computes, or None for the policy that is trained.
         noise: noise under which the update runs, or None.
-        measures_kl: whether steps measure the KL of the policy with noise.
-        evaluates_text: whether the loss of held-out texts is measured.
-        mini_batches: number of parts of a rollout with updates of their own.
         buffer_tokens: positions of a buffer.
         update_config: static options.
         optimizer: options of the optimizer.
         mesh: mesh of the run, which holds all arrays, or None for one device.
     """
-    state, params, noise, frozen = abstract(commit((state, params, noise, dict(frozen))))
+    frozen = {name: policy for name, policy in passes.items() if policy is not None}
+    state, params, noise, frozen = abstract(commit((state, params, noise, frozen)))
     dequantize = dequantization(params) if mesh is None and _widens(params) else None
     table = {}
     if dequantize is not None:
@@ -104,7 +99,7 @@ def operations(
         dense = abstract(table[DEQUANTIZE].eval_shape(), params["embed_tokens"].sharding)
         params = transformer.dequantize_params(params, lambda _: dense)
     buffer, bare = _buffers(
-        buffer_tokens, mesh, update_config, has_reference="buffer_logprobs" in frozen
+        buffer_tokens, mesh, update_config, has_reference="buffer_logprobs" in passes
     )
     jitted = functions(update_config, make_optimizer(optimizer), mesh)
     temperature = np.float32(1)
@@ -116,6 +111,13 @@ def operations(
             return data_parallel.abstract_totals(shapes, mesh)
         return abstract(shapes, state.skipped_in_a_row.sharding)
 
+    lora = state.trainable.lora
+    of_policy: dict[str, Callable[[], tuple]] = {
+        "old_logprobs": lambda: (state.trainable, params, noise, buffer, temperature),
+        "buffer_kl": lambda: (params, params, lora, bare, temperature),
+        "buffer_loss": lambda: (params, lora, bare, temperature),
+        "own_routes_difference": lambda: (params, lora, bare, temperature),
+    }
     arguments: dict[str, Callable[[], tuple]] = {
         "zero_totals": lambda: (state.trainable,),
         "add_gradient": lambda: (
@@ -129,19 +131,9 @@ def operations(
         ),
         "apply_gradient": lambda: (state, totals()),
     }
-    if mini_batches > 1:
-        arguments["old_logprobs"] = lambda: (state.trainable, params, noise, buffer, temperature)
     for name, policy in frozen.items():
         arguments[name] = lambda policy=policy: (*policy, bare, temperature)
-    if measures_kl:
-        lora = state.trainable.lora
-        arguments["buffer_kl"] = lambda: (params, params, lora, bare, temperature)
-    if evaluates_text:
-        lora = state.trainable.lora
-        arguments["buffer_loss"] = lambda: (params, lora, bare, temperature)
-    if update_config.checks_routes:
-        lora = state.trainable.lora
-        arguments["own_routes_difference"] = lambda: (params, lora, bare, temperature)
+    arguments |= {name: of_policy[name] for name in passes if name not in frozen}
     identity: tuple = update_config, buffer_tokens, tree_signature((state, noise, frozen))
     if names_function(update_config.loss.objective):
         identity = *identity, custom_loss_digest(update_config.loss.objective, buffer_tokens)

@@ -42,6 +42,7 @@ from qerl_jax.rl.packing import PackedBuffer, empty_buffer
 from qerl_jax.system.import_path import import_function, names_function, source_of, user_errors
 
 _ANY_SIZE = 128  # positions of a buffer whose metrics are never computed
+_UNKNOWN = -20.0  # largest log-probability of a token that a teacher has no row for, in nats
 _EXPERT_TOKENS = "expert_tokens"  # a pair among the metrics of a mixture of experts
 
 
@@ -65,7 +66,6 @@ class UpdateConfig:
     # `transformer.packed_hidden_states`.
     recompute: tuple[str, ...] = ()
     replays_routes: bool = False  # whether buffers have the experts of the rollout's tokens
-    checks_routes: bool = False  # whether steps may measure what that changes
     teacher: ModelConfig | None = None  # architecture of the teacher, or None without one
 
 
@@ -420,8 +420,8 @@ def teacher_logprobs(
 ) -> jax.Array:
     """Returns what `buffer_logprobs` returns, under a teacher, which routes tokens by itself.
 
-    A token id that the teacher has no row for counts as its last one, a row of padding, which is as
-    unlikely.
+    A token id that the teacher has no row for is one that it hardly ever writes. Where it is read,
+    its last one is read in its place, which in most models is a row of padding.
     """
     last = model_config.vocab_size * model_config.shards - 1
     known = dataclasses.replace(
@@ -430,7 +430,8 @@ def teacher_logprobs(
         targets=jnp.minimum(buffer.targets, last),
         routes=None,
     )
-    return buffer_logprobs(params, lora, known, temperature, model_config=model_config)
+    logprobs = buffer_logprobs(params, lora, known, temperature, model_config=model_config)
+    return jnp.where(buffer.targets > last, jnp.minimum(logprobs, _UNKNOWN), logprobs)
 
 
 @functools.partial(jax.jit, static_argnames="model_config")

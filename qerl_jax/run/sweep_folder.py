@@ -13,7 +13,7 @@ from qerl_jax.config.sweep import ConfigOverrides
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jobs import Job, run_jobs
-from qerl_jax.run.metrics import read_evaluations, read_steps
+from qerl_jax.run.metrics import read_evaluations, read_losses, read_steps
 from qerl_jax.run.statistics import half_interval
 from qerl_jax.system.jsonl import is_number
 from qerl_jax.system.safe_files import read_bytes
@@ -24,7 +24,9 @@ MEASURES = {
     "accuracy": "greedy pass@1 after the last step",
     "entropy": "entropy of the sampling policy in nats, mean over the last fifth of the steps",
     "noise_kl": "KL of the noisy against the clean policy, mean over the steps that measured it",
+    "eval_loss": "loss of held-out rows of text after the last step, in nats",
 }
+_TITLES = {"noise_kl": "noise KL", "eval_loss": "held-out loss"}  # the others are their names
 _PROVENANCE = ("git", "device", "versions")
 
 
@@ -77,8 +79,10 @@ def train_all(
 
 
 def _last_reward(run: Run) -> str:
-    reward = next((row.get("reward") for row in reversed(_steps(RunFolder(run.folder)))), None)
-    return f"last reward {reward:.3f}" if is_number(reward) else "last reward missing"
+    row = next(reversed(_steps(RunFolder(run.folder))), {})
+    name = "loss" if "reward" not in row and "loss" in row else "reward"  # learns from text
+    value = row.get(name)
+    return f"last {name} {value:.3f}" if is_number(value) else f"last {name} missing"
 
 
 def _last_step(run: Run) -> str:
@@ -142,16 +146,16 @@ def make_table(runs: Sequence[Run]) -> dict[str, Any]:
 
 def format_table(table: Mapping[str, Any]) -> str:
     """The table in Markdown."""
-    lines = [
-        "| setting | runs | reward | accuracy | entropy | noise KL |",
-        "|---|---|---|---|---|---|",
-    ]
+    learns = any(row["eval_loss"]["mean"] is not None for row in table["settings"])
+    measures = {name: text for name, text in MEASURES.items() if learns or name != "eval_loss"}
+    titles = (_TITLES.get(name, name) for name in measures)
+    lines = [f"| setting | runs | {' | '.join(titles)} |", f"|{'---|' * (2 + len(measures))}"]
     for row in table["settings"]:
         cells = [row["setting"], str(len(row["seeds"]))]
-        cells += [_cell(row[m], ".1e" if m == "noise_kl" else ".3f") for m in MEASURES]
+        cells += [_cell(row[m], ".1e" if m == "noise_kl" else ".3f") for m in measures]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "Mean over the runs ± half of its 95 % interval (Student's t). "]
-    lines[-1] += "; ".join(f"{name}: {definition}" for name, definition in MEASURES.items()) + "."
+    lines[-1] += "; ".join(f"{name}: {definition}" for name, definition in measures.items()) + "."
     if table["missing"]:
         lines += ["", f"Not finished: {', '.join(table['missing'])}."]
     return "\n".join(lines) + "\n"
@@ -168,6 +172,7 @@ def _measure(folder: RunFolder, steps: int) -> dict[str, float | None]:
         "accuracy": read_evaluations(folder.metrics).get(rows[-1]["step"]),
         "entropy": _mean(row.get("entropy") for row in last),
         "noise_kl": _mean(row.get("noise_kl") for row in rows),
+        "eval_loss": read_losses(folder.metrics).get(rows[-1]["step"]),
     }
 
 

@@ -124,11 +124,13 @@ def begin(
     _check_processes(setup, digests, None if restored is None else restored[0], prompts_digest)
     if restored is None:
         if log is not None:
-            log.truncate(-1)
+            # Of a start that ended before its first checkpoint; no record says what they are. The
+            # rows go last: without them another start would take the folder for someone else's.
             folder.best.unlink(missing_ok=True)
-            # Of a start that ended before its first checkpoint; no record says what it is.
-            if (best := policy_folder(folder, config, best=True)).exists():
-                remove_tree(best)
+            for best in (True, False) if folder.finished_steps() is None else (True,):
+                if (policy := policy_folder(folder, config, best=best)).exists():
+                    remove_tree(policy)
+            log.truncate(-1)
         if config.init_from:
             setup, progress = _begin_from(setup, folder, digests)
         else:

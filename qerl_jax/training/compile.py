@@ -127,14 +127,18 @@ def _update_operations(
         )
         if setup.mesh is not None:
             noise = sharding.shard(noise, setup.mesh)
+    needed = {
+        "old_logprobs": config.rl.mini_batches > 1,
+        "buffer_kl": config.aqn.kl_every > 0 and config.aqn.schedule != "off",
+        "buffer_loss": evaluates_text,
+        "own_routes_difference": config.rl.routing_check_every > 0,
+    }
+    of_policy = dict.fromkeys(name for name, is_needed in needed.items() if is_needed)
     return rl_programs.operations(
         state,
         setup.params,
-        frozen=frozen_policies(setup),
+        passes=frozen_policies(setup) | of_policy,
         noise=noise,
-        measures_kl=bool(config.aqn.kl_every) and config.aqn.schedule != "off",
-        evaluates_text=evaluates_text,
-        mini_batches=config.rl.mini_batches,
         buffer_tokens=setup.buffer_tokens,
         update_config=setup.update,
         optimizer=setup.method.optimizer_config,

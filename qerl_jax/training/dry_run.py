@@ -58,7 +58,7 @@ from qerl_jax.training.setup import (
     rows_of_step,
     settle_text,
 )
-from qerl_jax.training.teacher import check_tokens, has_own_weights, plan_teacher
+from qerl_jax.training.teacher import check_tokens, has_own_weights, plan_teacher, teacher_errors
 from qerl_jax.training.validate import check_extension, validate
 from qerl_jax.weights import tokenizer
 from qerl_jax.weights.checkpoint import open_checkpoint, read_architecture
@@ -111,8 +111,9 @@ def dry_run(
     rows = rows_of_step(config, prompts)
     teacher = plan_teacher(config, architecture, read_architecture)
     if has_own_weights(config):
-        own_architecture, own_tokenizer = read_description(config.teacher.source)
-        check_positions(config, own_architecture)
+        with teacher_errors(config):
+            own_architecture, own_tokenizer = read_description(config.teacher.source)
+            check_positions(config, own_architecture)
         check_tokens(config, model_tokenizer, own_tokenizer)
     plan = plan_run(config, architecture, this_device(), prompt=width, rows=rows, teacher=teacher)
     write(format_plan(plan, config) + describe_cost(config, architecture, teacher))

@@ -62,6 +62,7 @@ from qerl_jax.training.first_policy import (
 from qerl_jax.training.step import Method, StepSetup
 from qerl_jax.training.teacher import Teacher, load_teacher_model, make_teacher, plan_teacher
 from qerl_jax.training.text_step import TEXT_LOSS
+from qerl_jax.training.validate import check_warmup
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.peft import read_peft_config
@@ -70,6 +71,7 @@ from qerl_jax.weights.peft import read_peft_config
 _WITHOUT_SAMPLES = {
     "aqn.schedule": "off",
     "aqn.correction": "none",
+    "data.curriculum": "off",
     "rl.kl_coef": 0.0,
     "rl.updates_per_rollout": 1,
     "rl.mini_batches": 1,
@@ -189,6 +191,7 @@ def settle_text(config: ConfigDict) -> tuple[ConfigDict, Mapping[str, list[Probl
     with config.unlocked():
         config.steps = max(1, math.ceil(config.sft.epochs * rows / config.sft.rows_per_step))
         config.sft.epochs = 0.0
+    check_warmup(config)
     print(f"{config.steps} steps of {config.sft.rows_per_step} of {rows} rows", flush=True)
     return config, problems
 
@@ -304,7 +307,6 @@ def assemble(
             loss=method.loss,
             recompute=plan.update.recompute,
             replays_routes=replays,
-            checks_routes=config.rl.routing_check_every > 0,
             teacher=teacher.planned.model if teacher else None,
         ),
         buffer_tokens=plan.buffer_tokens,

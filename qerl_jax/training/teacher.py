@@ -4,10 +4,11 @@ It is another model, or the base of the run under another adapter, whose weights
 policy and take no memory.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -70,7 +71,18 @@ def plan_teacher(
         adapter = read_peft_config(_adapter_folder(config))[0]
     if not has_own_weights(config):
         return PlannedTeacher(model, adapter)
-    return PlannedTeacher(read(config.teacher.source), adapter, config.teacher.format)
+    with teacher_errors(config):
+        return PlannedTeacher(read(config.teacher.source), adapter, config.teacher.format)
+
+
+@contextlib.contextmanager
+def teacher_errors(config: ConfigDict) -> Generator[None]:
+    """Names the teacher in an error that says nothing of whose model or adapter it is."""
+    field = "source" if config.teacher.source else "adapter"
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"teacher.{field}={config.teacher[field]}: {error}") from error
 
 
 def load_teacher_model(
@@ -91,7 +103,9 @@ def load_teacher_model(
     if not has_own_weights(config):
         return None
     source, form = config.teacher.source, config.teacher.format
-    checkpoint, tokenizer = open_checkpoint(source), open_checkpoint(config.model.source).tokenizer
+    tokenizer = open_checkpoint(config.model.source).tokenizer
+    with teacher_errors(config):
+        checkpoint = open_checkpoint(source)
     if checkpoint.packed and checkpoint.packed_form != form:
         raise UserError(
             f"teacher.source={source} holds {checkpoint.packed_form.upper()} weights: pass "
@@ -106,15 +120,16 @@ def load_teacher_model(
         # The plan of the rollout that writes the text of its calibration has an adapter.
         own.lora.update(targets=("q_proj",), expert_rank=0, init="")
         own.train.parameters = "lora"
-    return load_base(
-        own,
-        problems,
-        mesh=mesh,
-        processes=processes,
-        folder=folder,
-        fact=FACT,
-        tokenizer=tokenizer,
-    )[0]
+    with teacher_errors(config):
+        return load_base(
+            own,
+            problems,
+            mesh=mesh,
+            processes=processes,
+            folder=folder,
+            fact=FACT,
+            tokenizer=tokenizer,
+        )[0]
 
 
 def make_teacher(config: ConfigDict, base: LoadedModel, own: LoadedModel | None) -> Teacher | None:
@@ -137,7 +152,8 @@ def make_teacher(config: ConfigDict, base: LoadedModel, own: LoadedModel | None)
         folder = _adapter_folder(config)
         lora_config, adapter_base = read_peft_config(folder)
         warn_of_another_base(folder, adapter_base, (config.teacher.source, model.source))
-        adapter = load_peft_adapter(folder, model.config, lora_config)
+        with teacher_errors(config):
+            adapter = load_peft_adapter(folder, model.config, lora_config)
         policy = Policy(current_policy(model.params, adapter), adapter.lora)
     facts = model.fingerprint, model.config.digest, policy_digest(policy), policy.lora is not None
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -110,14 +110,20 @@ def validate(config: ConfigDict) -> None:
             f"rollout.stop={config.rollout.stop!r}: pass a tuple of non-empty strings, such as "
             "('</answer>',)"
         )
+    if not (is_text and config.sft.epochs):  # They give the number of steps later.
+        check_warmup(config)
+    start, stop = config.profile.start, config.profile.stop
+    if (start, stop) != (0, 0) and not 1 <= start <= stop:
+        raise UserError(f"profile.start={start}, profile.stop={stop}: 1 <= start <= stop, or 0, 0")
+
+
+def check_warmup(config: ConfigDict) -> None:
+    """Refuses a warm-up that takes all steps."""
     if config.optimizer.warmup_steps >= config.steps:
         raise UserError(
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} with steps={config.steps}: "
             "the learning rate never reaches its value, lower the warm-up"
         )
-    start, stop = config.profile.start, config.profile.stop
-    if (start, stop) != (0, 0) and not 1 <= start <= stop:
-        raise UserError(f"profile.start={start}, profile.stop={stop}: 1 <= start <= stop, or 0, 0")
 
 
 def _check_measurements(config: ConfigDict) -> None:

@@ -26,7 +26,10 @@ _HUB_FILES = (
     "model.safetensors.index.json",
     "model-*.safetensors",
 )
-_REMEDY = "(in a run: --config.model.source=PATH; for what a run or adapter names: --base=PATH)"
+_REMEDY = (
+    "(in a run: --config.model.source=PATH, or teacher.source; for what a run or adapter names: "
+    "--base=PATH)"
+)
 
 
 def locate(source: str, *, weights: bool = True) -> tuple[pathlib.Path, str]:
