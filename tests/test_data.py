@@ -105,7 +105,8 @@ def test_jsonl_rows(tmp_path, row, problem):
         (
             b'{"question": "q"}',
             "train.jsonl:1: no field answer or solution; it has question: name it, "
-            "--config.data.fields.answer=NAME, which the reward math_answer reads",
+            "--config.data.fields.answer=NAME, which the reward math_answer reads, or pass a "
+            "reward that reads none",
         ),
         (b"{}", "it has none"),
         (b'{"question": "q", "answer": null}', "train.jsonl:1: answer must be a string, not None"),
@@ -322,7 +323,7 @@ def test_a_prompt_may_be_a_chat(tmp_path):
     ("messages", "message"),
     [
         ([], "the last message must be the user's"),
-        (CHAT[:3], "the last message must be the user's"),
+        (CHAT[:3], "the last message must be the user's.*: leave out the messages after it"),
         (["hi"], "message 1 is 'hi'"),
         ([{"role": "tool", "content": "x"}], "role of system, user, assistant"),
         (

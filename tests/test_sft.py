@@ -397,7 +397,8 @@ def test_epochs_give_the_number_of_steps(inputs, tmp_path, capsys):
     """16 of 20 rows are not held out: 1.5 passes in steps of 4 rows."""
     dry_run(text_config(inputs, sft__epochs=1.5), workdir=tmp_path / "run", write=print)
     shown = capsys.readouterr().out
-    assert "6 steps of 4 of 16 rows" in shown
+    assert "sft.epochs=1.5 of 16 training rows: 6 steps of 4 rows" in shown
+    assert "16 training rows; they have 8 to 11 tokens" in shown
     assert '"steps": 6' in shown or "steps = 6" in shown or "steps: 6" in shown
     assert "of which it learns:" in shown
     assert not (tmp_path / "run").exists()
@@ -615,7 +616,11 @@ def test_what_a_run_that_samples_needs_is_refused(inputs):
     refused("needs rows of text", check_overrides, inputs.config(), ["sft.epochs"])
     refused("rewards with sft.rows_per_step", train, config, rewards={"a": (tiny_run.rare, 1.0)})
     refused("sft.rows_per_step.*qerl_jax.train", open_session, config)
-    refused("sft.max_tokens=129.*2 to 128", train, text_config(inputs, sft__max_tokens=129))
+    refused(
+        "sft.max_tokens=129: the model has 128 positions.*=128 or less",
+        train,
+        text_config(inputs, sft__max_tokens=129),
+    )
 
 
 def test_the_plan_has_no_rollout(inputs):

@@ -9,6 +9,7 @@ from finished_run import META
 from problem_sets import load_problems
 from refusal import refused
 
+from qerl_jax.config.experiments import sft
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.data.prompts import Problem
 from qerl_jax.data.splits import digest_of_problems
@@ -239,6 +240,14 @@ def test_the_fingerprint_is_of_the_problems(file):
 def test_what_cannot_be_asked(hub, names, overrides, words):
     error = refused(".", make, *names, **overrides)
     assert all(word in error for word in words), error
+
+
+def test_a_run_that_learned_from_text_is_asked_a_file(file):
+    run = config_dict(sft.get_config())
+    refused(r"held-out rows have no scorer; .*--tasks=FILE\.jsonl", make, run=run)
+    (task,) = make(file("1", "2"), run=run)
+    assert (task.scorer, task.format_scorer) == (REWARDS + "numeric_answer", "")
+    assert task.prompt.system_prompt == run["data"]["system_prompt"]
 
 
 def test_a_run_may_have_nothing_to_ask(run, file):

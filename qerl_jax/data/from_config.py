@@ -12,7 +12,7 @@ from qerl_jax.data.order import Order, Source
 from qerl_jax.data.prompts import Problem, Prompt, encode_prompts, prompt_config
 from qerl_jax.data.splits import ProblemConfig, digest_of_problems, load_mixture, load_splits
 from qerl_jax.data.texts import encode_texts, text_source
-from qerl_jax.errors import UserError, check_limits
+from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rewards.calls import check_columns, columns_read
 from qerl_jax.rewards.functions import Reward
@@ -187,7 +187,12 @@ def training_digests(digests: Mapping[str, str]) -> dict[str, str]:
 def check_positions(config: ConfigDict, architecture: ModelConfig) -> None:
     """Refuses lengths that a model has no positions for."""
     if learns_from_text(config):
-        check_limits({"sft.max_tokens": (config.sft.max_tokens, 2, architecture.max_position)})
+        if config.sft.max_tokens > architecture.max_position:
+            raise UserError(
+                f"sft.max_tokens={config.sft.max_tokens}: the model has "
+                f"{architecture.max_position} positions: pass --config.sft.max_tokens="
+                f"{architecture.max_position} or less"
+            )
         return
     for part in ("rollout", "eval") if config.eval.every else ("rollout",):
         new_tokens = completion_tokens(config, config[part].max_new_tokens)

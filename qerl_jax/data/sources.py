@@ -154,7 +154,9 @@ class Selection:
         if optional and not field_name:
             return "", ""
         expected = f"{field_name} (data.fields.{field})" if field_name else " or ".join(usual_names)
-        reads = f", which {self._readers()} reads" if field == "answer" and self.scorers else ""
+        reads = ""
+        if field == "answer" and self.scorers:
+            reads = f", which {self._readers()} reads, or pass a reward that reads none"
         raise UserError(
             f"{where}: no field {expected}; it has {', '.join(row) or 'none'}"
             + ("" if field_name else f": name it, --config.data.fields.{field}=NAME{reads}")
@@ -306,7 +308,10 @@ def _messages(value: Sequence[Any], where: str) -> tuple[tuple[str, str], ...]:
         content = text_of(message.get("content"), f"{where}: the content of message {number}")
         messages.append((message["role"], content))
     if not messages or messages[-1][0] != "user":
-        raise UserError(f"{where}: the last message must be the user's, which the policy answers")
+        raise UserError(
+            f"{where}: the last message must be the user's, which the policy answers: leave out "
+            "the messages after it"
+        )
     return tuple(messages)
 
 

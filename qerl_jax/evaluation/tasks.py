@@ -349,8 +349,8 @@ def _held_out_problems(
         )
     if learns_from_text(run):
         raise UserError(
-            "the run learned from text, and its held-out rows have no scorer; pass a benchmark or "
-            "a file with --tasks"
+            "the run learned from text, and its held-out rows have no scorer; pass questions "
+            "with answers, --tasks=FILE.jsonl or a benchmark such as --tasks=gsm8k"
         )
     data, size = run["data"], run["eval"]["problems"]
     if not run["eval"]["every"] and not has_own_evaluation(data):
@@ -396,12 +396,15 @@ def _held_out_problems(
 
 def _run_settings(run: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of tasks that a run decides."""
+    scorers = run_scorers(run)
+    if learns_from_text(run):
+        del scorers["scorer"]  # It has none; the answers of a file decide.
     return {
         "prompt": prompt_config(run["data"]),
         "max_new_tokens": str(run["eval"]["max_new_tokens"]),
         "stop": tuple(run["rollout"]["stop"]),
         "kv_cache_dtype": run["rollout"]["kv_cache_dtype"],
-        **run_scorers(run),
+        **scorers,
     }
 
 

@@ -188,12 +188,17 @@ def _describe_prompts(prompts: Mapping[str, Sequence[Prompt]], order: Order) -> 
     shares = dict(zip((source.name for source in order.sources), order.shares, strict=True))
     lines = []
     for split, split_prompts in prompts.items():
-        lengths = [len(prompt.ids) for prompt in split_prompts]
+        lengths = [
+            max((len(row.prompt) + len(row.completion) for row in prompt.rows), default=0)
+            or len(prompt.ids)
+            for prompt in split_prompts
+        ]
+        what, measured = ("rows", "they") if split_prompts[0].rows else ("problems", "prompts")
         kind, _, name = split.partition("/")
         kind = "training" if kind == TRAIN else "held-out"
         source_text = f" of {name}, {shares[name]:.1%} of the draws" if name else ""
         lines.append(
-            f"{len(split_prompts):,} {kind} problems{source_text}; prompts have {min(lengths)} to "
+            f"{len(split_prompts):,} {kind} {what}{source_text}; {measured} have {min(lengths)} to "
             f"{max(lengths)} tokens, {statistics.median(lengths):.0f} in the median"
         )
     return "\n".join(lines) + "\n"

@@ -184,15 +184,19 @@ def settle_text(config: ConfigDict) -> tuple[ConfigDict, Mapping[str, list[Probl
         return config, None
     config = config.copy_and_resolve_references()
     config.update_from_flattened_dict(_WITHOUT_SAMPLES)
-    if not config.sft.epochs:
+    if not (epochs := config.sft.epochs):
         return config, None
     problems = load_problems(config, {})
     rows = sum(len(part) for split, part in problems.items() if split != EVAL)
     with config.unlocked():
-        config.steps = max(1, math.ceil(config.sft.epochs * rows / config.sft.rows_per_step))
+        config.steps = max(1, math.ceil(epochs * rows / config.sft.rows_per_step))
         config.sft.epochs = 0.0
     check_warmup(config)
-    print(f"{config.steps} steps of {config.sft.rows_per_step} of {rows} rows", flush=True)
+    print(
+        f"sft.epochs={epochs:g} of {rows} training rows: {config.steps} steps of "
+        f"{config.sft.rows_per_step} rows",
+        flush=True,
+    )
     return config, problems
 
 
