@@ -4,7 +4,6 @@ Texts name commands as an installation does. What is printed goes through `comma
 `name_commands`, so that the reader can type it.
 """
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -29,10 +28,15 @@ def command_name(name: str) -> str:
 
     Returns:
         `qerl-evaluate`; `python -m experiments.evaluate` in a process that runs from a checkout of
-        the repository and was not started as an installed command.
+        the repository and was not started as an installed command. `train` is the experiment that
+        this process runs, if it runs one, such as `python -m experiments.sft`.
     """
-    is_script = os.path.basename(sys.argv[0] if sys.argv else "").startswith("qerl-")
+    started = Path(sys.argv[0] if sys.argv else "")
+    is_script = started.name.startswith("qerl-")
     module = MODULES[name]
+    is_experiment = started.parent == _ROOT / "experiments" and started.suffix == ".py"
+    if name == "train" and is_experiment and started.stem not in MODULES.values():
+        module = started.stem
     if is_script or not (_ROOT / "experiments" / f"{module}.py").is_file():
         return f"qerl-{name}"
     return f"python -m experiments.{module}"
