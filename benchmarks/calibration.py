@@ -211,6 +211,24 @@ def _dequantized(weight: QuantTensor, *, dtype: jnp.dtype) -> jax.Array:
     return dequantize(weight, dtype)
 
 
+def _runs(folders: str) -> dict[str, str]:
+    """The run folders that --runs names, by the names of their rows.
+
+    Raises:
+        UserError: two have the same name.
+    """
+    named: dict[str, str] = {}
+    for folder in filter(None, folders.split(",")):
+        name = f"run {pathlib.Path(folder).name}"
+        if name in named:
+            raise UserError(
+                f"--runs: {named[name]} and {folder} would have the same row, {name!r}; "
+                "rename a folder"
+            )
+        named[name] = folder
+    return named
+
+
 def _mean_squares(errors: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(row[name] ** 2 for row in errors) / len(errors) for name in errors[0]}
 
@@ -251,8 +269,8 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
         if name == next(iter(choices)):
             add(ROUNDED, of_rounding)
         compare(name, layers, found)
-    for folder in filter(None, arguments.runs.split(",")):
-        compare(pathlib.Path(folder).name, measure.of_run(folder), {})
+    for name, folder in _runs(arguments.runs).items():
+        compare(name, measure.of_run(folder), {})
     if not arguments.samples:
         return
     make = {name: functools.partial(measure.dense, layers) for name, layers in candidates.items()}
@@ -315,6 +333,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if not (arguments.model and arguments.train and arguments.test):
         raise UserError("pass MODEL, --train=FILE.jsonl and --test=FILE.jsonl, or --random=NAME")
+    _runs(arguments.runs)
     names = arguments.choices.split(";") if arguments.choices else list(CHOICES)
     if unknown := [name for name in names if name not in CHOICES]:
         raise UserError(f"--choices={unknown[0]}: choose from {'; '.join(CHOICES)}")

@@ -37,7 +37,7 @@ def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
     )  # fmt: skip
     rows = {row["choice"]: row for row in json.loads(out.read_text())["rows"]}
     four_bits = ["rounded", *few]
-    assert set(rows) == {"16 bits", "run", calibration.TEXTS, *four_bits}
+    assert set(rows) == {"16 bits", "run run", calibration.TEXTS, *four_bits}
     for name in four_bits:
         assert 0 < rows[name]["kl"] < rows["rounded"]["kl"] * 1.0001
         assert 0 < rows[name]["top1"] <= 1
@@ -46,7 +46,7 @@ def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
         assert rows[name]["output_errors"]["q_proj"] < rows["rounded"]["output_errors"]["q_proj"]
     assert rows["gptq"]["kl"] != rows["gptq, text 1"]["kl"]
     assert rows["gptq, four times the text"]["text_tokens"] > rows["gptq"]["text_tokens"]
-    assert rows["run"]["kl"] > rows["rounded"]["kl"]
+    assert rows["run run"]["kl"] > rows["rounded"]["kl"]
     assert rows["16 bits"]["difference"] == 0
     assert {row["samples"] for row in rows.values()} == {4}
     assert rows[calibration.TEXTS]["texts"] == 2
@@ -73,6 +73,7 @@ def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
     [
         (["model", "--train=x"], "pass MODEL, --train"),
         (["model", "--train=x", "--test=y", "--choices=gtpq"], "--choices=gtpq: choose from gptq;"),
+        (["model", "--train=x", "--test=y", "--runs=a/s0,b/s0"], "a/s0 and b/s0 would have"),
         (["--random=gpt"], "unknown model 'gpt'"),
         (["model", "--train=x", "--width=2"], "--width=2"),
     ],
