@@ -1,55 +1,96 @@
-r"""Measures what each choice of the calibration gains on held-out text, and its time and memory.
+r"""Measures what four bits cost a policy: how each choice of the calibration moves it.
 
     uv run --extra cuda python -m benchmarks.calibration qwen2.5-coder-1.5b.gguf \
-        --train=gsm8k_train.jsonl
+        --train=gsm8k_train.jsonl --test=gsm8k_test_first1000.jsonl --samples=16
     uv run --extra cuda python -m benchmarks.calibration --random=qwen2.5-72b --layers=10
 
 The first command calibrates a model once for each choice, on completions of training problems by
-the rounded model, and compares the results with the weights in 16 bits on completions of other
-training problems by the 16-bit model at temperature 1. Its rows, kind "choice":
+the rounded model, and compares the results with the weights in 16 bits. --runs adds the policies of
+runs: base and last adapter. Its rows, kind "choice":
 
-    loss, above       nats a token, and the loss above that in 16 bits
-    above_gptq        the loss above that of the row "gptq", which has the defaults
-    kl, top1          KL(16 bits, 4 bits) in nats a token, and the fraction of tokens at which both
-                      find the same one the likeliest; `NAME_interval` is half a 95 % interval over
-                      windows
+    kl, top1          KL(16 bits, choice) in nats a token, and the fraction of tokens at which both
+                      find the same one the likeliest, on completions of test problems by the model
+                      in 16 bits; `kl_interval` is half a 95 % interval over texts
+    accuracy          mean of `samples` completions at temperature 1 of each test problem, and the
+                      `difference` from 16 bits on the same problems, with their 95 % intervals over
+                      problems
     output_errors     by projection, the mean over layers of the mean squared error of the outputs
                       on the calibration text, relative to their mean square
-    seconds, compile_s, peak_gb
-                      from the file in 16 bits to that in 4 bits; the seconds in which programs were
-                      compiled; the largest memory
+    seconds           of quantizing, which of the first choice has the compilations
+
+All choices sample and are compared as bfloat16 numbers that have the values of their four bits, and
+runs with their adapter merged, so that one program serves all of them. They take turns at all
+problems, until each has its samples or --seconds are over.
 
 The second command calibrates layers of random weights in the shapes of a model, which it writes to
 a temporary folder in 16 bits. Its row, kind "random", has the seconds of the first layer (which
 compiles), the mean of the others, and those of the whole model, which are computed from the two
 where `layers` are not all (`computed`).
 
-Each part is a process of its own, which alone takes the device. Rows of the same model, choice and
-device are replaced in --out. On a copy of the project without git, QERL_COMMIT names the commit.
+Rows of the same model, choice and device are replaced in --out. On a copy of the project without
+git, QERL_COMMIT names the commit.
 """
 
 import argparse
+import dataclasses
+import functools
 import pathlib
+import resource
 import tempfile
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
-from benchmarks import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import common, merges
+from benchmarks.random_checkpoint import write_random
+from benchmarks.rollout.subject import check_names, model_name
 from qerl_jax.commands import cli
+from qerl_jax.config.experiments import grpo_gsm8k
+from qerl_jax.errors import UserError, check_limits
+from qerl_jax.evaluation.load_policy import open_policy
+from qerl_jax.export.merge import merged_layers
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.policy import Policy
+from qerl_jax.policy.quant import QuantTensor, dequantize
+from qerl_jax.quantization.calibration import (
+    CalibrationOptions,
+    calibrated_layers,
+    calibrated_updates,
+)
+from qerl_jax.quantization.calibration_text import TextConfig, choose_prompts, cut_windows
+from qerl_jax.weights.checkpoint import open_checkpoint
+from qerl_jax.weights.load import load
 
 KEYS = ("kind", "model", "choice", "layers", "device")
-DEFAULT, ROUNDED, BY_16_BITS = "gptq", "rounded", "gptq, completions of the 16-bit model"
-# Choice -> what it changes of `CalibrationOptions`.
-CHOICES: dict[str, dict[str, Any]] = {
-    DEFAULT: {},
-    "gptq, scales do not grow": {"grow": False},
-    "gptq, columns as they stand": {"orders": False},
-    "gptq, damping 0.001": {"damping": 0.001},
-    "gptq, damping 0.1": {"damping": 0.1},
-    BY_16_BITS: {},
+
+
+class Choice(NamedTuple):
+    """What a choice changes of a calibration."""
+
+    options: Mapping[str, Any] = {}  # of `CalibrationOptions`
+    seed: int = 0  # of its text
+    completions: int = 1  # of each prompt of the text
+    by_16_bits: bool = False  # whether the model in 16 bits samples the text
+
+
+EXACT, ROUNDED, DEFAULT, TEXTS = "16 bits", "rounded", "gptq", "gptq, mean of texts"
+_TEXT = "gptq, text "
+CHOICES: dict[str, Choice] = {
+    DEFAULT: Choice(),
+    **{f"{_TEXT}{seed}": Choice(seed=seed) for seed in range(1, 5)},
+    "gptq, four times the text": Choice(completions=4),
+    "gptq, scales do not grow": Choice({"grow": False}),
+    "gptq, columns as they stand": Choice({"orders": False}),
+    "gptq, damping 0.001": Choice({"damping": 0.001}),
+    "gptq, damping 0.1": Choice({"damping": 0.1}),
+    "gptq, completions of the 16-bit model": Choice(by_16_bits=True),
 }
 _PROMPTS_OF = "qwen2.5-coder-1.5b"  # preset of grpo_gsm8k that prompts are rendered as
+_KL_TEXTS = 256  # problems on whose completions the KL is measured
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -58,7 +99,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = common.make_parser("benchmarks.calibration", __doc__, out)
     add = parser.add_argument
     add("model", nargs="?", default="", help="folder, .gguf file or hub id of a model in 16 bits")
-    add("--train", default="", help="FILE.jsonl with question and answer")
+    add("--train", default="", help="FILE.jsonl of problems whose completions calibrate")
+    add("--test", default="", help="FILE.jsonl of other problems, which all are measured on")
+    add("--choices", default="", help="their names, separated by semicolons (default: all)")
+    add("--runs", default="", help="run folders, separated by commas, whose policies are measured")
+    add("--samples", type=int, default=0, help="completions per test problem (default: none)")
+    add("--seconds", type=float, default=0, help="time limit of the command (default: none)")
     add("--prompts", type=int, default=400, help="problems of a text (default: 400)")
     add("--new-tokens", type=int, default=512, help="limit of a completion (default: 512)")
     add("--windows", type=int, default=160, help="windows of a text (default: 160)")
@@ -68,144 +114,178 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sample(source: str, form: str, train: str, parts: dict[str, str], text: dict[str, int]) -> None:
-    """Samples texts from a model whose weights are loaded in format `form`.
+class Measure:
+    """A model in 16 bits, and what is sampled from its layers in four bits and compared with it."""
 
-    `parts` names the file to write by what it holds: completions of the 'calibration' problems of
-    the file `train`, or of the 'held-out' ones; `text` has the fields of `TextConfig`.
+    def __init__(self, source: str, train: str, test: str, text: TextConfig):
+        """Loads the model, compiles a sampler, and samples the texts of the KL.
+
+        Raises:
+            UserError: the model or the problems cannot be loaded.
+        """
+        self.text, self.source = text, source
+        self.exact = load(source, format="bf16", dtype=_dtype())
+        config = grpo_gsm8k.get_config(_PROMPTS_OF)
+        run, limit = config.to_dict(), str(text.max_new_tokens)
+        self.train = merges.read_prompts(self.exact, run, train)[1]
+        problems = merges.read_prompts(self.exact, run, test, limit)
+        self.policy = Policy(self.exact.params, None)
+        self.held = merges.Held(
+            self.exact,
+            self.policy,
+            problems,
+            chunk_steps=config.rollout.chunk_steps,
+            others=sorted(self.train, key=lambda prompt: len(prompt.ids))[-text.prompts :],
+        )
+        self.texts = self.held.texts(self.policy, _KL_TEXTS)
+        self._sampled: dict[tuple[int, bool], tuple[list[tuple[int, ...]], list[list[int]]]] = {}
+
+    def dense(self, layers: Iterable[dict]) -> Policy:
+        """The policy with other layers, whose packed weights become dense, on the device."""
+        pairs = zip(layers, self.exact.params["layers"], strict=True)
+        dense = [
+            {name: _dense(array, like=exact[name]) for name, array in own.items()}
+            for own, exact in pairs
+        ]
+        return Policy(self.exact.params | {"layers": dense}, None)
+
+    def rounded(self) -> list[dict]:
+        """The layers rounded to the nearest NVFP4 numbers."""
+        return load(self.source, format="nvfp4", dtype=_dtype()).params["layers"]
+
+    def windows(self, choice: Choice, rounded: Policy) -> np.ndarray:
+        """The text of a choice, int32 [B, T], as `rounded` or the model in 16 bits completes it."""
+        key = choice.seed, choice.by_16_bits
+        if key not in self._sampled:
+            text = dataclasses.replace(self.text, seed=choice.seed)
+            prompts = [prompt.ids for prompt in choose_prompts(self.train, text)]
+            policy = self.policy if choice.by_16_bits else rounded
+            self._sampled[key] = prompts, self.held.complete(policy, prompts, choice.seed)
+        prompts, completions = self._sampled[key]
+        ids: list[int] = []
+        for number in range(choice.completions):
+            for prompt, own in zip(prompts, completions[number :: merges.GROUP], strict=True):
+                ids += [*prompt, *own]
+        count = choice.completions * self.text.windows
+        return cut_windows(ids, width=self.text.width, count=count)
+
+    def calibrate(self, choice: Choice, rounded: Policy) -> tuple[list[dict], dict[str, Any]]:
+        """The layers that a choice makes, on the host, with its seconds and errors."""
+        tokens = self.windows(choice, rounded)
+        began = time.perf_counter()
+        options = CalibrationOptions(reports_errors=True, **choice.options)
+        layers = ((layer, {}) for layer in self.exact.params["layers"])
+        packed = list(calibrated_updates(self.exact, layers, tokens, options))
+        return [layer.arrays for layer in packed], {
+            "seconds": time.perf_counter() - began,
+            "text_tokens": int(tokens.size),
+            "output_errors": _mean_squares([layer.errors for layer in packed]),
+            "rounded_errors": _mean_squares([layer.rounded_errors for layer in packed]),
+        }
+
+    def of_run(self, folder: str) -> list[dict]:
+        """The layers of the policy of a run in 16 bits, its adapter merged, on the host.
+
+        Raises:
+            UserError: it is no run, or that of another model.
+        """
+        policy = open_policy(folder, adapter="adapter")
+        if policy.model.config != self.exact.config:
+            raise UserError(f"--runs={folder}: it is a policy of another model than {self.source}")
+        return list(merged_layers(policy.model, policy.lora, format="bf16", retention={}))
+
+    def divergence(self, policy: Policy) -> dict[str, float]:
+        """The figures of a policy about the texts of the model in 16 bits."""
+        config = self.exact.config
+        return merges.divergence(self.policy, policy.params, *self.texts, config=config)
+
+
+def _dense(array: Any, *, like: jax.Array) -> jax.Array:
+    if isinstance(array, QuantTensor):
+        return _dequantized(array, dtype=like.dtype)
+    return jnp.asarray(array, like.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _dequantized(weight: QuantTensor, *, dtype: jnp.dtype) -> jax.Array:
+    return dequantize(weight, dtype)
+
+
+def _runs(folders: str) -> dict[str, str]:
+    """The run folders that --runs names, by the names of their rows.
 
     Raises:
-        UserError: there are too few problems for a text that is held out.
+        UserError: two have the same name.
     """
-    import dataclasses
-
-    import numpy as np
-
-    from qerl_jax.config.experiments import grpo_gsm8k
-    from qerl_jax.data.from_config import encode_problems
-    from qerl_jax.data.splits import ProblemConfig, load_split
-    from qerl_jax.errors import UserError
-    from qerl_jax.quantization.calibration_text import TextConfig, choose_prompts, sample_windows
-    from qerl_jax.rollout.config import EngineConfig
-    from qerl_jax.weights.load import load
-
-    config = grpo_gsm8k.get_config(_PROMPTS_OF)
-    model = load(source, format=form, dtype=_dtype())
-    problems = load_split(ProblemConfig(path=train))
-    prompts = [
-        p.ids for p in encode_problems(config, model.tokenizer, {"train": problems})["train"]
-    ]
-    options = TextConfig(**text)
-    # The prompts of a smaller choice are the first of a larger one.
-    chosen = choose_prompts(prompts, dataclasses.replace(options, prompts=2 * options.prompts))
-    if len(chosen) < 2 * options.prompts:
-        raise UserError(
-            f"{train}: holds {len(prompts)} problems, and two texts of --prompts={options.prompts} "
-            f"take twice as many; pass --prompts={len(prompts) // 2}"
-        )
-    halves = {"calibration": chosen[: options.prompts], "held-out": chosen[options.prompts :]}
-    engine = EngineConfig(chunk_steps=config.rollout.chunk_steps, compact="once")
-    for name, file in parts.items():
-        np.save(file, sample_windows(model, halves[name], options, engine))
-
-
-def calibrate(source: str, choice: str, text: str, folder: str) -> dict[str, Any]:
-    """The seconds, the memory and the errors by projection of a calibration on a file of text."""
-    import numpy as np
-
-    from qerl_jax.compile.count import count_compilations
-    from qerl_jax.quantization.calibration import CalibrationOptions, calibrated_layers
-    from qerl_jax.quantization.rounding import PackedLayer, fill_packed
-    from qerl_jax.system.staging import staged_folder
-    from qerl_jax.weights.checkpoint import open_checkpoint
-
-    rounded_errors: list[dict[str, float]] = []
-    options = CalibrationOptions(reports_errors=True, **CHOICES[choice])
-    began = time.perf_counter()
-
-    def layers() -> Iterator[PackedLayer]:
-        for layer in calibrated_layers(checkpoint, np.load(text), options):
-            rounded_errors.append(layer.rounded_errors)
-            yield layer
-
-    with count_compilations() as compiled:
-        checkpoint = open_checkpoint(source)
-        with staged_folder(folder) as new:
-            errors = fill_packed(new, checkpoint, layers())
-    seconds = time.perf_counter() - began
-    print(f"{choice}: {seconds:.0f} s", flush=True)
-    return {
-        "seconds": seconds,
-        "compile_s": compiled.take()["compile_seconds"],
-        "peak_gb": common.peak_gb(),
-        "layers": checkpoint.config.num_layers,
-        "output_errors": _mean_squares(errors),
-        "rounded_errors": _mean_squares(rounded_errors),
-    }
+    named: dict[str, str] = {}
+    for folder in filter(None, folders.split(",")):
+        name = f"run {pathlib.Path(folder).name}"
+        if name in named:
+            raise UserError(
+                f"--runs: {named[name]} and {folder} would have the same row, {name!r}; "
+                "rename a folder"
+            )
+        named[name] = folder
+    return named
 
 
 def _mean_squares(errors: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(row[name] ** 2 for row in errors) / len(errors) for name in errors[0]}
 
 
-def compare(source: str, models: dict[str, str], held_out: str) -> list[dict[str, Any]]:
-    """The rows of 16 bits (`source`), and of models in 4 bits (`models`: sources by choice).
+def _dtype() -> str:
+    """The dtype of what is not packed: bfloat16 is slow on a CPU."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
-    They are compared on the text of the file `held_out`.
-    """
-    import jax
-    import numpy as np
 
-    from qerl_jax.evaluation.perplexity import window_divergences, window_losses
-    from qerl_jax.run.statistics import half_interval
-    from qerl_jax.weights.load import load
+def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]) -> None:
+    """Measures the choices and the runs, and writes their rows as they come."""
+    end = arguments.seconds and time.perf_counter() + arguments.seconds
+    names = ("prompts", "windows", "width")
+    text = {name: getattr(arguments, name) for name in names}
+    text = TextConfig(max_new_tokens=arguments.new_tokens, **text)
+    measure = Measure(arguments.model, arguments.train, arguments.test, text)
+    shared = {"kind": "choice", "model": model_name(arguments.model)}
+    shared |= {"layers": measure.exact.config.num_layers, "device": jax.devices()[0].device_kind}
+    figures: dict[str, dict[str, Any]] = {}
 
-    tokens = np.load(held_out)
-    reference = load(source, format="bf16", dtype=_dtype())
-    losses = window_losses(reference, None, tokens)
-    shared = {
-        "held_out_tokens": int(tokens.size),
-        "device": jax.devices()[0].device_kind,
-        **common.origin("benchmarks.calibration"),
-    }
-    results = {
-        name: window_divergences(reference, load(folder, format="nvfp4", dtype=_dtype()), tokens)
-        for name, folder in models.items()
-    }
+    def add(choice: str, found: dict[str, Any]) -> None:
+        row = figures.setdefault(choice, {})
+        row |= found
+        origin = common.origin("benchmarks.calibration")
+        common.merge(arguments.out, shared | {"choice": choice} | row | origin, KEYS)
 
-    def with_interval(name: str, values: np.ndarray) -> dict[str, float | None]:
-        half = half_interval(values) if len(values) > 1 else None
-        return {name: float(values.mean()), f"{name}_interval": half}
+    candidates: dict[str, list[dict]] = {EXACT: measure.exact.params["layers"]}
 
-    rows = [{"choice": "16 bits", "loss": float(losses.mean()), **shared}]
-    for name, result in results.items():
-        rows.append(
-            {
-                "choice": name,
-                "loss": float(result.losses.mean()),
-                **with_interval("above", result.losses - losses),
-                **with_interval("above_gptq", result.losses - results[DEFAULT].losses),
-                **with_interval("kl", result.kl),
-                **with_interval("top1", result.agreement),
-                **shared,
-            }
-        )
-    return rows
+    def compare(name: str, layers: list[dict], found: dict[str, Any]) -> Policy:
+        candidates[name], policy = layers, measure.dense(layers)
+        add(name, measure.divergence(policy) | found)
+        return policy
+
+    rounded = compare(ROUNDED, measure.rounded(), {})
+    for name, choice in choices.items():
+        layers, found = measure.calibrate(choice, rounded)
+        of_rounding = {"output_errors": found.pop("rounded_errors")}
+        if name == next(iter(choices)):
+            add(ROUNDED, of_rounding)
+        compare(name, layers, found)
+    for name, folder in _runs(arguments.runs).items():
+        compare(name, measure.of_run(folder), {})
+    if not arguments.samples:
+        return
+    make = {name: functools.partial(measure.dense, layers) for name, layers in candidates.items()}
+    samples = dict.fromkeys(make, arguments.samples)
+    texts = [name for name in choices if name == DEFAULT or name.startswith(_TEXT)]
+    for name, passes in merges.take_turns(measure.held, make, samples, end):
+        add(name, merges.accuracies(passes[name], passes[EXACT]))
+        if len(texts) > 1 and name == texts[-1]:
+            together = zip(*(passes[text] for text in texts), strict=True)
+            means = [np.mean(same, axis=0) for same in together]
+            add(TEXTS, merges.accuracies(means, passes[EXACT]) | {"texts": len(texts)})
 
 
 def measure_random(model: str, layers: int, windows: int, width: int) -> dict[str, Any]:
     """The row of a calibration of layers of random weights; 0 is all layers."""
-    import dataclasses
-    import resource
-
-    import jax
-    import numpy as np
-
-    from benchmarks.random_checkpoint import write_random
-    from qerl_jax.policy.architectures import ARCHITECTURES
-    from qerl_jax.quantization.calibration import calibrated_layers
-    from qerl_jax.weights.checkpoint import open_checkpoint
-
     whole = ARCHITECTURES[model]
     count = min(layers or whole.num_layers, whole.num_layers)
     tokens = np.random.default_rng(0).integers(0, whole.vocab_size, (windows, width), np.int32)
@@ -237,47 +317,10 @@ def measure_random(model: str, layers: int, windows: int, width: int) -> dict[st
     }
 
 
-def _dtype() -> str:
-    """The dtype of what is not packed: bfloat16 is slow on a CPU."""
-    import jax
-
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
-def measure_choices(source: str, train: str, text: dict[str, int]) -> list[dict[str, Any]]:
-    """The rows of all choices; `text` has the fields of `TextConfig`."""
-    from benchmarks.rollout.subject import model_name
-
-    with tempfile.TemporaryDirectory() as scratch:
-        rounded, exact, held_out = (f"{scratch}/{name}.npy" for name in ("4", "16", "held_out"))
-        common.in_process(sample, source, "nvfp4", train, {"calibration": rounded}, text)
-        parts = {"held-out": held_out, "calibration": exact}
-        common.in_process(sample, source, "bf16", train, parts, text)
-        folders = {choice: f"{scratch}/{number}" for number, choice in enumerate(CHOICES)}
-        costs = {
-            choice: common.in_process(
-                calibrate, source, choice, exact if choice == BY_16_BITS else rounded, folder
-            )
-            for choice, folder in folders.items()
-        }
-        rows = common.in_process(compare, source, {ROUNDED: source, **folders}, held_out)
-    default = costs[DEFAULT]
-    shared = {"kind": "choice", "model": model_name(source), "layers": default["layers"]}
-    for row in rows:
-        row |= shared
-        if row["choice"] == ROUNDED:
-            row["output_errors"] = default["rounded_errors"]
-        elif cost := costs.get(row["choice"]):
-            row |= {key: value for key, value in cost.items() if key != "rounded_errors"}
-    return rows
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
-    from benchmarks.rollout.subject import check_names
-    from qerl_jax.errors import UserError, check_limits
-
     limits = ("layers", 0), ("prompts", 1), ("new_tokens", 1), ("windows", 1), ("width", 8)
+    limits += ("samples", 0), ("seconds", 0)
     check_limits(
         {f"--{name.replace('_', '-')}": (getattr(arguments, name), low) for name, low in limits}
     )
@@ -285,16 +328,16 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.random:
         check_names([arguments.random], [])
         shape = arguments.layers, arguments.windows, arguments.width
-        rows = [common.in_process(measure_random, arguments.random, *shape)]
-    else:
-        if not (arguments.model and arguments.train):
-            raise UserError("pass MODEL and --train=FILE.jsonl, or --random=NAME")
-        names = ("prompts", "windows", "width")
-        text = {name: getattr(arguments, name) for name in names}
-        text["max_new_tokens"] = arguments.new_tokens
-        rows = measure_choices(arguments.model, arguments.train, text)
-    for row in rows:
+        row = common.in_process(measure_random, arguments.random, *shape)
         common.merge(arguments.out, row, KEYS)
+        return
+    if not (arguments.model and arguments.train and arguments.test):
+        raise UserError("pass MODEL, --train=FILE.jsonl and --test=FILE.jsonl, or --random=NAME")
+    _runs(arguments.runs)
+    names = arguments.choices.split(";") if arguments.choices else list(CHOICES)
+    if unknown := [name for name in names if name not in CHOICES]:
+        raise UserError(f"--choices={unknown[0]}: choose from {'; '.join(CHOICES)}")
+    measure_choices(arguments, {name: CHOICES[name] for name in names})
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import argparse
 import collections
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,11 +41,11 @@ from benchmarks import common
 from benchmarks.rollout.subject import model_name
 from qerl_jax.commands import cli
 from qerl_jax.data.prompt_rollout import PromptRollout
-from qerl_jax.data.prompts import encode_prompts
+from qerl_jax.data.prompts import Prompt, encode_prompts
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.greedy import is_correct, score_completions
 from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy
-from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
+from qerl_jax.evaluation.tasks import Task, TaskOverrides, make_tasks
 from qerl_jax.export.merge import (
     UpdateRetention,
     calibrated_merge,
@@ -53,18 +53,20 @@ from qerl_jax.export.merge import (
     merged_layers,
 )
 from qerl_jax.policy import transformer
+from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.quant import in_machine_order
 from qerl_jax.rewards.calls import resolve
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.run import statistics
+from qerl_jax.weights.load import LoadedModel
 
 KEYS = ("model", "seed", "form")
 TRAINED, CALIBRATED, PLAIN = "trained", "calibrated", "plain onto nvfp4"
 _TEXTS = 128  # problems on whose completions the KL is measured
 _ROWS = 640  # that decode together
-_GROUP = 4  # completions of a problem in a pass: rows that wait take the slots of those that ended
+GROUP = 4  # completions of a problem in a pass: rows that wait take the slots of those that ended
 _KL_ROWS = 4
 
 type Kept = dict[str, UpdateRetention]
@@ -112,66 +114,87 @@ def merges(policy: LoadedPolicy) -> Iterator[tuple[str, dict, Kept]]:
         yield name, on_device(merged_layers(model, policy.lora, format=form, retention=kept)), kept
 
 
+def read_prompts(
+    model: LoadedModel, run: Mapping[str, Any], problems: str, limit: str = ""
+) -> tuple[Task, list[Prompt]]:
+    """Loads the problems of a file, or those that a run held out, and renders them as the run does.
+
+    `run` is its config, and `limit` replaces the one on the tokens of a completion, unless it is
+    ''.
+
+    Raises:
+        UserError: they cannot be loaded.
+    """
+    names = [problems] if problems else []
+    overrides = TaskOverrides(max_new_tokens=(limit,) if limit else ())
+    (task,) = make_tasks(names, run=run, overrides=overrides, trusted=True)
+    most = run["data"]["max_prompt_tokens"]
+    return task, encode_prompts(task.problems, model.tokenizer, task.prompt, max_prompt_tokens=most)
+
+
 class Held:
-    """Problems that the run of a policy has not seen."""
+    """Problems that policies have not seen, and their completions."""
 
-    def __init__(self, policy: LoadedPolicy, problems: str, limit: str):
-        """Loads the problems of a file, or those that the run held out, and compiles a sampler.
+    def __init__(
+        self,
+        model: LoadedModel,
+        policy: Policy,
+        problems: tuple[Task, list[Prompt]],
+        *,
+        chunk_steps: int,
+        others: Sequence[Prompt] = (),
+    ):
+        """Compiles a sampler for policies of the shapes of `policy`, whose model is `model`.
 
-        `limit` replaces the one on the tokens of a completion, unless it is ''.
-
-        Raises:
-            UserError: they cannot be loaded.
+        `problems` is what `read_prompts` returns; `others` may be completed as well.
         """
-        assert policy.run is not None
-        run, names = policy.run["config"], [problems] if problems else []
-        overrides = TaskOverrides(max_new_tokens=(limit,) if limit else ())
-        (task,) = make_tasks(names, run=run, overrides=overrides, trusted=True)
-        self.prompts = encode_prompts(
-            task.problems,
-            policy.model.tokenizer,
-            task.prompt,
-            max_prompt_tokens=run["data"]["max_prompt_tokens"],
-        )
+        task, self.prompts = problems
         self.correctness = resolve(task.scorer, **task.options.get("scorer", {}))
-        width, new = max(len(prompt.ids) for prompt in self.prompts), task.max_new_tokens
+        width = max(len(prompt.ids) for prompt in (*self.prompts, *others))
+        count, new = max(len(self.prompts), len(others)), task.max_new_tokens
         engine = EngineConfig(
             max_rows=_ROWS,
-            chunk_steps=run["rollout"]["chunk_steps"],
+            chunk_steps=chunk_steps,
             drafts="off",  # They take programs, and pay for few rows alone.
             compact="once",
             prompt_width=width,
-            num_prompts=len(self.prompts),
+            num_prompts=count,
         )
         sampling = SamplingConfig(max_new_tokens=new, temperature=1.0)
-        arguments = policy.model.config, policy.model.tokenizer, sampling, engine
-        sampler = Sampler(*arguments, group_size=_GROUP)
+        sampler = Sampler(model.config, model.tokenizer, sampling, engine, group_size=GROUP)
         if jax.default_backend() == "gpu":  # Several programs compile at a time.
-            sampler = sampler.compiled(_key(0), policy.policy, num_prompts=len(self.prompts))
+            sampler = sampler.compiled(_key(0), policy, num_prompts=count)
         self.sampler, self.width = sampler, width + new
 
     def correct(self, policy: Policy, number: int) -> list[np.ndarray]:
-        """Whether `_GROUP` completions of each problem are correct, each float [P]."""
+        """Whether `GROUP` completions of each problem are correct, each float [P]."""
         with PromptRollout(self.sampler, _key(number), policy, self.prompts) as rollout:
             (progress,) = collections.deque(rollout, maxlen=1)
         ended = rollout.take(progress).values()
         scorers = {"correct": self.correctness}
         scores = score_completions(scorers, [one.to_score() for one in ended], time_limit=10.0)
         correct = np.nan_to_num(is_correct(scores.parts["correct"]))
-        return list(correct.reshape(-1, _GROUP).T)
+        return list(correct.reshape(-1, GROUP).T)
 
-    def texts(self, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
+    def texts(self, policy: Policy, count: int = _TEXTS) -> tuple[np.ndarray, np.ndarray]:
         """Prompts with completions by a policy, [B, T], and which tokens a sampled one follows."""
-        prompts = [prompt.ids for prompt in self.prompts[:_TEXTS]]
-        rollout = self.sampler.rollout(_key(0), policy, prompts)
+        prompts = [prompt.ids for prompt in self.prompts[:count]]
         tokens = np.zeros((len(prompts), self.width), np.int32)
         before = np.zeros(tokens.shape, bool)
-        firsts = zip(rollout.tokens[::_GROUP], rollout.lengths[::_GROUP], strict=True)
-        for row, (prompt, (own, length)) in enumerate(zip(prompts, firsts, strict=True)):
-            end = len(prompt) + length
-            tokens[row, :end] = [*prompt, *own[:length]]
+        firsts = self.complete(policy, prompts, 0)[::GROUP]
+        for row, (prompt, own) in enumerate(zip(prompts, firsts, strict=True)):
+            end = len(prompt) + len(own)
+            tokens[row, :end] = [*prompt, *own]
             before[row, len(prompt) - 1 : end - 1] = True
         return tokens, before
+
+    def complete(
+        self, policy: Policy, prompts: Sequence[Sequence[int]], number: int
+    ) -> list[list[int]]:
+        """`GROUP` completions of each prompt, one prompt after the other."""
+        rollout = self.sampler.rollout(_key(number), policy, prompts)
+        pairs = zip(rollout.tokens, rollout.lengths, strict=True)
+        return [own[:length].tolist() for own, length in pairs]
 
 
 def _key(number: int) -> jax.Array:
@@ -190,14 +213,13 @@ def _compare(params, lora, other, tokens, *, config):
 
 
 def divergence(
-    policy: LoadedPolicy, params: dict, tokens: np.ndarray, before: np.ndarray
+    policy: Policy, params: dict, tokens: np.ndarray, before: np.ndarray, *, config: ModelConfig
 ) -> dict[str, float]:
-    """The figures of a model about its texts, as `Held.texts` returns them."""
+    """The figures of a model about the texts of a policy, as `Held.texts` returns them."""
     kl, same = np.zeros(before.shape), np.zeros(before.shape, bool)
     for start in range(0, len(tokens), _KL_ROWS):
         rows = slice(start, start + _KL_ROWS)
-        own = policy.model
-        found = _compare(own.params, policy.lora, params, tokens[rows], config=own.config)
+        found = _compare(*policy, params, tokens[rows], config=config)
         kl[rows], same[rows] = jax.device_get(found)
     by_text = np.array([row[own].mean() for row, own in zip(kl, before, strict=True)])
     return {
@@ -206,6 +228,28 @@ def divergence(
         "top1": float(same[before].mean()),
         "tokens": int(before.sum()),
     }
+
+
+def take_turns(
+    held: Held, policies: Mapping[str, Callable[[], Policy]], samples: Mapping[str, int], end: float
+) -> Iterator[tuple[str, dict[str, list[np.ndarray]]]]:
+    """Lets policies complete all problems in turns, until each has its number of samples.
+
+    Yields the name of the policy whose turn it was, and what `Held.correct` has returned of each.
+    At `end`, a time of `time.perf_counter`, there is no further turn; 0 for no end.
+    """
+    passes: dict[str, list[np.ndarray]] = {name: [] for name in policies}
+    for number in range(0, max(samples.values()), GROUP):
+        for name, make in policies.items():
+            if number >= samples[name]:
+                continue
+            began = time.perf_counter()
+            passes[name] += held.correct(make(), number + 1)[: samples[name] - number]
+            yield name, passes
+            now = time.perf_counter()
+            if end and now + (now - began) > end:
+                print(f"stopped, as a turn takes {now - began:.0f} s", flush=True)
+                return
 
 
 def accuracies(correct: list[np.ndarray], trained: list[np.ndarray]) -> dict[str, Any]:
@@ -249,34 +293,29 @@ def run(arguments: argparse.Namespace) -> None:
         row |= {"device": jax.devices()[0].device_kind, **common.origin("benchmarks.merges")}
         common.merge(arguments.out, row, KEYS)
 
-    held = Held(policy, arguments.problems, arguments.max_new_tokens)
+    problems = read_prompts(policy.model, config, arguments.problems, arguments.max_new_tokens)
+    steps = config["rollout"]["chunk_steps"]
+    held = Held(policy.model, policy.policy, problems, chunk_steps=steps)
     texts = held.texts(policy.policy)
-    add("base", divergence(policy, policy.base.params, *texts))
+    compare = functools.partial(divergence, policy.policy, config=policy.model.config)
+    add("base", compare(policy.base.params, *texts))
     nothing = jax.tree.map(jnp.zeros_like, policy.lora)
     policies = {TRAINED: policy.policy}
     for name, params, kept in merges(policy):
         whole = UpdateRetention()
         for part in kept.values():
             whole.add((part.overlap, part.update, part.error))
-        found = divergence(policy, params, *texts)
+        found = compare(params, *texts)
         if whole.update:
             found |= {"kept": whole.kept_fraction, "error": whole.relative_error}
         add(name, found)
         if name != "bf16":
             policies[name] = Policy(params, nothing)
-    passes: dict[str, list[np.ndarray]] = {name: [] for name in policies}
-    for number in range(0, arguments.samples, _GROUP):
-        for name, own in policies.items():
-            most = arguments.plain_samples if name == PLAIN else arguments.samples
-            if number >= most:
-                continue
-            began = time.perf_counter()
-            passes[name] += held.correct(own, number + 1)[: most - number]
-            add(name, accuracies(passes[name], passes[TRAINED]))
-            now = time.perf_counter()
-            if arguments.seconds and now - start + (now - began) > arguments.seconds:
-                print(f"stopped after {now - start:.0f} s", flush=True)
-                return
+    samples = dict.fromkeys(policies, arguments.samples) | {PLAIN: arguments.plain_samples}
+    make = {name: lambda own=own: own for name, own in policies.items()}
+    end = arguments.seconds and start + arguments.seconds
+    for name, passes in take_turns(held, make, samples, end):
+        add(name, accuracies(passes[name], passes[TRAINED]))
 
 
 if __name__ == "__main__":

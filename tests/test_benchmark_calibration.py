@@ -2,6 +2,7 @@
 
 import json
 
+import finished_run
 import pytest
 import tiny_run
 from tiny_checkpoints import model_config
@@ -22,34 +23,35 @@ def one_process(monkeypatch):
     monkeypatch.setattr(common, "in_process", lambda function, *args: function(*args))
 
 
-@pytest.mark.slow  # two rollouts and three models compile
-def test_choices_are_compared_on_held_out_text(tmp_path, monkeypatch, capsys):
-    model = tiny_run.write_model(tmp_path / "model", max_position=512)
+@pytest.mark.slow  # a rollout and two models compile
+def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
     problems = tiny_run.write_problems(tmp_path / "train.jsonl")
+    test = tiny_run.write_problems(tmp_path / "test.jsonl", count=6)
+    base = finished_run.write_run(tmp_path / "run", tiny, own=True, size=0.3)
     out = tmp_path / "calibration.json"
-    few = ("gptq", "gptq, scales do not grow", calibration.BY_16_BITS)
-    monkeypatch.setattr(calibration, "CHOICES", {name: calibration.CHOICES[name] for name in few})
+    few = ("gptq", "gptq, text 1", "gptq, scales do not grow", "gptq, four times the text")
     run(
-        str(model), f"--train={problems}", "--prompts=8", "--new-tokens=8", "--windows=8",
-        "--width=32", f"--out={out}",
+        str(tiny.model), f"--train={problems}", f"--test={test}", "--prompts=8", "--new-tokens=8",
+        "--windows=8", "--width=32", f"--choices={';'.join(few)}", f"--runs={base}",
+        "--samples=4", f"--out={out}",
     )  # fmt: skip
     rows = {row["choice"]: row for row in json.loads(out.read_text())["rows"]}
-    names = ["16 bits", "rounded", *few]
-    assert set(rows) == set(names)
-    for name in names[1:]:
-        row = rows[name]
-        assert row["above"] == pytest.approx(row["loss"] - rows["16 bits"]["loss"], abs=1e-5)
-        assert row["above_gptq"] == pytest.approx(row["loss"] - rows["gptq"]["loss"], abs=1e-5)
-        assert 0 < row["kl"] < rows["rounded"]["kl"] * 1.0001
-        assert 0 < row["top1"] <= 1
-        assert row["kl_interval"] > 0
-        assert set(row["output_errors"]) == set(PROJECTIONS)
-    for name in names[2:]:
-        assert 0 <= rows[name]["compile_s"] <= rows[name]["seconds"]
+    four_bits = ["rounded", *few]
+    assert set(rows) == {"16 bits", "run run", calibration.TEXTS, *four_bits}
+    for name in four_bits:
+        assert 0 < rows[name]["kl"] < rows["rounded"]["kl"] * 1.0001
+        assert 0 < rows[name]["top1"] <= 1
+        assert set(rows[name]["output_errors"]) == set(PROJECTIONS)
+    for name in few:
         assert rows[name]["output_errors"]["q_proj"] < rows["rounded"]["output_errors"]["q_proj"]
-    assert rows["gptq"]["compile_s"] > 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if ": loss " in line]
-    assert len(lines) == len(names)
+    assert rows["gptq"]["kl"] != rows["gptq, text 1"]["kl"]
+    assert rows["gptq, four times the text"]["text_tokens"] > rows["gptq"]["text_tokens"]
+    assert rows["run run"]["kl"] > rows["rounded"]["kl"]
+    assert rows["16 bits"]["difference"] == 0
+    assert {row["samples"] for row in rows.values()} == {4}
+    assert rows[calibration.TEXTS]["texts"] == 2
+    lines = [line for line in capsys.readouterr().out.splitlines() if ": accuracy " in line]
+    assert lines
 
 
 @pytest.mark.slow  # 3 s
@@ -69,7 +71,9 @@ def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["model"], "pass MODEL and --train"),
+        (["model", "--train=x"], "pass MODEL, --train"),
+        (["model", "--train=x", "--test=y", "--choices=gtpq"], "--choices=gtpq: choose from gptq;"),
+        (["model", "--train=x", "--test=y", "--runs=a/s0,b/s0"], "a/s0 and b/s0 would have"),
         (["--random=gpt"], "unknown model 'gpt'"),
         (["model", "--train=x", "--width=2"], "--width=2"),
     ],
@@ -77,10 +81,3 @@ def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
 def test_bad_arguments_are_refused(tmp_path, arguments, named):
     with pytest.raises(UserError, match=named):
         run(*arguments, f"--out={tmp_path / 'x.json'}")
-
-
-def test_too_few_problems_are_refused(tmp_path):
-    model = tiny_run.write_model(tmp_path / "model")
-    problems = tiny_run.write_problems(tmp_path / "train.jsonl", count=9)
-    with pytest.raises(UserError, match=r"holds 9 problems, .* pass --prompts=4"):
-        run(str(model), f"--train={problems}", "--prompts=5", f"--out={tmp_path / 'x.json'}")

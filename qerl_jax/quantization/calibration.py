@@ -119,7 +119,10 @@ def calibrated_layers(
 
 
 def calibrated_updates(
-    model: LoadedModel, layers: Iterable[tuple[dict, Grids]], tokens: np.ndarray
+    model: LoadedModel,
+    layers: Iterable[tuple[dict, Grids]],
+    tokens: np.ndarray,
+    options: CalibrationOptions = CalibrationOptions(),
 ) -> Iterator[PackedLayer]:
     """Quantizes other layers of a model, such as those with an adapter merged into them.
 
@@ -127,11 +130,13 @@ def calibrated_updates(
         model: the model that has the embedding.
         layers: its layers and the grids of their weights, as in `calibrate`.
         tokens: int32 [B, T] token ids, as in `calibrated_layers`.
+        options: what GPTQ does.
 
     Yields:
         The layers, as `calibrate` does.
     """
-    yield from calibrate(model, layers, _inputs(model.params["embed_tokens"], tokens))
+    x = _inputs(model.params["embed_tokens"], tokens)
+    yield from calibrate(model, layers, x, options)
 
 
 def calibrate(
