@@ -36,6 +36,7 @@ from qerl_jax.data.sources import (
 )
 from qerl_jax.environments.chat import read_message
 from qerl_jax.environments.gateway import RequestError
+from qerl_jax.environments.harmony import is_harmony
 from qerl_jax.environments.replies import ReplyWriter
 from qerl_jax.errors import UserError, check_unicode
 from qerl_jax.run.folder import RunFolder
@@ -44,7 +45,8 @@ from qerl_jax.weights.tokenizer import Tokenizer
 
 _CHATS = ("messages", *QUESTION_FIELDS)
 _COMPLETIONS = ("completion", "answer", "solution")
-_REASONING = ("reasoning_content", "thinking")  # what chat templates read of a turn besides
+# What chat templates read of a turn besides: each of them one of the two.
+_REASONING = ("reasoning_content", "thinking")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +115,9 @@ class SavedSelection(Selection):
         reward = row.get("reward")
         if "conversation" in row:
             raise UserError(
-                f"{where}: the completions of conversations with environments and agents are not "
-                "saved as their tokens: write them as rows with `messages`, and pass data.path"
+                f"{where}: completions of several messages, of environments, agents and gpt-oss, "
+                "are not saved as their tokens: write them as rows with `messages`, and pass "
+                "data.path"
             )
         if not isinstance(reward, int | float) or not reward >= self.min_reward:
             raise LeftOutError(f"a reward below {self.min_reward:g}", "lower sft.min_reward")
@@ -263,6 +266,11 @@ class _Writer:
 
     def _saved(self, problem: Problem, where: str) -> Prompt:
         """A completion that a run saved; its prompt has been rendered."""
+        if is_harmony(self.tokenizer.chat_template or ""):
+            raise UserError(
+                f"{where}: completions of gpt-oss are saved without the channel that they were "
+                "written in: write them as rows with `messages`, and pass data.path"
+            )
         if not problem.question.endswith(self._generation):
             raise UserError(
                 f"{where}: its prompt ends with {problem.question[-40:]!r}, and the chat template "
@@ -322,7 +330,7 @@ def _messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
         for name in _REASONING:
             if isinstance(text := message.get(name), str) and text:
                 check_unicode(text, f"{where}[{number}].{name}")
-                read[name] = text
+                read = dict.fromkeys(_REASONING, text) | read | {name: text}
         messages.append(read)
     if not messages:
         raise UserError(f"{where} is an empty list: write its messages, or take the row out")
