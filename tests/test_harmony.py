@@ -9,6 +9,7 @@ import types
 
 import numpy as np
 import pytest
+import tiny_run
 import tokenizers
 from refusal import refused
 from tokenizers import decoders, models, pre_tokenizers
@@ -21,6 +22,8 @@ from qerl_jax.environments import harmony
 from qerl_jax.environments.tools import message_of, read_calls, tool_format
 from qerl_jax.evaluation.sample import stream_text
 from qerl_jax.show.view import conversation_of
+from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.training.loop import train
 from qerl_jax.training.saving import sample_rows
 from qerl_jax.weights import tokenizer as tokenizer_lib
 
@@ -151,6 +154,34 @@ def logged_row(tokenizer, ids):
     result = types.SimpleNamespace(experience=experience, advantages=np.zeros(1))
     (row,) = sample_rows(result, 1, 1, tokenizer=tokenizer)
     return row
+
+
+@pytest.mark.slow  # 40 s
+def test_rewards_of_a_run_get_the_answer_and_the_number_of_all_tokens(
+    folder, tmp_path, compile_cache
+):
+    """What a random policy writes has no final channel, so every answer is empty."""
+    tiny = tiny_run.write_tiny(
+        tmp_path, compile_cache, model_type="gpt_oss", vocab_size=272, max_position=1024
+    )
+    for file in folder.iterdir():
+        (tiny.model / file.name).write_bytes(file.read_bytes())
+    (tiny.model / "generation_config.json").unlink()
+    seen = []
+
+    def reward(prompt, completion, answer, num_tokens, finished):
+        seen.append((completion, num_tokens))
+        return num_tokens / 6
+
+    changes = {"model.format": "mxfp4", "lora.targets": ("q_proj",), "steps": 1, "eval.every": 1}
+    changes |= {"data.max_prompt_tokens": 700, "aqn.schedule": "off", "checkpoint.every": 1}
+    config = tiny.config(changes)
+    run = train(config, workdir=tmp_path / "run", rewards={"correctness": (reward, 1.0)})
+    assert {completion for completion, _ in seen} == {""}
+    assert max(count for _, count in seen) == config.rollout.max_new_tokens
+    rows = read_jsonl(run / "completions.jsonl")
+    assert {row["completion"] for row in rows} == {""}
+    assert all(row["reward"] == pytest.approx(row["tokens"] / 6) for row in rows)
 
 
 def test_the_format_of_the_template(tokenizer):
