@@ -277,7 +277,7 @@ def test_a_saved_answer_is_not_learned_without_its_channel(tokenizer):
     """Also of a completion that has a final message alone."""
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "2?"}])
     row = {"prompt": prompt, "completion": "4", "reward": 1.0, "finished": True}
-    refused("rows:1: .*gpt-oss.*channel.*messages", learned_turns, tokenizer, SavedSelection(), row)
+    refused("rows:1: .*of gpt-oss.*messages", learned_turns, tokenizer, SavedSelection(), row)
 
 
 def test_a_taskset_of_verifiers_is_refused(tokenizer):

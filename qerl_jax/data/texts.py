@@ -268,8 +268,8 @@ class _Writer:
         """A completion that a run saved; its prompt has been rendered."""
         if is_harmony(self.tokenizer.chat_template or ""):
             raise UserError(
-                f"{where}: completions of gpt-oss are saved without the channel that they were "
-                "written in: write them as rows with `messages`, and pass data.path"
+                f"{where}: the completions of gpt-oss are saved without the names of their "
+                "messages: write them as rows with `messages`, and pass data.path"
             )
         if not problem.question.endswith(self._generation):
             raise UserError(
