@@ -404,9 +404,9 @@ def packed_cases():
     for (m, n, k), rank, split in (
         ((8, 128, 720), 96, 2),
         ((3, 64, 328), 32, 3),
-        ((16, 64, 264), 32, 1),
+        ((16, 64, 264), 384, 1),
     ):
-        lora = normal(5, m, rank).astype(FLOAT32), normal(n, 128)
+        lora = normal(5, m, rank).astype(FLOAT32), normal(n, max(128, rank))
         arguments = normal(m, k), normal(n, k), *lora, normal(n)
         yield f"dense {m} {n} {k}", functools.partial(multiply_dense, split=split), *arguments
     weight = fp4_matmul.to_tiles(random_weight(136, 192))

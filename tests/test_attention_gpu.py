@@ -1,11 +1,13 @@
 """Packed self-attention on a Hopper GPU: against the dense form in float32, and reproducibility."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hopper_cases import skip_unless_hopper
-from packed_cases import draw_operands, errors, packed_ids, random_ids
+from packed_cases import draw_operands, errors, packed_ids, random_ids, row_positions
 
 from pallas_kernels.attention import attend_packed, benchmark, segments, supports_attention
 
@@ -28,9 +30,10 @@ def a_hopper_gpu():
     skip_unless_hopper()
 
 
-@jax.jit
-def run(q, k, v, d_out, packed):
-    out, pullback = jax.vjp(lambda q, k, v: attend_packed(q, k, v, packed), q, k, v)
+@functools.partial(jax.jit, static_argnames="window")
+def run(q, k, v, d_out, packed, *, sinks=None, window=0):
+    attend = functools.partial(attend_packed, segments=packed, sinks=sinks, window=window)
+    out, pullback = jax.vjp(attend, q, k, v)
     return out, *pullback(d_out)
 
 
@@ -43,6 +46,22 @@ def test_against_the_dense_form(heads, layout):
     packed = segments(ids)
     expected = benchmark.dense_gradients(packed, d_out, q, k, v)
     actual = run(q, k, v, d_out, packed)
+    expected = [np.asarray(x, np.float64) for x in expected]
+    found = errors([np.asarray(x, np.float32) for x in actual], expected, ids)
+    assert max(found) < 7e-3, found
+
+
+@pytest.mark.parametrize("window", [0, 128, 100])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sinks_and_windows(layout, window):
+    """Of gpt-oss: also where a sink is larger than every score."""
+    ids, heads = LAYOUTS[layout], (64, 8, 64)
+    q, k, v, d_out = draw_operands(len(ids), *heads, ids)
+    sinks = jnp.linspace(-4, 12, 64).astype(jnp.bfloat16)
+    limits = {"sinks": sinks, "window": window}
+    packed = segments(ids)._replace(positions=row_positions(ids))
+    expected = benchmark.dense_gradients(packed, d_out, q, k, v, **limits)
+    actual = run(q, k, v, d_out, packed, **limits)
     expected = [np.asarray(x, np.float64) for x in expected]
     found = errors([np.asarray(x, np.float32) for x in actual], expected, ids)
     assert max(found) < 7e-3, found

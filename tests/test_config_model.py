@@ -212,6 +212,7 @@ def test_gpt_oss_of_transformers_own_class(changes):
         ({"swiglu_limit": 0.0}, "swiglu_limit is 0.0, must be positive"),
         ({"swiglu_limit": None, "num_local_experts": 3}, "4 experts of a token are more than all"),
         ({"sliding_window": 0}, "sliding_window is 0, must be positive"),
+        ({"sliding_window": None}, "sliding_window is None, must be positive"),
         ({"layer_types": ["sliding_attention"]}, "must name one of sliding_attention, full_att"),
         ({"layer_types": "sliding_attention"}, "layer_types is 'sliding_attention'"),
         ({"layer_types": [["full_attention"]] * 28}, r"layer_types is \[\['full_attention'\]"),

@@ -23,6 +23,7 @@ from pallas_kernels.decode import (
     self_test,
     to_cache,
 )
+from pallas_kernels.decode import attention_products as products
 from pallas_kernels.decode.attention import AttentionInputs, AttentionParts
 from qerl_jax.policy.layers.attention import attend_from, attend_to_cache, rotate
 from qerl_jax.policy.layers.linear import rms_norm
@@ -221,19 +222,60 @@ def test_attention(dtype, qk_norm, kv_heads, group, positions, head_dim, num_sms
     assert_same_cache(caches[1], values)
 
 
-@pytest.mark.slow
+def with_hidden(inputs, first):
+    """The inputs with NaN in the cache before the first position [M] of what a row may read.
+
+    The last positions of a cache are always read as a whole block.
+    """
+    first = jnp.minimum(jnp.asarray(first), inputs.keys.shape[2] - products.BLOCK)
+    is_hidden = jnp.arange(inputs.keys.shape[2]) < first[:, None]
+    assert is_hidden.any()
+    is_hidden = is_hidden[:, None, :, None]
+    return is_hidden, inputs._replace(
+        keys=jnp.where(is_hidden, jnp.nan, inputs.keys),
+        values=jnp.where(is_hidden, jnp.nan, inputs.values),
+    )
+
+
+def shown(is_hidden, inputs, caches):
+    """The caches with the numbers of the inputs at hidden positions, which still are NaN."""
+    for cache in caches:
+        assert np.isnan(wide(cache)[np.broadcast_to(is_hidden, cache.shape)]).all()
+    olds = inputs.keys, inputs.values
+    return [jnp.where(is_hidden, x, y) for x, y in zip(olds, caches, strict=True)]
+
+
+def lengths_at_borders(positions, window):
+    """Lengths of rows whose window begins in the first block, at the border of one, or beyond."""
+    begins = {0, 1, 63, 64, 65, 128, 255, 256, 257, positions - window}
+    lengths = {0, *(first + window - 1 for first in begins), window - 2, positions // 2}
+    return sorted(length for length in lengths if 0 <= length < positions)
+
+
 @pytest.mark.parametrize("interpret", BACKENDS)
 @pytest.mark.parametrize(
     ("kv_heads", "group", "positions", "window", "num_sms"),
-    [(1, 3, 333, 130, 132), (2, 8, 600, 128, 132), (2, 8, 300, 1, 1), (1, 9, 200, 64, 132)],
+    [
+        (1, 2, 400, 128, 132),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (1, 3, 333, 130, 132),
+                (2, 8, 600, 128, 132),
+                (2, 8, 300, 1, 1),
+                (1, 9, 200, 64, 132),
+            )
+        ),
+    ],
 )
 def test_attention_with_sinks_and_a_window(kv_heads, group, positions, window, num_sms, interpret):
-    """Of rows shorter and longer than the window, which begins in any block."""
-    lengths = [0, positions - 1, positions // 2, 63, 64, 128, min(191, positions - 1)]
+    """Of rows shorter and longer than the window; what is before it is not read."""
+    lengths = lengths_at_borders(positions, window)
     cache_shape, heads = (kv_heads, positions, 64), kv_heads * group
     options = {"norm": False, "biased": True}
     inputs, factor = draw_inputs(len(lengths), group, cache_shape, lengths, **options)
     sinks, a = draw(10, heads, dtype=jnp.float32), draw(9, 32, heads * 64)
+    is_hidden, given = with_hidden(inputs, inputs.lengths + 1 - window)
 
     @jax.jit
     def run(inputs):
@@ -242,11 +284,11 @@ def test_attention_with_sinks_and_a_window(kv_heads, group, positions, window, n
         options = {"dtype": inputs.qkv.dtype, "interpret": interpret}
         return *attention.merge_parts(parts, a, sinks=sinks, **options), keys, values
 
-    attended, xa_partials, *caches = run(inputs)
+    attended, xa_partials, *caches = run(given)
     expected, *right = reference_attention(inputs, factor, sinks=sinks, window=window)
     assert_close(attended, expected)
     assert_xa_partials(xa_partials, attended, a)
-    for cache, want in zip(caches, right, strict=True):
+    for cache, want in zip(shown(is_hidden, inputs, caches), right, strict=True):
         assert_same_cache(cache, want)
 
 
@@ -296,18 +338,30 @@ def assert_several(inputs, factor, attended, keys, values, **limits):
     assert_same_cache(values, expected.values)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("interpret", BACKENDS)
-@pytest.mark.parametrize(("positions", "window"), [(333, 130), (200, 5), (133, 64)])
-def test_several_tokens_with_sinks_and_a_window(positions, window, interpret):
-    lengths = [0, 1, 62, 128, positions - 4, positions - 1]
-    options = {"norm": False, "biased": True}
-    inputs, factor = draw_several(4, 8, (2, positions, 64), lengths, **options)
-    sinks, a = draw(10, 16, dtype=jnp.float32), draw(9, 32, 16 * 64)
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "positions", "window"),
+    [
+        (1, 2, 400, 128),
+        *(
+            pytest.param(2, 8, *case, marks=pytest.mark.slow)
+            for case in ((333, 130), (200, 5), (133, 64))
+        ),
+    ],
+)
+def test_several_tokens_with_sinks_and_a_window(kv_heads, group, positions, window, interpret):
+    """No block is read that is before the window of a row's first token."""
+    lengths = lengths_at_borders(positions, window)
+    options, heads = {"norm": False, "biased": True}, kv_heads * group
+    inputs, factor = draw_several(4, group, (kv_heads, positions, 64), lengths, **options)
+    sinks, a = draw(10, heads, dtype=jnp.float32), draw(9, 32, heads * 64)
+    block = products.BLOCK
+    is_hidden, given = with_hidden(inputs, (inputs.lengths + 1 - window) // block * block)
     attend = functools.partial(
         attention_queries.attend, num_sms=132, window=window, interpret=interpret
     )
-    attended, _, *caches = several_tokens(a, attend, 4, interpret, sinks)(inputs)
+    attended, _, *caches = several_tokens(a, attend, 4, interpret, sinks)(given)
+    caches = shown(is_hidden, inputs, caches)
     assert_several(inputs, factor, attended, *caches, sinks=sinks, window=window)
 
 

@@ -41,6 +41,8 @@ from qerl_jax.policy.quant import quantize, tile_order
         pytest.param("qwen3_moe", (), 4, marks=pytest.mark.slow),
         pytest.param("gpt_oss", ("q_proj", "o_proj"), 1, marks=pytest.mark.slow),
         pytest.param("gpt_oss with adapters of experts", ("k_proj",), 3, marks=pytest.mark.slow),
+        # More ranks of q, k and v than the kernel of dense products has.
+        pytest.param("gpt_oss with rank 144", PROJECTIONS[:4], 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_is_the_policys(kind, targets, count, interpret, monkeypatch):
@@ -65,6 +67,7 @@ def test_a_step_is_the_policys(kind, targets, count, interpret, monkeypatch):
         lambda path, x: x if path[-1].key in unrounded else x.astype(jnp.bfloat16), params
     )
     options = {"expert_rank": 3} if "shared" in kind or "adapters" in kind else {}
+    options |= {"rank": 144} if "144" in kind else {}
     lora = tiny_model.random_lora(config, targets=targets, **options) if targets else None
     lora_layers = lora_lib.fuse(lora, config, jnp.bfloat16)
     prompts = tiny_model.random_tokens(3, 9)

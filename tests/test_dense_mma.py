@@ -20,6 +20,8 @@ from pallas_kernels.fp4_matmul.mma import dense
         (3, 64, 328, 24, 4, 3),  # columns end inside of a step
         (16, 64, 456, 32, 3, 1),
         (2, 64, 96, 0, 0, None),
+        # The most ranks: as many as three projections of rank 128 have together.
+        pytest.param(16, 64, 96, 384, 2, 1, marks=pytest.mark.slow),
     ],
 )
 def test_products(m, n, k, rank, partials, split, interpret):
@@ -27,7 +29,7 @@ def test_products(m, n, k, rank, partials, split, interpret):
     expected = wide(x) @ wide(weight).T + wide(bias)
     lora = None
     if rank:
-        b = normal(4, n, 128)
+        b = normal(4, n, max(128, rank))
         xa = normal(5, partials, m, rank).astype(jnp.float32)
         lora = xa, b
         expected += wide(xa).sum(axis=0) @ wide(b)[:, :rank].T
@@ -44,6 +46,8 @@ def test_products(m, n, k, rank, partials, split, interpret):
     ("shape", "dtype", "expected"),
     [
         ((2, 5120, 2880), jnp.bfloat16, True),
+        ((8, 5120, 2880, 384), jnp.bfloat16, True),
+        ((8, 5120, 2880, 416), jnp.bfloat16, False),  # of q, k and v with ranks above 128
         ((16, 2880, 4096), jnp.bfloat16, True),
         ((1, 5120, 2880), jnp.bfloat16, False),  # `matvec` has it
         ((17, 5120, 2880), jnp.bfloat16, False),
@@ -55,9 +59,9 @@ def test_products(m, n, k, rank, partials, split, interpret):
     ],
 )
 def test_which_products_it_has(shape, dtype, expected, monkeypatch):
-    (m, n, k) = shape
+    m, n, k, ranks = (*shape, 96)[:4]
     x, weight = (jax.ShapeDtypeStruct(size, dtype) for size in ((m, k), (n, k)))
-    assert dense.fits(x, weight) == expected
+    assert dense.fits(x, weight, ranks) == expected
     for capability in (7.5, 8.0):
         monkeypatch.setattr(device, "cuda_capability", lambda number=capability: number)
-        assert dense.supports(x, weight) == (expected and capability >= 8.0)
+        assert dense.supports(x, weight, ranks) == (expected and capability >= 8.0)

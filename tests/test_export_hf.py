@@ -283,6 +283,17 @@ def test_vllm_reads_the_line_that_is_printed(name):
     assert parsed_by_vllm(item) == (name, folder)
 
 
+@pytest.mark.parametrize(
+    ("served_base", "served"),
+    [("openai/gpt-oss-20b", True), ("gpt-oss.gguf", False), ("", False)],
+)
+def test_vllm_serves_gpt_oss_as_it_is_published(served_base, served):
+    card = foreign_card(folder="out", base_format="mxfp4", served_base=served_base)
+    (line,) = serve_lines(card)
+    assert line.startswith(f"vllm serve {served_base} --enable-lora") == served
+    assert ("cannot serve this base in MXFP4" in line) != served
+
+
 PENALTIES = {
     "bos_token_id": 1,
     "eos_token_id": [2, 5],

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from pallas_kernels.attention import PART_BITS, segments
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
+from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.attention import rotary_angles
 from qerl_jax.policy.layers.part import NewTokens
@@ -128,6 +129,35 @@ def test_steps_and_extensions(family):
         for layer in LAYERS:
             want = expected[f"routes_{row}_{layer}"][prompts[row] : prompts[row] + count]
             np.testing.assert_array_equal(routes[layer, row, -count:], want)
+
+
+@pytest.mark.slow  # 20 s
+def test_yarn_beyond_its_first_context():
+    """The rotation of gpt-oss-20b after 4,096 positions: of whole rows, steps and an extension."""
+    own = ARCHITECTURES["gpt-oss-20b"]
+    changes = {
+        name: getattr(own, name)
+        for name in ("rope_theta", "rope_scaling", "window", "swiglu_limit")
+    }
+    model, expected = golden("gpt_oss")[0], load_file(GOLDEN / "gpt_oss" / "long.safetensors")
+    config = dataclasses.replace(model.config, **changes)
+    ids, positions = expected["ids"][None], expected["positions"]
+    want = dict(zip(positions.tolist(), expected["logits"], strict=True))
+    logits = transformer.forward(model.params, None, ids, jnp.array([ids.size]), config=config)
+    np.testing.assert_allclose(logits[0, positions], expected["logits"], atol=1e-5, rtol=0)
+    begin, end = 4240, 4300
+    sizes = {"config": config, "cache_positions": 4304}
+    prefill = jax.jit(functools.partial(transformer.prefill, **sizes))
+    _, before, _ = prefill(model.params, None, ids[:, :begin], jnp.array([begin]))
+    cache, adapters = before, lora_lib.fuse(None, config, jnp.dtype("float32"))
+    step = jax.jit(functools.partial(transformer.decode_step, config=config))
+    for at in range(begin, begin + 20):
+        found, cache, _ = step(model.params, adapters, ids[:, at], cache)
+        np.testing.assert_allclose(found[0], want[at], atol=1e-5, rtol=0)
+    extend = jax.jit(functools.partial(transformer.extend, config=config))
+    new = NewTokens(np.arange(begin, end)[None], np.array([end - begin - 1]))
+    found, _, _ = extend(model.params, adapters, ids[:, begin:end], new, before)
+    np.testing.assert_allclose(found[0], want[end - 1], atol=1e-5, rtol=0)
 
 
 def packed_group(expected):

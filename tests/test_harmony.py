@@ -1,12 +1,15 @@
 """Turns of gpt-oss: channels and calls as openai-harmony reads them, and replies that append."""
 
 import dataclasses
+import itertools
 import json
+import operator
 import pathlib
 import types
 
 import numpy as np
 import pytest
+import tiny_run
 import tokenizers
 from refusal import refused
 from tokenizers import decoders, models, pre_tokenizers
@@ -14,10 +17,13 @@ from tokenizers import decoders, models, pre_tokenizers
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.data.environment_config import _reply_writer, make_runner
 from qerl_jax.data.prompts import Problem
+from qerl_jax.data.texts import SavedSelection, TextSelection, encode_texts
 from qerl_jax.environments import harmony
 from qerl_jax.environments.tools import message_of, read_calls, tool_format
 from qerl_jax.evaluation.sample import stream_text
 from qerl_jax.show.view import conversation_of
+from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.training.loop import train
 from qerl_jax.training.saving import sample_rows
 from qerl_jax.weights import tokenizer as tokenizer_lib
 
@@ -150,6 +156,34 @@ def logged_row(tokenizer, ids):
     return row
 
 
+@pytest.mark.slow  # 40 s
+def test_rewards_of_a_run_get_the_answer_and_the_number_of_all_tokens(
+    folder, tmp_path, compile_cache
+):
+    """What a random policy writes has no final channel, so every answer is empty."""
+    tiny = tiny_run.write_tiny(
+        tmp_path, compile_cache, model_type="gpt_oss", vocab_size=272, max_position=1024
+    )
+    for file in folder.iterdir():
+        (tiny.model / file.name).write_bytes(file.read_bytes())
+    (tiny.model / "generation_config.json").unlink()
+    seen = []
+
+    def reward(prompt, completion, answer, num_tokens, finished):
+        seen.append((completion, num_tokens))
+        return num_tokens / 6
+
+    changes = {"model.format": "mxfp4", "lora.targets": ("q_proj",), "steps": 1, "eval.every": 1}
+    changes |= {"data.max_prompt_tokens": 700, "aqn.schedule": "off", "checkpoint.every": 1}
+    config = tiny.config(changes)
+    run = train(config, workdir=tmp_path / "run", rewards={"correctness": (reward, 1.0)})
+    assert {completion for completion, _ in seen} == {""}
+    assert max(count for _, count in seen) == config.rollout.max_new_tokens
+    rows = read_jsonl(run / "completions.jsonl")
+    assert {row["completion"] for row in rows} == {""}
+    assert all(row["reward"] == pytest.approx(row["tokens"] / 6) for row in rows)
+
+
 def test_the_format_of_the_template(tokenizer):
     assert tool_format(tokenizer.chat_template) == "harmony"
     text = tokenizer.apply_chat_template([{"role": "user", "content": "2 + 2?"}], tools=TOOLS)
@@ -200,6 +234,50 @@ def test_another_template_that_changes_turns_is_refused(folder, tmp_path):
     options = {"calls": False, "system": ""}
     refused("writes earlier turns in another way", _reply_writer, other, {}, **options)
     _reply_writer(other, {}, calls=True, system="")
+
+
+def learned_turns(tokenizer, reads, row):
+    """What supervised fine-tuning learns of a row, with the context between turns in brackets."""
+    config = get_config()
+    config.update_from_flattened_dict({"data.system_prompt": "", "sft.max_tokens": 2000})
+    prompts = encode_texts(config, tokenizer, [reads.read(row, "rows:1")], "rows")
+    (learned,) = prompts[0].rows
+    parts = itertools.groupby(
+        zip(learned.completion, learned.learned, strict=True), key=operator.itemgetter(1)
+    )
+    texts = [
+        (is_own, tokenizer.decode([i for i, _ in p], skip_special=False)) for is_own, p in parts
+    ]
+    return "".join(text if is_own else f"[{text}]" for is_own, text in texts)
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning_content"])
+def test_reasoning_of_rows_is_learned_in_its_channel(name, tokenizer):
+    """Whichever name a row has for it, and also of turns before the last one."""
+    turns = ("2?", "Two.", "4"), ("3?", "Three.", "9")
+    messages = [
+        message
+        for question, thought, said in turns
+        for message in (
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": said, name: thought},
+        )
+    ]
+    written = [
+        f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
+        f"<|channel|>final<|message|>{said}<|return|>"
+        for _, thought, said in turns
+    ]
+    between = "[<|start|>user<|message|>3?<|end|><|start|>assistant]"
+    learned = learned_turns(tokenizer, TextSelection(rewards=()), {"messages": messages})
+    assert learned == between.join(written)
+
+
+def test_a_saved_answer_is_not_learned_without_its_channel(tokenizer):
+    """Also of a completion that has a final message alone."""
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "2?"}])
+    row = {"prompt": prompt, "completion": "4", "reward": 1.0, "finished": True}
+    refused("rows:1: .*of gpt-oss.*messages", learned_turns, tokenizer, SavedSelection(), row)
 
 
 def test_a_taskset_of_verifiers_is_refused(tokenizer):

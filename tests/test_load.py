@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import json
 import pathlib
+import shutil
 import time
 
 import huggingface_hub
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import trees
 from refusal import refused
+from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import (
     VOCAB,
     model_config,
@@ -29,6 +31,7 @@ from qerl_jax.weights import layer_memory, load, names
 from qerl_jax.weights.checkpoint import open_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+GPT_OSS = GOLDEN / "gpt_oss_mxfp4"
 GGUF_TYPES = ["llama", "qwen2", "qwen3"]
 MODEL_TYPES = [*GGUF_TYPES, "mistral"]
 
@@ -327,6 +330,27 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, change, named):
     write_folder(tmp_path, config, change(random_tensors(config)))
     said = refused(named, load.load, str(tmp_path))
     assert str(tmp_path) in said
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "named"),
+    [
+        ("self_attn.sinks", None, "lacks 'model.layers.0.self_attn.sinks'$"),
+        ("self_attn.sinks", lambda x: x[:2], r"sinks' has the shape \(2,\).* \(4,\)"),
+        ("mlp.experts.down_proj_bias", lambda x: x[:4], r"down_proj_bias' has the shape \(4, 32\)"),
+        ("mlp.experts.down_proj_scales", None, "lacks .*down_proj.weight_scale'.* and 5 more$"),
+        ("mlp.experts.down_proj_scales", lambda x: 0 * x + 255, "holds NaN"),
+        ("mlp.experts.down_proj_blocks", lambda x: x.view(np.int8), "is int8, must be uint8"),
+        ("mlp.experts.gate_up_proj_blocks", lambda x: x[:4], r"proj_blocks'.*\(4, 128, 1, 16\)"),
+    ],
+)
+def test_a_checkpoint_of_gpt_oss_that_does_not_fit(tmp_path, tensor, change, named):
+    """What is missing, and what is there in another shape."""
+    folder, tensor = shutil.copytree(GPT_OSS, tmp_path / "model"), f"model.layers.0.{tensor}"
+    stored = load_file(GPT_OSS / "model.safetensors")
+    stored |= {tensor: np.ascontiguousarray(change(stored[tensor]))} if change else {}
+    save_file(stored if change else drop(tensor)(stored), folder / "model.safetensors")
+    refused(named, load.load, str(folder), format="mxfp4")
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])

@@ -256,11 +256,40 @@ def test_sinks_and_windows_of_the_kernels(heads, total, groups, window):
     assert max(simulate(heads, ids, sinks, window)[1]) < ROUNDING
 
 
+@pytest.mark.slow  # 20 s
+def test_what_is_before_a_window_is_not_read():
+    """Of a completion whose later tiles visit no key in the second one."""
+    ids, window = packed_ids((10, 600), total=640), 50
+    *operands, d_out = draw_operands(len(ids), 2, 1, 64, ids)
+    packed = segments(ids)._replace(positions=row_positions(ids))
+    sinks, before = jnp.asarray([0.5, -1.0]), slice(BLOCK, 2 * BLOCK)
+    after = slice(3 * BLOCK, None)
+
+    def run(q, k, v):
+        with simulation() as parameters:
+            options = {"window": window, "interpret": parameters}
+            out, lse = jax.jit(functools.partial(forward_sm90.attend, **options))(
+                q, k, v, packed, sinks=sinks
+            )
+        with simulation() as parameters:
+            options = {"window": window, "interpret": parameters}
+            gradients = jax.jit(functools.partial(backward_sm90.gradients, **options))
+            return out[after], lse[:, after], gradients(q, k, v, packed, out, lse, d_out)[0][after]
+
+    q, k, v = operands
+    hidden = (x.at[before].set(jnp.nan) for x in (k, v))
+    for actual, expected in zip(run(q, *hidden), run(*operands), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+        assert np.isfinite(np.asarray(actual, np.float32)).all()
+
+
 def test_a_window_leaves_blocks_out():
     """Whatever the groups, the blocks that are visited hold all keys that a query sees."""
     for seed in range(40):
         rng = np.random.default_rng(seed)
         ids, window = random_ids(rng, 1024), int(rng.choice([1, 5, 64, 128, 129, 300]))
+        if seed < 4:
+            ids = packed_ids((700 + seed, 100, 200), total=1024)
         positions = row_positions(ids)
         packed = segments(ids)._replace(positions=positions)
         runs, whole = windowed(packed, window).key_runs, packed.key_runs
@@ -275,5 +304,8 @@ def test_a_window_leaves_blocks_out():
             live = ids[queries] >= 0
             keys = seen[queries][live].any(axis=0)
             assert (visited[:1024][keys] == 1).all()
-            assert prompt_blocks + blocks <= min(before[2] + before[6] + 2, window // 64 + 8)
+            # The blocks that a window may reach into, and of a prompt up to two without such keys.
+            reached = -(-(window - 1) // BLOCK) + 1
+            assert blocks <= min(before[6], reached)
+            assert prompt_blocks <= min(before[2] + 1, reached + 2)
             assert row[[3, 4, 7, 8]].tolist() == [0] * 4

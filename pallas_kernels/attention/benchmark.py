@@ -57,11 +57,11 @@ def _label(name: str) -> str:
     return next((label for label in ("dq", "dkv", "sums") if f"_{label}_" in name), "other")
 
 
-def dense_gradients(packed, d_out, *operands):
-    """The attention and its gradients in float32."""
+def dense_gradients(packed, d_out, *operands, **limits):
+    """The attention and its gradients in float32, with sinks and a window if limits have them."""
     with jax.default_matmul_precision("highest"):
         wide = [x.astype(jnp.float32) for x in operands]
-        out, pullback = jax.vjp(lambda q, k, v: dense.attend(q, k, v, packed), *wide)
+        out, pullback = jax.vjp(lambda q, k, v: dense.attend(q, k, v, packed, **limits), *wide)
         return out, *pullback(d_out.astype(jnp.float32))
 
 

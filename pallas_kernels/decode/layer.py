@@ -39,7 +39,8 @@ for unsplit attention and the FP4 kernel. After these, the product computes x A^
 kernel `lora_shrink` runs before it where the tiling has no space for that.
 
 A dense product takes its adapter and its bias inside for one token (`matvec`), and for up to 16
-with weights of some sizes (`fp4_matmul.mma.dense`). For others XLA computes them afterwards.
+with weights and ranks of some sizes (`fp4_matmul.mma.dense`). For others XLA computes them
+afterwards.
 
 Where rows have several new tokens, attention is
 
@@ -402,7 +403,7 @@ def _project(
         if xa_partials is not None and adapter is not None:
             b = adapter[1]
             options: dict[str, Any] = {"bias": bias, "dtype": dtype or x.dtype}
-            if dense.supports(x, weight):
+            if dense.supports(x, weight, xa_partials.shape[-1]):
                 return dense.matmul(x, weight, lora=(xa_partials, b), **options)
             if matvec.adds_lora(x, weight, b):
                 # Without most columns that B has for the FP4 kernel alone.

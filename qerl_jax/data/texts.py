@@ -46,7 +46,8 @@ from qerl_jax.weights.tokenizer import Tokenizer
 
 _CHATS = ("messages", *QUESTION_FIELDS)
 _COMPLETIONS = ("completion", "answer", "solution")
-_REASONING = ("reasoning_content", "thinking")  # what chat templates read of a turn besides
+# What chat templates read of a turn besides: each of them one of the two.
+_REASONING = ("reasoning_content", "thinking")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +120,9 @@ class SavedSelection(Selection):
         reward = row.get("reward")
         if "conversation" in row:
             raise UserError(
-                f"{where}: the completions of conversations with environments and agents are not "
-                "saved as their tokens: write them as rows with `messages`, and pass data.path"
+                f"{where}: completions of several messages, of environments, agents and gpt-oss, "
+                "are not saved as their tokens: write them as rows with `messages`, and pass "
+                "data.path"
             )
         if not isinstance(reward, int | float) or not reward >= self.min_reward:
             raise LeftOutError(f"a reward below {self.min_reward:g}", "lower sft.min_reward")
@@ -361,7 +363,7 @@ def _messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
         for name in _REASONING:
             if isinstance(text := message.get(name), str) and text:
                 check_unicode(text, f"{where}[{number}].{name}")
-                read[name] = text
+                read = dict.fromkeys(_REASONING, text) | read | {name: text}
         messages.append(read)
     if not messages:
         raise UserError(f"{where} is an empty list: write its messages, or take the row out")

@@ -105,7 +105,9 @@ def serve_lines(card: Card) -> list[str]:
         return _llama_lines(card)
     if card.format != "peft":
         return [f"vllm serve {shlex.quote(card.folder)}"]
-    if card.base_format not in ("nvfp4", "bf16"):
+    # A folder in MXFP4 is that of gpt-oss, as it is published.
+    is_published = bool(card.served_base) and not card.served_base.endswith(".gguf")
+    if card.base_format not in ("nvfp4", "bf16", *(("mxfp4",) if is_published else ())):
         form = FORMAT_NAMES[card.base_format]
         return [f"# vLLM cannot serve this base in {form}: export with --format=merged"]
     base, lines = card.served_base, []

@@ -485,8 +485,10 @@ def _gpt_oss(hf: dict[str, Any]) -> dict[str, Any]:
     if not limit > 0:
         raise UserError(f"config.json: swiglu_limit is {limit}, must be positive")
     window = _integer(hf, "sliding_window", default=128) if windowed else 0
-    if windowed and window < 1:
-        raise UserError(f"config.json: sliding_window is {window}, must be positive")
+    # As in transformers, None is no default.
+    if windowed and (window < 1 or hf.get("sliding_window", window) is None):
+        given = hf["sliding_window"]
+        raise UserError(f"config.json: sliding_window is {given}, must be positive")
     return {
         "experts": ExpertsConfig(
             count=_integer(hf, "num_local_experts", default=128),

@@ -177,8 +177,14 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
     _check_packed(checkpoint)
     expected = names.expected_shapes(config, packed=checkpoint.packed, form=checkpoint.packed_form)
     missing = expected.keys() - shapes.keys()
+    surplus = shapes.keys() - expected.keys() - {names.HEAD}
+    surplus = {name for name in surplus if not name.endswith(_IGNORED)}
     if missing:
-        raise UserError(f"{path}: the checkpoint lacks {_format_names(missing)}")
+        lacks = f"{path}: the checkpoint lacks {_format_names(missing)}"
+        if surplus:
+            other = min(surplus)
+            lacks += f", and has '{other}' with the shape {shapes[other]}, which the config has not"
+        raise UserError(lacks)
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise UserError(
@@ -186,8 +192,6 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
             )
     if config.tie_embeddings and names.HEAD in shapes:
         _check_tied_head(checkpoint)
-    surplus = shapes.keys() - expected.keys() - {names.HEAD}
-    surplus = {name for name in surplus if not name.endswith(_IGNORED)}
     if surplus:
         raise UserError(
             f"{path}: the checkpoint holds tensors that a "

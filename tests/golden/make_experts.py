@@ -13,6 +13,11 @@ in MXFP4: random blocks, whose values gpt_oss/ has. Next to them is outputs.safe
     loss_ids_0, ...          rows that share their first tokens as the completions of a group
     loss_weights, loss, gradient.NAME     as in make_qwen3_5.py
 
+and next to those of gpt_oss long.safetensors: its weights with the rotation, the window and the
+limit of gpt-oss-20b, whose YaRN begins with 4,096 positions, and a longer row:
+
+    ids [T], positions [P], logits [P, V]     logits at some positions
+
 Needs Python 3.12, torch==2.15.0 (CPU), transformers==5.24.0, safetensors==0.8.0:
 
     python tests/golden/make_experts.py
@@ -119,6 +124,20 @@ CONFIGS = {
         "swiglu_limit": 0.7,
     },
 }
+LONG = {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000.0,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+}
 MXFP4 = {
     "modules_to_not_convert": [
         "model.layers.*.self_attn",
@@ -217,6 +236,19 @@ def outputs_of(model, generator):
     return tensors
 
 
+def write_long_row(folder):
+    """Writes long.safetensors."""
+    config = AutoConfig.for_model(**(CONFIGS["gpt_oss"] | LONG))
+    options = {"dtype": torch.float32, "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options).eval()
+    ids = torch.randint(VOCAB, (4300,), generator=torch.Generator().manual_seed(7))
+    positions = torch.cat([torch.arange(99, 4200, 300), torch.arange(4230, 4300)])
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, positions].contiguous()
+    tensors = {"ids": ids.to(torch.int32), "positions": positions.to(torch.int32)}
+    save_file(tensors | {"logits": logits}, folder / "long.safetensors")
+
+
 def main():
     torch.set_num_threads(1)
     for seed, (family, config) in enumerate(CONFIGS.items()):
@@ -257,6 +289,8 @@ def main():
             assert not torch.allclose(logits, tensors["logits_0"])
             tensors["plain_logits_0"] = logits.contiguous()
         save_file(tensors, folder / "outputs.safetensors")
+        if family == "gpt_oss":
+            write_long_row(folder)
         print(family, "loss", tensors["loss"].item())
 
 

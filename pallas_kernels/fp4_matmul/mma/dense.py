@@ -31,6 +31,9 @@ from pallas_kernels.warpgroup import WARPS, Warpgroup
 # measured on an H200 with gpt-oss-20b and Qwen3.5-4B.
 _MAX_TOKENS = 16
 _SIZES = 10_000_000, 15_000_000
+# Columns of x A^T, those of q, k and v with a rank of 128: x A^T is in shared memory, next to the
+# stages, and its sums are unrolled.
+_MOST_RANKS = 384
 _COLUMNS = 128  # of a step
 _STAGES = 3  # number of steps that shared memory holds
 _PART = 32  # the columns of a CTA are a multiple
@@ -40,15 +43,19 @@ _SUMS = plgpu.Layout.TILED(
 )
 
 
-def supports(x: jax.Array | jax.ShapeDtypeStruct, weight: Any) -> bool:
-    """Whether the kernel multiplies x [M, K] by a dense weight [N, K] on the default device."""
-    return fits(x, weight) and device.supports_warpgroup()
+def supports(x: jax.Array | jax.ShapeDtypeStruct, weight: Any, ranks: int) -> bool:
+    """Whether the kernel `fits` a product and runs on the default device."""
+    return fits(x, weight, ranks) and device.supports_warpgroup()
 
 
-def fits(x: jax.Array | jax.ShapeDtypeStruct, weight: Any) -> bool:
-    """Whether the kernel has the product of x [M, K] and a dense weight [N, K]."""
+def fits(x: jax.Array | jax.ShapeDtypeStruct, weight: Any, ranks: int) -> bool:
+    """Whether the kernel has the product of x [M, K] and a dense weight [N, K].
+
+    `ranks` is the number of columns of x A^T.
+    """
     return (
         1 < len(x) <= _MAX_TOKENS
+        and ranks <= _MOST_RANKS
         and x.dtype == weight.dtype == jnp.bfloat16
         and _SIZES[0] <= weight.size <= _SIZES[1]
         and weight.shape[0] % TILE_ROWS == 0
