@@ -418,6 +418,7 @@ def test_schedules_that_cannot_be():
         (GroupedConfig(48), 128, 1, "rows is 48, expected 16 or a multiple of 64"),
         (GroupedConfig(128), 192, 2, "192 outputs, expected a multiple of 128"),
         (GroupedConfig(16, 256), 128, 2, "columns is 256, expected 128, 256 or 512, with 16 rows"),
+        (GroupedConfig(wgmma=True), 128, 1, "columns is 256, expected 128 with wgmma"),
         (GroupedConfig(stages=1), 128, 1, "1 stages and 1 tiles, expected at least 2 and 1"),
         (GroupedConfig(64, 512, 3), 128, 2, "bytes of shared memory, limit 101376"),
     ):

@@ -24,6 +24,8 @@ from pallas_kernels.warpgroup import WARPS, Warpgroup
 
 _CHUNK = 16  # bytes of a copy of a thread
 _THREADS = 32 * WARPS
+# Of a descriptor of wgmma: eight rows have 1,024 bytes, whose chunks are swizzled in 128 bytes.
+_SWIZZLED = 1024 >> 4 << 32 | 1 << 62
 _ROW = 16  # bytes of a row's codes that a thread has
 
 
@@ -59,14 +61,18 @@ def start_x(
     column: Any,
     end: Any,
     chosen: jax.Array | None = None,
+    *,
+    swizzled: bool = False,
 ) -> None:
     """Starts to copy columns of x [M, K], from one on, to `Stages.x` of a stage.
 
     The columns from `end` on, and rows from M on, become zero. `chosen` says which rows of x they
-    are, see `chosen_rows`: nothing is copied where it is negative.
+    are, see `chosen_rows`: nothing is copied where it is negative. With `swizzled` the stage has
+    128 columns, 64 of all rows before the others, whose chunks of 16 bytes are where wgmma expects
+    them.
     """
     (m, k), (tokens, pitch) = x.shape, stage.shape
-    width = pitch - PITCH
+    width = pitch if swizzled else pitch - PITCH
     end = jnp.minimum(end, k)
     if threads.simulated:
         whole = jnp.pad(x[...], ((0, max(0, tokens - m)), (0, 0)))
@@ -78,6 +84,8 @@ def start_x(
     numbers = _CHUNK // 2
     chunks = width // numbers  # of a row
     rows = _THREADS // chunks  # of x, that the threads copy at a time
+    row_bytes = 8 * _CHUNK if swizzled else 2 * pitch
+    assert not swizzled or (width, rows) == (TILE_COLUMNS, 8)
     chosen_types = () if chosen is None else (_of_threads(len(chosen)),)
 
     @plgpu.inline_mgpu(
@@ -97,19 +105,23 @@ def start_x(
             return advanced(pointer(x), arith.muli(source, _i32(2)))
 
         source = source_of(row)
-        target = arith.addi(arith.muli(row, _i32(2 * pitch)), arith.muli(chunk, _i32(_CHUNK)))
-        target = arith.addi(address(stage), target)
+        target = arith.addi(address(stage), arith.muli(row, _i32(row_bytes)))
+        if swizzled:
+            half = arith.muli(arith.divui(chunk, _i32(8)), _i32(tokens * row_bytes))
+            target = arith.addi(target, half)
+            chunk = arith.xori(arith.remui(chunk, _i32(8)), row)
+        target = arith.addi(target, arith.muli(chunk, _i32(_CHUNK)))
         for first_row in range(0, tokens, rows):
             there = inside
             if chosen is not None:
                 (found,) = warp_mma.numbers(chosen_rows[0].registers[first_row // rows])
                 exists = arith.cmpi(arith.CmpIPredicate.sge, found, _i32(0))
-                _copy(target, source_of(found), 2 * first_row * pitch, 0, _CHUNK, inside, exists)
+                _copy(target, source_of(found), first_row * row_bytes, 0, _CHUNK, inside, exists)
                 continue
             if first_row + rows > m:
                 exists = arith.cmpi(arith.CmpIPredicate.slt, row, _i32(m - first_row))
                 there = arith.andi(inside, exists)
-            _copy(target, source, 2 * first_row * pitch, 2 * first_row * k, _CHUNK, there)
+            _copy(target, source, first_row * row_bytes, 2 * first_row * k, _CHUNK, there)
 
     copy(x, stage, column, end, *(() if chosen is None else (chosen,)))
 
@@ -288,6 +300,21 @@ def close_group(threads: Warpgroup) -> None:
 def wait(threads: Warpgroup, groups: int) -> None:
     """Waits until all but the last groups of this thread's copies are there."""
     _run(threads, f"cp.async.wait_group {groups};")
+
+
+def show_to_wgmma(threads: Warpgroup) -> None:
+    """Lets wgmma see what this thread has copied to shared memory."""
+    _run(threads, "fence.proxy.async.shared::cta;")
+
+
+def descriptor(stage: Any) -> tuple[ir.Value, list[int]]:
+    """The descriptor of a swizzled `Stages.x` for wgmma, and what each step adds to it."""
+    i64 = ir.IntegerType.get_signless(64)
+    (tokens, _) = ir.MemRefType(stage.type).shape
+    start = arith.extui(i64, arith.shrui(address(stage), _i32(4)))
+    kind = arith.constant(i64, ir.IntegerAttr.get(i64, _SWIZZLED))
+    offsets = [8 * tokens * half + 2 * step for half in range(2) for step in range(STEPS // 2)]
+    return arith.ori(start, kind), offsets
 
 
 def _run(threads: Warpgroup, ptx: str) -> None:

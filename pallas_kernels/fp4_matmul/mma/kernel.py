@@ -234,14 +234,18 @@ def multiply_stage(
     *,
     apart: bool = False,
     halves: bool = False,
+    wgmma: bool = False,
 ) -> list[jax.Array]:
     """Adds the products of the tiles of a stage to the sums of their rows, float32 [64, tokens].
 
     With `halves` only half of a tile is dequantized at a time, which takes fewer registers.
     With `apart` the four warps have the same rows, and each the columns of another tile, see
-    `copies.start_strips`: a sum has 16 rows of each of them.
+    `copies.start_strips`: a sum has 16 rows of each of them. With `wgmma` a warpgroup multiplies at
+    once, a tile after the other.
     """
     row_tiles, column_tiles = stage.codes.shape[:2]
+    if wgmma:
+        return [_multiply_at_once(threads, total, stage, row) for row, total in enumerate(sums)]
     for column in range(column_tiles):
         pairs = [
             (
@@ -253,6 +257,27 @@ def multiply_stage(
         parts = [(0,), (1,)] if halves else [(0, 1)]
         sums = _multiply(threads, sums, pairs, stage.x, column, apart, parts)
     return sums
+
+
+def _multiply_at_once(threads: Warpgroup, total: Any, stage: copies.Stages, row: int) -> jax.Array:
+    """Adds the products of a tile, of a stage of one column of tiles, to their sums by wgmma."""
+    codes, scales = stage.codes.at[row, 0], stage.scales.at[row, 0]
+    pair = threads.load(codes, CODES), threads.load(scales, SCALES)
+    if threads.simulated:
+        return _multiply(threads, [total], [pair], stage.x, 0, False, [(0, 1)])[0]
+    shape = total.shape
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=ACC)
+
+    @plgpu.inline_mgpu(arg_types=(ACC, (CODES, SCALES), plgpu.RefType()), return_type=result)
+    def multiply(_, total, pair, x):
+        codes, scales = (list(array.registers.flat) for array in pair)
+        steps = mma_codes.operands(codes, scales)
+        acc = [number for both in total.registers.flat for number in warp_mma.numbers(both)]
+        acc = warp_mma.add_warpgroup_product(acc, steps, *copies.descriptor(x))
+        pairs = [warp_mma.vector_of(acc[i : i + 2]) for i in range(0, len(acc), 2)]
+        return warp_mma.array(pairs, ACC, shape)
+
+    return multiply(total, pair, stage.x)
 
 
 def _multiply(
