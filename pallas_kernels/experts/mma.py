@@ -148,7 +148,7 @@ def choose_mlp(table: Table, experts: int, inputs: int) -> GroupedConfig:
     """The schedule of `mlp`, from times of the same models."""
     if (tiles := tiles_at_a_time(len(table.place), experts)) > 1:
         hopper = device.cuda_capability() == 9.0
-        stages = 3 if hopper and tiles <= _WHOLE_TILES else 2
+        stages = 3 if hopper and tiles == 2 else 2
         return GroupedConfig(TILE_ROWS, TILE_COLUMNS, stages, tiles, wgmma=hopper)
     return GroupedConfig(TILE_ROWS, TILE_COLUMNS, 3 if inputs <= _SHORT else 4)
 
