@@ -94,7 +94,7 @@ def tiles(n, k):
     count = -(-n // 64), -(-k // 128)
     return layout.Fp4Tiles(
         codes=array(*count, layout.CODE_WORDS, dtype=jnp.uint32),
-        scales=array(*count, layout.SCALE_WORDS, dtype=jnp.uint32),
+        scales=array(*count, layout.SCALE_WORDS["nvfp4"], dtype=jnp.uint32),
         divisor=array(n, dtype=jnp.float32),
         inputs=k,
         format="nvfp4",

@@ -80,16 +80,19 @@ class GroupedConfig:
         return parts * max(1, self.rows // TILE_ROWS)
 
     def shared(
-        self, parts: int, *, factors: bool = False
+        self, parts: int, *, factors: bool = False, words: int = layout.SCALE_WORDS["nvfp4"]
     ) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Shapes and dtypes of what is in shared memory, with factors of tokens or without."""
+        """Shapes and dtypes of what is in shared memory, with factors of tokens or without.
+
+        `words` are those of the scales of a tile.
+        """
         tiles = self.columns // TILE_COLUMNS // (WARPS if self.apart else 1)
         weight = self.stages, self.row_tiles(parts), tiles
         pitch = self.columns if self.wgmma else MmaConfig(columns=self.columns).pitch()
         types: dict[str, tuple[tuple[int, ...], Any]] = {
             "x": ((self.stages, self.tokens, pitch), jnp.bfloat16),
             "codes": ((*weight, WARPS, layout.CODE_WORDS // WARPS), jnp.uint32),
-            "scales": ((*weight, layout.SCALE_WORDS), jnp.uint32),
+            "scales": ((*weight, words), jnp.uint32),
             "chosen": ((self.tokens,), jnp.int32),
         }
         if parts == 2 or factors:
@@ -232,7 +235,7 @@ def mlp(
         plans.append(plan)
         operands.append(given)
         results.append(made)
-    scratch = config.shared(2)
+    scratch = config.shared(2, words=mixtures[0].gate_up.scales.shape[-1])
     if any(own is not None for mixture in mixtures for own in mixture.adapters):
         scratch["xa"] = (TILE_ROWS, config.tokens), jnp.float32
     made = warpgroup.run(
@@ -460,7 +463,9 @@ def _run(kernel, x, weight, table, extra, interpret):
         (kernel.blocks, _units(kernel, table, experts)),
         extra | own | _weight(*weight) | {"x": x},
         jax.ShapeDtypeStruct((len(table.source), kernel.outputs // kernel.parts), x.dtype),
-        scratch=kernel.config.shared(kernel.parts, factors="row_weights" in extra),
+        scratch=kernel.config.shared(
+            kernel.parts, factors="row_weights" in extra, words=weight[0].scales.shape[-1]
+        ),
         interpret=interpret,
     )
 

@@ -36,16 +36,16 @@ class Stages(NamedTuple):
     # what lies between two rows.
     x: Any
     codes: Any  # uint32 [stages, row tiles, column tiles, 4, 256]
-    scales: Any  # uint32 [stages, row tiles, column tiles, 128]
+    scales: Any  # uint32 [stages, row tiles, column tiles, 128], or 64 in MXFP4
 
     @classmethod
-    def types(cls, config: MmaConfig, m: int) -> "Stages":
-        """Shapes and dtypes for x of M rows."""
+    def types(cls, config: MmaConfig, m: int, words: int) -> "Stages":
+        """Shapes and dtypes for x of M rows, and words of scales of a tile."""
         tiles = config.stages, config.row_tiles, config.column_tiles
         return cls(
             x=((config.stages, padded_tokens(m), config.pitch()), jnp.bfloat16),
             codes=((*tiles, 4, layout.CODE_WORDS // 4), jnp.uint32),
-            scales=((*tiles, layout.SCALE_WORDS), jnp.uint32),
+            scales=((*tiles, words), jnp.uint32),
         )
 
     def at(self, step: Any) -> "Stages":
@@ -192,7 +192,7 @@ def start_strips(
             found = jnp.where((index < end)[:, None], found, 0)
             target[...] = found.reshape(target.shape)
         return
-    number = plgpu.Layout.WG_SPLAT
+    number, sizes = plgpu.Layout.WG_SPLAT, _tile_bytes(stage)
 
     @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [plgpu.RefType()] * 2, *[number] * 3))
     def copy(_, tiles, stage, strip, column, end):
@@ -200,11 +200,12 @@ def start_strips(
         thread = mgpu.utils.thread_idx()
         warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
         first = arith.addi(column, warp)
-        for array, shared, size in zip(
-            tiles, stage, (4 * layout.CODE_WORDS, 4 * layout.SCALE_WORDS), strict=True
-        ):
+        for array, shared, size in zip(tiles, stage, sizes, strict=True):
             bytes_of = size // WARPS  # of a strip
-            chunk = min(_ROW, bytes_of // 32)
+            chunk = min(_ROW, max(4, bytes_of // 32))
+            first_lanes = None
+            if 32 * chunk > bytes_of:
+                first_lanes = arith.cmpi(arith.CmpIPredicate.slt, lane, _i32(bytes_of // chunk))
             lanes = arith.muli(lane, _i32(chunk))
             source = advanced(pointer(array), arith.muli(first, _i32(size)))
             inside_tile = arith.addi(arith.muli(strip, _i32(bytes_of)), lanes)
@@ -216,7 +217,7 @@ def start_strips(
                 inside = arith.cmpi(arith.CmpIPredicate.slt, tile, end)
                 for part in range(0, bytes_of, 32 * chunk):
                     to, start = i * size + part, i * WARPS * size + part
-                    _copy(target, source, to, start, chunk, inside)
+                    _copy(target, source, to, start, chunk, inside, first_lanes)
 
     copy(list(tiles), list(stage), strip, column, end)
 
@@ -226,8 +227,8 @@ def start_tiles(
 ) -> None:
     """Starts to copy tiles of the weight, neighbors in a row of them, to a stage.
 
-    Codes [C, 4, 256] and scales [C, 128] of the row go to those of the stage and of the row, from
-    the tile `column` on; the tiles from `end` on become zero.
+    Codes [C, 4, 256] and scales [C, 128], or [C, 64], of the row go to those of the stage and of
+    the row, from the tile `column` on; the tiles from `end` on become zero.
     """
     count = stage[0].shape[0]
     if threads.simulated:
@@ -237,8 +238,8 @@ def start_tiles(
             inside = (index < end).reshape(-1, *[1] * (found.ndim - 1))
             target[...] = jnp.where(inside, found, 0)
         return
-    sizes = 4 * layout.CODE_WORDS, 4 * layout.SCALE_WORDS
-    part = count * sizes[1] // _THREADS  # bytes of scales of a thread
+    sizes = _tile_bytes(stage)
+    part = max(4, count * sizes[1] // _THREADS)  # bytes of scales of a thread
     number = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [plgpu.RefType()] * 2, number, number))
@@ -261,9 +262,17 @@ def start_tiles(
         source, target = advanced(source, own), arith.addi(address(stage[1]), own)
         tile = arith.addi(column, arith.divui(own, _i32(sizes[1])))
         inside = arith.cmpi(arith.CmpIPredicate.slt, tile, end)
-        _copy(target, source, 0, 0, part, inside)
+        first_threads = None
+        if part * _THREADS > count * sizes[1]:
+            first_threads = arith.cmpi(arith.CmpIPredicate.slt, own, _i32(count * sizes[1]))
+        _copy(target, source, 0, 0, part, inside, first_threads)
 
     copy(list(tiles), list(stage), column, end)
+
+
+def _tile_bytes(stage: tuple[Any, Any]) -> tuple[int, int]:
+    """Bytes of the codes and of the scales of a tile."""
+    return 4 * layout.CODE_WORDS, 4 * stage[1].shape[-1]
 
 
 def _copy(
