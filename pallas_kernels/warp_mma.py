@@ -47,9 +47,9 @@ def add_warpgroup_product(
 
     Args:
         acc: N / 2 float32, four for each eight columns, as `add_product` has them.
-        steps: for each 16 of the summed dimension four pairs, i32, as `add_product` has them.
-        descriptor: of the second operand in shared memory, i64.
-        offsets: what to add to the descriptor for each step.
+        steps: four pairs, i32, for each 16 of the summed dimension, as `add_product` has them.
+        descriptor: where wgmma finds the second operand in shared memory, i64.
+        offsets: numbers to add to the descriptor, one for each step.
 
     Returns:
         The new accumulator.

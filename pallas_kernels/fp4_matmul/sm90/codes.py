@@ -34,7 +34,7 @@ _HALF = plgpu.ShapeDtypeStruct((TILE_ROWS, 64), jnp.dtype(jnp.bfloat16), layout=
 
 
 def scales_layout(words: int) -> Any:
-    """How the scales of a tile [words] lie in registers: a lane has those of its rows r and r + 8.
+    """The layout of the scales of a tile [words]: a lane has those of its rows r and r + 8.
 
     Three other lanes have the same. There are one or two words for a row, of four scales each.
     """
