@@ -131,6 +131,7 @@ def measure_step(
             f"--steps={options.steps}",
         ]
     )
+    step.check(arguments)
     changes = {
         "environment.function": f"{__spec__.name}:{Talk.__name__}",
         "environment.max_turns": _TURNS,

@@ -324,14 +324,14 @@ def _per_device(row: dict[str, Any]) -> tuple:
     return *fixed, row["batch"] // row["devices"]
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Runs the benchmark with the parsed arguments."""
-    from benchmarks.rollout.subject import check_names
-    from qerl_jax.errors import check_limits
-    from qerl_jax.processes.launch import connect
+def check(arguments: argparse.Namespace) -> None:
+    """Validates the numbers, before any weight is made.
 
-    models, formats = arguments.model.split(","), arguments.format.split(",")
-    check_names([*models, *filter(None, [arguments.teacher])], formats)
+    Raises:
+        UserError: a number is out of range.
+    """
+    from qerl_jax.errors import check_limits
+
     check_limits(
         {
             "--prompts": (arguments.prompts, 1),
@@ -343,6 +343,16 @@ def run(arguments: argparse.Namespace) -> None:
             "--steps": (arguments.steps, 1),
         }
     )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the benchmark with the parsed arguments."""
+    from benchmarks.rollout.subject import check_names
+    from qerl_jax.processes.launch import connect
+
+    models, formats = arguments.model.split(","), arguments.format.split(",")
+    check_names([*models, *filter(None, [arguments.teacher])], formats)
+    check(arguments)
     meshes = arguments.mesh or [(1, 1)]
     with connect(devices=max(map(math.prod, meshes))) as processes:
         settings = {name: str(value) for name, value in vars(arguments).items()}

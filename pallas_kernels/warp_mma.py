@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
+from jaxlib.mlir.dialects import llvm, vector
 
 ROWS = 8  # rows or columns of a register of an operand: one for each group
 TILE_ROWS = 16  # rows of a product
@@ -38,6 +38,42 @@ def add_product(acc: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> tuple
         " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     return mgpu.utils.inline_ptx(ptx, *a, *b, *acc, result_types=[f32] * 4)
+
+
+def add_warpgroup_product(
+    acc: Sequence[Any], steps: Sequence[Sequence[Any]], descriptor: Any, offsets: Sequence[int]
+) -> list[Any]:
+    """Adds a product of a warpgroup on a Hopper GPU, [64, 16 S] by [16 S, N], and waits for it.
+
+    Args:
+        acc: N / 2 float32, four for each eight columns, as `add_product` has them.
+        steps: four pairs, i32, for each 16 of the summed dimension, as `add_product` has them.
+        descriptor: where wgmma finds the second operand in shared memory, i64.
+        offsets: numbers to add to the descriptor, one for each step.
+
+    Returns:
+        The new accumulator.
+    """
+    f32, count = ir.F32Type.get(), len(acc)
+    names = [f"${i}" for i in range(2 * count + 4 * len(steps) + 1)]
+    total, a = ", ".join(names[:count]), names[2 * count : -1]
+    ptx = "{ .reg .pred add; .reg .b64 at; setp.eq.u32 add, 0, 0; wgmma.fence.sync.aligned; "
+    for i, offset in enumerate(offsets):
+        ptx += f"add.s64 at, {names[-1]}, {offset}; wgmma.mma_async.sync.aligned"
+        ptx += f".m64n{2 * count}k16.f32.bf16.bf16 {{{total}}}, "
+        ptx += f"{{{', '.join(a[4 * i : 4 * i + 4])}}}, at, add, 1, 1, 0; "
+    ptx += "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * len(a) + ["l"]
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * count),
+        [*acc, *(word for step in steps for word in step), descriptor],
+        ptx,
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    assert isinstance(found, ir.Value)
+    return [llvm.extractvalue(f32, found, [i]) for i in range(count)]
 
 
 def words(register: Any) -> list[Any]:

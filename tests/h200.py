@@ -89,15 +89,15 @@ def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def tiles(n, k):
+def tiles(n, k, form="nvfp4"):
     """The abstract tiles of an [n, k] weight."""
     count = -(-n // 64), -(-k // 128)
     return layout.Fp4Tiles(
         codes=array(*count, layout.CODE_WORDS, dtype=jnp.uint32),
-        scales=array(*count, layout.SCALE_WORDS, dtype=jnp.uint32),
+        scales=array(*count, layout.SCALE_WORDS[form], dtype=jnp.uint32),
         divisor=array(n, dtype=jnp.float32),
         inputs=k,
-        format="nvfp4",
+        format=form,
     )
 
 

@@ -129,6 +129,12 @@ def _from_bfloat16(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def _halves(words):
+    """[4, 8, 4] pairs as float64 [4, 8, 8]."""
+    pair = [_from_bfloat16(words >> shift & 0xFFFF) for shift in (0, 16)]
+    return np.stack(pair, axis=-1).reshape(4, 8, 8).astype(np.float64)
+
+
 class _Block:
     """A CTA."""
 
@@ -489,28 +495,43 @@ class _Block:
             )
             self.put(operands[0], low.astype(np.uint32) | high.astype(np.uint32) << 16, mask)
 
+    def first_operand(self, names):
+        """That of a product, float64 [4, 16, 16] of the four warps."""
+        a = [_halves(self.get(name, "u32").reshape(4, 8, 4)) for name in names]
+        rows = [np.concatenate([a[i], a[i + 2]], axis=2) for i in (0, 1)]
+        return np.concatenate(rows, axis=1)
+
     def op_mma(self, parts, operands, mask):
         def names(operand):
             return [name.strip() for name in operand.strip("{}").split(",")]
 
         assert "m16n8k16" in parts
-        a = [self.get(name, "u32").reshape(4, 8, 4) for name in names(operands[1])]
         b = [self.get(name, "u32").reshape(4, 8, 4) for name in names(operands[2])]
         c = [self.get(name, "f32").reshape(4, 8, 4) for name in names(operands[3])]
 
-        def halves(words):
-            """[4, 8, 4] pairs as float64 [4, 8, 8]."""
-            pair = [_from_bfloat16(words >> shift & 0xFFFF) for shift in (0, 16)]
-            return np.stack(pair, axis=-1).reshape(4, 8, 8).astype(np.float64)
-
-        rows = [np.concatenate([halves(a[i]), halves(a[i + 2])], axis=2) for i in (0, 1)]
-        left = np.concatenate(rows, axis=1)
-        right = np.concatenate([halves(x) for x in b], axis=2)
-        product = left @ right.swapaxes(1, 2)
+        right = np.concatenate([_halves(x) for x in b], axis=2)
+        product = self.first_operand(names(operands[1])) @ right.swapaxes(1, 2)
         for i, name in enumerate(names(operands[0])):
             part = product[:, 8 * (i // 2) :][:, :8, i % 2 :: 2]
             total = part + c[i].astype(np.float64)
             self.put(name, total.reshape(-1).astype(np.float32), mask)
+
+    def op_wgmma(self, parts, operands, mask):
+        """A product whose second operand is in shared memory, in chunks of 16 swizzled bytes."""
+        if "mma_async" not in parts:
+            return
+        total, a = ([x.strip() for x in names.strip("{}").split(",")] for names in operands[:2])
+        descriptor = int(self.get(operands[2])[0])
+        assert descriptor >> 62 == 1, "expected a swizzle of 128 bytes"
+        row = np.arange(2 * len(total))[:, None]
+        places = ((descriptor & 0x3FFF) << 4) + row % 8 * 128 + np.arange(32)
+        places += row // 8 * ((descriptor >> 32 & 0x3FFF) << 4)
+        places ^= (places >> 7 & 7) << 4
+        x = _from_bfloat16(self.shared[places].view(np.uint16)).astype(np.float64)
+        product = self.first_operand(a) @ x.T
+        for i, name in enumerate(total):
+            part = product[:, i % 4 // 2 * 8 :][:, :8, i // 4 * 8 + i % 2 :][..., :8:2]
+            self.put(name, (part.reshape(-1) + self.get(name, "f32")).astype(np.float32), mask)
 
     def op_movmatrix(self, parts, operands, mask):
         words = self.get(operands[1], "u32").reshape(4, 8, 4)

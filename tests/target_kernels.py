@@ -373,7 +373,7 @@ def routed(scores, *, router, interpret):
     return route.route(scores, router, interpret=interpret)
 
 
-def packed_cases():
+def packed_cases(target):
     """As `cases`, of the kernels that read weights in tile order, which every target has."""
     numbers = itertools.count()
 
@@ -411,14 +411,14 @@ def packed_cases():
         yield f"dense {m} {n} {k}", functools.partial(multiply_dense, split=split), *arguments
     weight = fp4_matmul.to_tiles(random_weight(136, 192))
     yield "mma dequantize", functools.partial(dequantize, inputs=192), weight
-    yield from grouped_cases(normal)
+    yield from grouped_cases(normal, target)
 
 
 def multiply_dense(x, weight, xa, b, bias, **options):
     return dense.matmul(x, weight, lora=(xa, b), bias=bias, **options)
 
 
-def grouped_cases(normal):
+def grouped_cases(normal, target):
     """As `cases`, of the products of a mixture of experts."""
 
     def gated(x, weight, table, factors, **options):
@@ -431,6 +431,7 @@ def grouped_cases(normal):
         (2, 1152, 64, GroupedConfig(16, 512, 3)),
         (9, 384, 128, GroupedConfig(64, 128, 2)),
         (12, 256, 128, GroupedConfig(64, 128, 2, tiles=2)),
+        *([(40, 320, 64, GroupedConfig(64, 128, 2, tiles=5, wgmma=True))] * (target == 90)),
     ):
         routes = np.random.default_rng(tokens).integers(0, 3, (tokens, 2), np.int32)
         table = experts.table(jnp.asarray(routes), experts=3)
@@ -479,7 +480,7 @@ def experts_mlp(x, mixtures, **options):
 def main():
     target = int(sys.argv[1])
     dense = itertools.chain(cases(target), several_cases(target), hybrid_cases())
-    for name, *arguments in packed_cases() if "packed" in sys.argv else dense:
+    for name, *arguments in packed_cases(target) if "packed" in sys.argv else dense:
         print(json.dumps({"case": name} | check(target, *arguments)), flush=True)
 
 

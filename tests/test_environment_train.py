@@ -113,6 +113,12 @@ def test_a_run_of_gpt_oss_trains_on_conversations(drafts, tmp_path, compile_cach
         assert row["grad_norm"] > 0
 
 
+def test_the_benchmark_refuses_no_steps_before_it_makes_weights():
+    options = environments.make_parser().parse_args(["step", "--steps=0"])
+    with pytest.raises(UserError, match="--steps=0: it must be at least 1"):
+        environments.measure_step("qwen2.5-7b", (1, 1), options, None)
+
+
 def test_runs_are_summarized_for_the_page(run):
     part = environments.summarize_learning([str(run), str(run)])
     accuracies = tiny_run.evaluations(run)

@@ -94,6 +94,18 @@ def test_tiles_of_a_step(tokens, packed, width, tile, monkeypatch):
     assert experts.step_tile(x, experts.Gated(*own), top_k=4, width=width) == tile
 
 
+@pytest.mark.parametrize(("form", "tile"), [("nvfp4", 8), ("mxfp4", 64)])
+def test_a_kernel_has_weights_of_one_format(form, tile, monkeypatch):
+    monkeypatch.setattr(api, "has_kernel", lambda: True)
+    monkeypatch.setattr(dispatch, "agrees_on_hopper", lambda *_: True)
+    own = experts.Gated(h200.tiles(32 * 384, 320), h200.tiles(32 * 320, 192, form))
+    x, sizes = h200.array(512, 320), {"top_k": 4, "width": 192}
+    assert experts.step_tile(x, own, **sizes) == tile
+    shared = experts.Gated(h200.tiles(384, 320, form), h200.tiles(320, 192, form))
+    routed = own._replace(down=h200.tiles(32 * 320, 192))
+    assert experts.takes_shared(x, routed, shared, **sizes) == (form == "nvfp4")
+
+
 @pytest.mark.parametrize("order", ["dense", "checkpoint", "tiles"])
 @pytest.mark.parametrize("tiles_at_once", [1, 3, 1000])
 @pytest.mark.parametrize(
@@ -418,6 +430,7 @@ def test_schedules_that_cannot_be():
         (GroupedConfig(48), 128, 1, "rows is 48, expected 16 or a multiple of 64"),
         (GroupedConfig(128), 192, 2, "192 outputs, expected a multiple of 128"),
         (GroupedConfig(16, 256), 128, 2, "columns is 256, expected 128, 256 or 512, with 16 rows"),
+        (GroupedConfig(wgmma=True), 128, 1, "columns is 256, expected 128 with wgmma"),
         (GroupedConfig(stages=1), 128, 1, "1 stages and 1 tiles, expected at least 2 and 1"),
         (GroupedConfig(64, 512, 3), 128, 2, "bytes of shared memory, limit 101376"),
     ):

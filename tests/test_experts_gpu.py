@@ -14,7 +14,7 @@ from packed_cases import packed_ids
 from tiny_checkpoints import model_config
 
 from benchmarks.rollout.random_policy import random_lora, random_params
-from pallas_kernels import experts, fp4_matmul
+from pallas_kernels import device, experts, fp4_matmul
 from pallas_kernels.attention import segments
 from pallas_kernels.experts import api, mma, self_test
 from pallas_kernels.experts.mma import GroupedConfig
@@ -27,6 +27,7 @@ from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.weights.layer_memory import compact_layers
 
 pytestmark = pytest.mark.gpu
+on_hopper = pytest.mark.skipif(device.cuda_capability() != 9.0, reason="needs a Hopper GPU")
 
 
 def config_of(family):
@@ -124,6 +125,8 @@ def test_products_of_a_decode_step(tokens, skewed, form, limit):
         GroupedConfig(16, 512, 2),
         GroupedConfig(64, 128, 4, tiles=2),
         GroupedConfig(64, 128, 3, tiles=6),
+        pytest.param(GroupedConfig(64, 128, 2, tiles=5, wgmma=True), marks=on_hopper),
+        pytest.param(GroupedConfig(64, 128, 3, tiles=2, wgmma=True), marks=on_hopper),
     ],
     ids=str,
 )

@@ -216,7 +216,7 @@ def operands_of_wgmma(ptx, codes, scales):
     first_row = thread // 32 * 16 + thread % 32 // 4  # and the eighth after it
     memory = {
         4: [codes.reshape(64, 4, 4)[first_row + 8 * h, thread % 4] for h in range(2)],
-        2: [scales.reshape(64, 2)[first_row + 8 * h] for h in range(2)],
+        len(scales) // 64: [scales.reshape(64, -1)[first_row + 8 * h] for h in range(2)],
     }
     opaque = re.compile(r"{ \.reg \.b32 all; activemask\.b32 all; and\.b32 (\S+), all, (\d+); }")
     registers = {target: np.uint32(int(value)) for target, value in opaque.findall(ptx)}
@@ -234,9 +234,9 @@ def operands_of_wgmma(ptx, codes, scales):
     }
     operands = []
     for line in lines[start:]:
-        if load := re.match(r"ld\.shared\.v(\d)\.b32\s+{(.*)}, \[", line):
-            loaded = memory[int(load[1])].pop(0)
-            registers |= dict(zip(load[2].split(", "), loaded.T, strict=True))
+        if load := re.match(r"ld\.shared(?:\.v\d)?\.b32\s+{?([^}]*?)}?, \[", line):
+            names = load[1].split(", ")
+            registers |= dict(zip(names, memory[len(names)].pop(0).T, strict=True))
         elif product := re.match(
             r"{.*mov\.b32 {low, high}, (\S+);.*{(\w+), \w+};.*mul\.rn\.bf16x2 (\S+), (\S+), scale",
             line,
@@ -264,17 +264,21 @@ def operands_of_wgmma(ptx, codes, scales):
     raise AssertionError(f"found {len(operands)} products")
 
 
-def test_the_generated_dequantization_is_exact(compile_for_h200, tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_the_generated_dequantization_is_exact(form, compile_for_h200, tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
-    weight = fp4.Fp4Weight(
-        packed=jnp.asarray(rng.integers(0, 256, (64, 64), np.uint8)),
-        scales=jnp.asarray(rng.integers(1, 127, (64, 8), np.uint8).view(jnp.float8_e4m3fn)),
-        global_scale=jnp.ones(64),
-    )
+    codes = jnp.asarray(rng.integers(0, 256, (64, 64), np.uint8))
+    if form == "nvfp4":
+        scales = rng.integers(1, 127, (64, 8), np.uint8).view(jnp.float8_e4m3fn)
+        weight = fp4.Fp4Weight(codes, jnp.asarray(scales), jnp.ones(64))
+    else:
+        scales = rng.integers(118, 128, (64, 4), np.uint8)
+        scales[:, 0] = 128  # the largest of each row, so that all rows have one divisor
+        weight = fp4.Fp4Weight(codes, jnp.asarray(scales.view(jnp.float8_e8m0fnu)))
     packed = fp4.to_tiles(weight)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     product = functools.partial(sm90.matmul, config=TileConfig(16, warpgroups_n=1), num_sms=132)
-    compile_for_h200(product, array(16, 1024), tiles(1024, 1024))
+    compile_for_h200(product, array(16, 1024), tiles(1024, 1024, form))
     (ptx,) = tmp_path.glob("*.ptx")
     with np.errstate(under="ignore"):
         operands = operands_of_wgmma(
@@ -284,6 +288,7 @@ def test_the_generated_dequantization_is_exact(compile_for_h200, tmp_path, monke
     thread = np.arange(128)
     row = thread // 32 * 16 + thread % 32 // 4
     expected = np.asarray(fp4.dequantize(weight, jnp.float32)) / layout.UNIT
+    expected *= np.asarray(packed.divisor)[:, None]
     for step, part, odd in itertools.product(range(8), range(4), range(2)):
         columns = 16 * step + 8 * (part // 2) + thread % 4 * 2 + odd
         bits = operands[step, :, part] >> 16 * odd & 0xFFFF

@@ -56,9 +56,10 @@ def test_round_trip(make, shape):
     assert_same_bytes(layout.from_tiles(tiles), weight)
 
 
-def test_the_tiles_have_the_size_of_the_weight():
-    tiles = layout.to_tiles(nvfp4(128, 256))
-    assert tiles.codes.nbytes + tiles.scales.nbytes == 128 * 256 * 9 // 16
+@pytest.mark.parametrize(("make", "bits"), [(nvfp4, 4.5), (mxfp4, 4.25)])
+def test_the_tiles_have_the_size_of_the_weight(make, bits):
+    tiles = layout.to_tiles(make(128, 256))
+    assert tiles.codes.nbytes + tiles.scales.nbytes == 128 * 256 * bits / 8
 
 
 def test_a_code_under_a_scale_of_zero_stands_for_zero():

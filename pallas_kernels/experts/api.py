@@ -207,19 +207,27 @@ def takes_shared(
     sizes = {"top_k": top_k, "width": width}
     if step_tile(x, experts, **sizes) != MIN_TILE or _outputs(shared.gate_up) != 2 * width:
         return False
+    if not _one_format(experts.gate_up, shared.gate_up):
+        return False
     everyone = _table_of_all(len(x))
     return all(_fits_mlp(x, own, everyone, width) for own in (experts, shared))
 
 
 def _fits_mlp(x, own: Gated, table: Table, width: int) -> bool:
-    """Whether the kernel has both products."""
+    """Whether the kernel has both products, of weights in one format."""
     outputs = _outputs(own.down) * 2 * width // _outputs(own.gate_up)
     ranks = [kernel_rank(adapter[0].shape[-2]) for adapter in own.adapters if adapter is not None]
     return (
         max(ranks, default=0) <= MAX_RANK
         and _uses_kernel(x, own.gate_up, table, width)
         and _uses_kernel(x, own.down, table, outputs)
+        and _one_format(own.gate_up, own.down)
     )
+
+
+def _one_format(*weights: Weight) -> bool:
+    """Whether packed weights have one format, so that equal stages hold their scales."""
+    return len({weight.format for weight in weights if isinstance(weight, Fp4Tiles)}) < 2
 
 
 def _table_of_all(tokens: int) -> Table:

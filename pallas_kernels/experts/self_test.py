@@ -6,6 +6,7 @@ from types import ModuleType
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import device
 from pallas_kernels.experts.table import table
 from pallas_kernels.fp4_matmul import self_test
 
@@ -47,7 +48,8 @@ def relative_error(kernel: ModuleType) -> float:
         given = rows[: len(own.source)]
         config = kernel.GroupedConfig(128, 128, 2, tiles=2)
         found.append(kernel.matmul(given, down, own, outputs=2 * _WIDTH, config=config))
-        config = kernel.GroupedConfig(64, 128, 2, tiles=2)
+        hopper = device.cuda_capability() == 9.0
+        config = kernel.GroupedConfig(64, 128, 2, tiles=2, wgmma=hopper)
         both = tuple(map(tuple, adapters)), tuple(biases)
         mixture = kernel.Mixture(gate_up, after, own, weights, *both)
         found += kernel.mlp(x, [mixture], width=_WIDTH, config=config, limit=_LIMIT)

@@ -15,12 +15,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import device
 from pallas_kernels.fp4_matmul import dispatch
 
 _BLOCK = 256  # pairs that are compared with each other
 MIN_TILE, _MAX_TILE = 8, 128  # rows of a tile: the kernels' smallest, and largest
 HOPPER_TILE = 64  # rows of a tile of the Hopper kernel for many rows
-MOST_TILES = 5  # of an expert, that the kernel of a decode step multiplies at a time
+# Tiles of an expert that the kernel of a decode step multiplies at a time, and that by wgmma.
+_MOST_TILES, _MOST_OF_WGMMA = 5, 10
 
 
 class Table(NamedTuple):
@@ -78,7 +80,8 @@ def tiles_at_a_time(pairs: int, experts: int) -> int:
 
     They are as many as most experts have, when routes are uniform.
     """
-    return min(MOST_TILES, math.ceil(pairs / experts / MIN_TILE + 0.5))
+    most = _MOST_OF_WGMMA if device.cuda_capability() == 9.0 else _MOST_TILES
+    return min(most, math.ceil(pairs / experts / MIN_TILE + 0.5))
 
 
 def unit_bound(pairs: int, experts: int, count: int) -> int:

@@ -280,7 +280,10 @@ def _misfits_of_tiles(tiles: Fp4Tiles, n: int, k: int) -> list[str]:
     """Why the arrays do not fit an [n, k] weight; for a shard, k is that of the shard."""
     count = (-(-n // tiling.TILE_ROWS), -(-k // tiling.TILE_COLUMNS))
     problems = []
-    for name, words in (("codes", layout.CODE_WORDS), ("scales", layout.SCALE_WORDS)):
+    for name, words in (
+        ("codes", layout.CODE_WORDS),
+        ("scales", layout.SCALE_WORDS[tiles.format]),
+    ):
         array, expected = getattr(tiles, name), (*count, words)
         if array.shape != expected or array.dtype != jnp.uint32:
             problems.append(

@@ -17,9 +17,9 @@ left bits of two words, taken together, fit two more pairs:
 
 A scale of 16 columns is a byte x = 8 e + m for the value 2^(e - 10) (1 + m / 8), 0 for zero, so
 that the bits `x << 4 | 0x7000` are a bfloat16 of 2^107 times the scale. The scales of NVFP4 fit as
-they are. Those of MXFP4, for 32 columns, are powers of two: they are written twice, relative to the
-largest scale of the row, whose size goes into the row's divisor. The kernel reads both formats by
-the same code.
+they are. Those of MXFP4, for 32 columns, are powers of two, relative to the largest scale of the
+row, whose size goes into the row's divisor. A row of a tile has a word of four scales in MXFP4, and
+two words in NVFP4.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 Array = Any
 
 CODE_WORDS = TILE_ROWS * TILE_COLUMNS // 8
-SCALE_WORDS = TILE_ROWS * TILE_COLUMNS // BLOCK // 4
+SCALE_WORDS = {"nvfp4": 2 * TILE_ROWS, "mxfp4": TILE_ROWS}  # of a tile
 
 MASK = 0x81C081C0
 MIX = 0x06030603
@@ -64,7 +64,7 @@ class Fp4Tiles:
 
     Attributes:
         codes: uint32 [ceil(N/64), ceil(K/128), 1024].
-        scales: uint32 [ceil(N/64), ceil(K/128), 128].
+        scales: uint32 [ceil(N/64), ceil(K/128), 128], or 64 in MXFP4.
         divisor: float32 [N], the global scale of each row in NVFP4; in MXFP4 2^(147 - E), where E
             is the largest exponent byte of the row, at least 21.
         inputs: number of columns K.
@@ -126,13 +126,13 @@ def _mxfp4_tiles(weight: Fp4Weight) -> tuple[Fp4Tiles, jax.Array]:
     largest = jnp.max(jnp.where(empty, 0, exponents), axis=1, initial=21, keepdims=True)
     relative = exponents - largest + 30
     fits = (empty | (relative >= 1)) & (exponents < 255)
-    scales = jnp.repeat(jnp.where(empty, 0, relative << 3).astype(jnp.uint8), 2, axis=1)
+    scales = jnp.where(empty, 0, relative << 3).astype(jnp.uint8)
     divisor = jax.lax.bitcast_convert_type(274 - largest[:, 0] << 23, jnp.float32)
     return _tiles(weight.packed, scales, divisor, "mxfp4"), fits.all()
 
 
 def _tiles(packed, scales, divisor, form) -> Fp4Tiles:
-    """Arranges codes uint8 [N, K/2] and scales, bytes [N, K/16], in tile order."""
+    """Arranges codes uint8 [N, K/2] and scales, bytes for equal blocks, in tile order."""
     n, half = packed.shape
     rows, columns = -(-n // TILE_ROWS), -(-2 * half // TILE_COLUMNS)
 
@@ -155,8 +155,8 @@ def _tiles(packed, scales, divisor, form) -> Fp4Tiles:
     )  # [..., 2, 4 lanes, 2]
     codes = words.swapaxes(-3, -2).reshape(rows, columns, CODE_WORDS)
 
-    quads = cut(scales, TILE_COLUMNS // BLOCK)
-    quads = quads.reshape(rows, columns, SCALE_WORDS, 4).astype(jnp.uint32) << 4
+    quads = cut(scales, 4 * SCALE_WORDS[form] // TILE_ROWS)
+    quads = quads.reshape(rows, columns, SCALE_WORDS[form], 4).astype(jnp.uint32) << 4
     second = _rotate(quads[..., 2] | quads[..., 3] << 16, -8)
     return Fp4Tiles(
         codes=codes,
@@ -186,11 +186,11 @@ def from_tiles(tiles: Fp4Tiles) -> Fp4Weight:
     pairs = scale_bits(tiles.scales)
     bytes_ = jnp.stack([pairs[0] >> 4, pairs[0] >> 20, pairs[1] >> 4, pairs[1] >> 20], axis=-1)
     bytes_ = (bytes_ & 255).astype(jnp.uint8).reshape(rows, columns, TILE_ROWS, -1)
-    bytes_ = join(bytes_, k // BLOCK)
+    bytes_ = join(bytes_, k // (16 if tiles.format == "nvfp4" else 32))
     packed = join(packed, k // 2)
     if tiles.format == "mxfp4":
         largest = 274 - (jax.lax.bitcast_convert_type(tiles.divisor, jnp.int32) >> 23)
-        bytes_ = bytes_[:, ::2].astype(jnp.int32) >> 3
+        bytes_ = bytes_.astype(jnp.int32) >> 3
         exponents = jnp.where(bytes_ == 0, 0, bytes_ + largest[:, None] - 30).astype(jnp.uint8)
         scales = jax.lax.bitcast_convert_type(exponents, jnp.float8_e8m0fnu)
         return Fp4Weight(packed, scales)

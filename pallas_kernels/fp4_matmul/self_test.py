@@ -145,7 +145,9 @@ def _cases(inputs: _Inputs, dense: np.ndarray, rng: np.random.Generator) -> dict
 def random_tiles(rng: np.random.Generator, n: int, k: int) -> Fp4Tiles:
     """A random weight [N, K] in tile order; K is a multiple of a tile's columns."""
     count = -(-n // tiling.TILE_ROWS), k // tiling.TILE_COLUMNS
-    scales = rng.integers(32, 151, (*count, 4 * layout.SCALE_WORDS), np.uint8).view(np.uint32)
+    scales = rng.integers(32, 151, (*count, 4 * layout.SCALE_WORDS["nvfp4"]), np.uint8).view(
+        np.uint32
+    )
     return Fp4Tiles(
         codes=rng.integers(0, 2**32, (*count, layout.CODE_WORDS), np.uint32),
         scales=scales << 4 | scales >> 28,  # where `layout` has the four bytes of a word

@@ -16,7 +16,12 @@ from jaxlib.mlir import ir
 
 from pallas_kernels import warp_mma
 from pallas_kernels.fp4_matmul import layout
-from pallas_kernels.fp4_matmul.sm90.codes import CODES, SCALES, dequantize_reference, scaled_pairs
+from pallas_kernels.fp4_matmul.sm90.codes import (
+    CODES,
+    dequantize_reference,
+    scaled_pairs,
+    scales_layout,
+)
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.warpgroup import Warpgroup
 
@@ -26,13 +31,15 @@ PAIRS = plgpu.Layout.WGMMA
 
 
 def dequantize_tile(threads: Warpgroup, codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Dequantizes codes [4, 256] and scales [128] to a bfloat16 tile [64, 128], over UNIT."""
+    """Dequantizes codes [4, 256] and scales to a bfloat16 tile [64, 128], over UNIT."""
     if threads.simulated:
         return dequantize_reference(codes, scales)
     shape = TILE_ROWS, TILE_COLUMNS
     result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bfloat16), layout=PAIRS)
 
-    @plgpu.inline_mgpu(arg_types=(CODES, SCALES), return_type=result)
+    kinds = CODES, scales_layout(*scales.shape)
+
+    @plgpu.inline_mgpu(arg_types=kinds, return_type=result)
     def dequantize(_, codes, scales):
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
         steps = operands(list(codes.registers.flat), list(scales.registers.flat))

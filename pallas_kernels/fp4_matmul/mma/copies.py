@@ -24,6 +24,8 @@ from pallas_kernels.warpgroup import WARPS, Warpgroup
 
 _CHUNK = 16  # bytes of a copy of a thread
 _THREADS = 32 * WARPS
+# Of a descriptor of wgmma: eight rows have 1,024 bytes, whose chunks are swizzled in 128 bytes.
+_SWIZZLED = 1024 >> 4 << 32 | 1 << 62
 _ROW = 16  # bytes of a row's codes that a thread has
 
 
@@ -34,16 +36,16 @@ class Stages(NamedTuple):
     # what lies between two rows.
     x: Any
     codes: Any  # uint32 [stages, row tiles, column tiles, 4, 256]
-    scales: Any  # uint32 [stages, row tiles, column tiles, 128]
+    scales: Any  # uint32 [stages, row tiles, column tiles, 128], or 64 in MXFP4
 
     @classmethod
-    def types(cls, config: MmaConfig, m: int) -> "Stages":
-        """Shapes and dtypes for x of M rows."""
+    def types(cls, config: MmaConfig, m: int, words: int) -> "Stages":
+        """Shapes and dtypes for x of M rows, and words of scales of a tile."""
         tiles = config.stages, config.row_tiles, config.column_tiles
         return cls(
             x=((config.stages, padded_tokens(m), config.pitch()), jnp.bfloat16),
             codes=((*tiles, 4, layout.CODE_WORDS // 4), jnp.uint32),
-            scales=((*tiles, layout.SCALE_WORDS), jnp.uint32),
+            scales=((*tiles, words), jnp.uint32),
         )
 
     def at(self, step: Any) -> "Stages":
@@ -59,14 +61,18 @@ def start_x(
     column: Any,
     end: Any,
     chosen: jax.Array | None = None,
+    *,
+    swizzled: bool = False,
 ) -> None:
     """Starts to copy columns of x [M, K], from one on, to `Stages.x` of a stage.
 
     The columns from `end` on, and rows from M on, become zero. `chosen` says which rows of x they
-    are, see `chosen_rows`: nothing is copied where it is negative.
+    are, see `chosen_rows`: nothing is copied where it is negative. With `swizzled` the stage has
+    128 columns, 64 of all rows before the others, whose chunks of 16 bytes are where wgmma expects
+    them.
     """
     (m, k), (tokens, pitch) = x.shape, stage.shape
-    width = pitch - PITCH
+    width = pitch if swizzled else pitch - PITCH
     end = jnp.minimum(end, k)
     if threads.simulated:
         whole = jnp.pad(x[...], ((0, max(0, tokens - m)), (0, 0)))
@@ -78,6 +84,8 @@ def start_x(
     numbers = _CHUNK // 2
     chunks = width // numbers  # of a row
     rows = _THREADS // chunks  # of x, that the threads copy at a time
+    row_bytes = 8 * _CHUNK if swizzled else 2 * pitch
+    assert not swizzled or (width, rows) == (TILE_COLUMNS, 8)
     chosen_types = () if chosen is None else (_of_threads(len(chosen)),)
 
     @plgpu.inline_mgpu(
@@ -97,19 +105,23 @@ def start_x(
             return advanced(pointer(x), arith.muli(source, _i32(2)))
 
         source = source_of(row)
-        target = arith.addi(arith.muli(row, _i32(2 * pitch)), arith.muli(chunk, _i32(_CHUNK)))
-        target = arith.addi(address(stage), target)
+        target = arith.addi(address(stage), arith.muli(row, _i32(row_bytes)))
+        if swizzled:
+            half = arith.muli(arith.divui(chunk, _i32(8)), _i32(tokens * row_bytes))
+            target = arith.addi(target, half)
+            chunk = arith.xori(arith.remui(chunk, _i32(8)), row)
+        target = arith.addi(target, arith.muli(chunk, _i32(_CHUNK)))
         for first_row in range(0, tokens, rows):
             there = inside
             if chosen is not None:
                 (found,) = warp_mma.numbers(chosen_rows[0].registers[first_row // rows])
                 exists = arith.cmpi(arith.CmpIPredicate.sge, found, _i32(0))
-                _copy(target, source_of(found), 2 * first_row * pitch, 0, _CHUNK, inside, exists)
+                _copy(target, source_of(found), first_row * row_bytes, 0, _CHUNK, inside, exists)
                 continue
             if first_row + rows > m:
                 exists = arith.cmpi(arith.CmpIPredicate.slt, row, _i32(m - first_row))
                 there = arith.andi(inside, exists)
-            _copy(target, source, 2 * first_row * pitch, 2 * first_row * k, _CHUNK, there)
+            _copy(target, source, first_row * row_bytes, 2 * first_row * k, _CHUNK, there)
 
     copy(x, stage, column, end, *(() if chosen is None else (chosen,)))
 
@@ -180,7 +192,7 @@ def start_strips(
             found = jnp.where((index < end)[:, None], found, 0)
             target[...] = found.reshape(target.shape)
         return
-    number = plgpu.Layout.WG_SPLAT
+    number, sizes = plgpu.Layout.WG_SPLAT, _tile_bytes(stage)
 
     @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [plgpu.RefType()] * 2, *[number] * 3))
     def copy(_, tiles, stage, strip, column, end):
@@ -188,11 +200,12 @@ def start_strips(
         thread = mgpu.utils.thread_idx()
         warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
         first = arith.addi(column, warp)
-        for array, shared, size in zip(
-            tiles, stage, (4 * layout.CODE_WORDS, 4 * layout.SCALE_WORDS), strict=True
-        ):
+        for array, shared, size in zip(tiles, stage, sizes, strict=True):
             bytes_of = size // WARPS  # of a strip
-            chunk = min(_ROW, bytes_of // 32)
+            chunk = min(_ROW, max(4, bytes_of // 32))
+            first_lanes = None
+            if 32 * chunk > bytes_of:
+                first_lanes = arith.cmpi(arith.CmpIPredicate.slt, lane, _i32(bytes_of // chunk))
             lanes = arith.muli(lane, _i32(chunk))
             source = advanced(pointer(array), arith.muli(first, _i32(size)))
             inside_tile = arith.addi(arith.muli(strip, _i32(bytes_of)), lanes)
@@ -204,7 +217,7 @@ def start_strips(
                 inside = arith.cmpi(arith.CmpIPredicate.slt, tile, end)
                 for part in range(0, bytes_of, 32 * chunk):
                     to, start = i * size + part, i * WARPS * size + part
-                    _copy(target, source, to, start, chunk, inside)
+                    _copy(target, source, to, start, chunk, inside, first_lanes)
 
     copy(list(tiles), list(stage), strip, column, end)
 
@@ -214,8 +227,8 @@ def start_tiles(
 ) -> None:
     """Starts to copy tiles of the weight, neighbors in a row of them, to a stage.
 
-    Codes [C, 4, 256] and scales [C, 128] of the row go to those of the stage and of the row, from
-    the tile `column` on; the tiles from `end` on become zero.
+    Codes [C, 4, 256] and scales [C, 128], or [C, 64], of the row go to those of the stage and of
+    the row, from the tile `column` on; the tiles from `end` on become zero.
     """
     count = stage[0].shape[0]
     if threads.simulated:
@@ -225,8 +238,8 @@ def start_tiles(
             inside = (index < end).reshape(-1, *[1] * (found.ndim - 1))
             target[...] = jnp.where(inside, found, 0)
         return
-    sizes = 4 * layout.CODE_WORDS, 4 * layout.SCALE_WORDS
-    part = count * sizes[1] // _THREADS  # bytes of scales of a thread
+    sizes = _tile_bytes(stage)
+    part = max(4, count * sizes[1] // _THREADS)  # bytes of scales of a thread
     number = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [plgpu.RefType()] * 2, number, number))
@@ -249,9 +262,17 @@ def start_tiles(
         source, target = advanced(source, own), arith.addi(address(stage[1]), own)
         tile = arith.addi(column, arith.divui(own, _i32(sizes[1])))
         inside = arith.cmpi(arith.CmpIPredicate.slt, tile, end)
-        _copy(target, source, 0, 0, part, inside)
+        first_threads = None
+        if part * _THREADS > count * sizes[1]:
+            first_threads = arith.cmpi(arith.CmpIPredicate.slt, own, _i32(count * sizes[1]))
+        _copy(target, source, 0, 0, part, inside, first_threads)
 
     copy(list(tiles), list(stage), column, end)
+
+
+def _tile_bytes(stage: tuple[Any, Any]) -> tuple[int, int]:
+    """Bytes of the codes and of the scales of a tile."""
+    return 4 * layout.CODE_WORDS, 4 * stage[1].shape[-1]
 
 
 def _copy(
@@ -288,6 +309,21 @@ def close_group(threads: Warpgroup) -> None:
 def wait(threads: Warpgroup, groups: int) -> None:
     """Waits until all but the last groups of this thread's copies are there."""
     _run(threads, f"cp.async.wait_group {groups};")
+
+
+def show_to_wgmma(threads: Warpgroup) -> None:
+    """Lets wgmma see what this thread has copied to shared memory."""
+    _run(threads, "fence.proxy.async.shared::cta;")
+
+
+def descriptor(stage: Any) -> tuple[ir.Value, list[int]]:
+    """The descriptor of a swizzled `Stages.x` for wgmma, and what each step adds to it."""
+    i64 = ir.IntegerType.get_signless(64)
+    (tokens, _) = ir.MemRefType(stage.type).shape
+    start = arith.extui(i64, arith.shrui(address(stage), _i32(4)))
+    kind = arith.constant(i64, ir.IntegerAttr.get(i64, _SWIZZLED))
+    offsets = [8 * tokens * half + 2 * step for half in range(2) for step in range(STEPS // 2)]
+    return arith.ori(start, kind), offsets
 
 
 def _run(threads: Warpgroup, ptx: str) -> None:

@@ -39,9 +39,10 @@ def dequantize(weight: Fp4Tiles, *, inputs: int, interpret: bool = False) -> jax
 def _body(threads: Warpgroup, operands: dict[str, Any], _, dense: Any) -> None:
     """A CTA has a tile."""
     row, column = threads.cta
+    scales = codes.scales_layout(operands["scales"].shape[-1])
     words = [
         threads.load(operands[name].at[row, column], kind)
-        for name, kind in (("codes", codes.CODES), ("scales", codes.SCALES))
+        for name, kind in (("codes", codes.CODES), ("scales", scales))
     ]
     divisor = epilogue.load_rows(threads, operands["divisor"], row)
     value = codes.dequantize_tile(threads, *words).astype(jnp.float32)

@@ -34,7 +34,7 @@ from pallas_kernels.fp4_matmul.mma import codes as mma_codes
 from pallas_kernels.fp4_matmul.mma import copies, epilogue
 from pallas_kernels.fp4_matmul.mma.epilogue import ACC
 from pallas_kernels.fp4_matmul.mma_schedule import MAX_ROWS, MmaConfig, padded_tokens
-from pallas_kernels.fp4_matmul.sm90.codes import CODES, SCALES, dequantize_reference
+from pallas_kernels.fp4_matmul.sm90.codes import CODES, dequantize_reference, scales_layout
 from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.warpgroup import WARPS, Warpgroup
@@ -111,7 +111,7 @@ def matmul(
         (blocks, config.split),
         operands,
         results,
-        scratch=copies.Stages.types(config, m)._asdict(),
+        scratch=copies.Stages.types(config, m, weight.scales.shape[-1])._asdict(),
         interpret=interpret,
     )["y"]
 
@@ -234,25 +234,52 @@ def multiply_stage(
     *,
     apart: bool = False,
     halves: bool = False,
+    wgmma: bool = False,
 ) -> list[jax.Array]:
     """Adds the products of the tiles of a stage to the sums of their rows, float32 [64, tokens].
 
     With `halves` only half of a tile is dequantized at a time, which takes fewer registers.
     With `apart` the four warps have the same rows, and each the columns of another tile, see
-    `copies.start_strips`: a sum has 16 rows of each of them.
+    `copies.start_strips`: a sum has 16 rows of each of them. With `wgmma` a warpgroup multiplies at
+    once, a tile after the other.
     """
     row_tiles, column_tiles = stage.codes.shape[:2]
+    scales = scales_layout(stage.scales.shape[-1])
+    if wgmma:
+        return [_multiply_at_once(threads, total, stage, row) for row, total in enumerate(sums)]
     for column in range(column_tiles):
         pairs = [
             (
                 threads.load(stage.codes.at[row, column], CODES),
-                threads.load(stage.scales.at[row, column], SCALES),
+                threads.load(stage.scales.at[row, column], scales),
             )
             for row in range(row_tiles)
         ]
         parts = [(0,), (1,)] if halves else [(0, 1)]
         sums = _multiply(threads, sums, pairs, stage.x, column, apart, parts)
     return sums
+
+
+def _multiply_at_once(threads: Warpgroup, total: Any, stage: copies.Stages, row: int) -> jax.Array:
+    """Adds the products of a tile, of a stage of one column of tiles, to their sums by wgmma."""
+    codes, scales = stage.codes.at[row, 0], stage.scales.at[row, 0]
+    kinds = CODES, scales_layout(scales.shape[-1])
+    pair = threads.load(codes, kinds[0]), threads.load(scales, kinds[1])
+    if threads.simulated:
+        return _multiply(threads, [total], [pair], stage.x, 0, False, [(0, 1)])[0]
+    shape = total.shape
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=ACC)
+
+    @plgpu.inline_mgpu(arg_types=(ACC, kinds, plgpu.RefType()), return_type=result)
+    def multiply(_, total, pair, x):
+        codes, scales = (list(array.registers.flat) for array in pair)
+        steps = mma_codes.operands(codes, scales)
+        acc = [number for both in total.registers.flat for number in warp_mma.numbers(both)]
+        acc = warp_mma.add_warpgroup_product(acc, steps, *copies.descriptor(x))
+        pairs = [warp_mma.vector_of(acc[i : i + 2]) for i in range(0, len(acc), 2)]
+        return warp_mma.array(pairs, ACC, shape)
+
+    return multiply(total, pair, stage.x)
 
 
 def _multiply(
@@ -264,7 +291,7 @@ def _multiply(
     apart: bool,
     portions: Sequence[tuple[int, ...]],
 ) -> list[jax.Array]:
-    """Adds the products of tiles in a column, with codes [4, 256] and scales [128], to their sums.
+    """Adds the products of tiles in a column, pairs of codes [4, 256] and scales, to their sums.
 
     The sums are float32 [64, tokens] of each tile. `stage` holds columns of x in shared memory, and
     `column` is the index of the tiles' columns in it, or with `apart` of those of four tiles.
@@ -283,7 +310,8 @@ def _multiply(
         return [acc + product(tile) for acc, tile in zip(sums, pairs, strict=True)]
     shape = sums[0].shape
     result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=ACC)
-    layouts = [ACC] * len(sums), [(CODES, SCALES)] * len(sums), plgpu.RefType()
+    kinds = CODES, scales_layout(*pairs[0][1].shape)
+    layouts = [ACC] * len(sums), [kinds] * len(sums), plgpu.RefType()
 
     @plgpu.inline_mgpu(arg_types=layouts, return_type=[result] * len(sums))
     def multiply(_, sums, pairs, stage):

@@ -21,13 +21,6 @@ CODES = plgpu.Layout.TILED(
     lane_dims=(-3, -2),
     vector_dim=-1,
 )
-# A tile of scales: a lane has both words of its rows r and r + 8, like three others.
-SCALES = plgpu.Layout.TILED(
-    plgpu.Tiling(((128,), (32,), (16,), (2,))),
-    warp_dims=(-4,),
-    lane_dims=(-2, plgpu.Replicated(4)),
-    vector_dim=-1,
-)
 # The same for 32 rows, of which a lane has one.
 _HALF_CODES = plgpu.Layout.TILED(
     plgpu.Tiling(((4, 128), (16,), (4,))),
@@ -35,19 +28,37 @@ _HALF_CODES = plgpu.Layout.TILED(
     lane_dims=(-3, -2),
     vector_dim=-1,
 )
-_HALF_SCALES = plgpu.Layout.TILED(
-    plgpu.Tiling(((4, 16), (2,))),
-    warp_dims=(-3,),
-    lane_dims=(-2, plgpu.Replicated(4)),
-    vector_dim=-1,
-)
 # How dense operands of wgmma lie in shared memory.
 OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _HALF = plgpu.ShapeDtypeStruct((TILE_ROWS, 64), jnp.dtype(jnp.bfloat16), layout=plgpu.Layout.WGMMA)
 
 
+def scales_layout(words: int) -> Any:
+    """The layout of the scales of a tile [words]: a lane has those of its rows r and r + 8.
+
+    Three other lanes have the same. There are one or two words for a row, of four scales each.
+    """
+    count = words // TILE_ROWS
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((words,), (16 * count,), (8 * count,), (count,))),
+        warp_dims=(-4,),
+        lane_dims=(-2, plgpu.Replicated(4)),
+        vector_dim=-1,
+    )
+
+
+def _half_scales_layout(words: int) -> Any:
+    """The same for 32 rows, [4, words], of which a lane has one."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((4, words), (words // 8,))),
+        warp_dims=(-3,),
+        lane_dims=(-2, plgpu.Replicated(4)),
+        vector_dim=-1,
+    )
+
+
 def dequantize_reference(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Dequantizes codes [4, 256] and scales [128] in jnp: a bfloat16 tile [64, 128], over UNIT."""
+    """Dequantizes codes [4, 256] and scales in jnp: a bfloat16 tile [64, 128], over UNIT."""
     words = codes.reshape(TILE_ROWS, 4, 2, 2).swapaxes(1, 2)  # row, half, lane, word
     raw = jnp.stack(layout.pair_bits(words[..., 0], words[..., 1]), axis=2)
     raw = jnp.stack([raw, raw >> 16], axis=-1).reshape(TILE_ROWS, TILE_COLUMNS)
@@ -55,22 +66,23 @@ def dequantize_reference(codes: jax.Array, scales: jax.Array) -> jax.Array:
     index = (raw >> 6 & 7).astype(jnp.float32)
     magnitude = jnp.where(index < 4, index / 2, jnp.where(index < 6, index - 2, 2 * index - 8))
     values = jnp.where(raw >> 15 & 1, -magnitude, magnitude)
-    first, second = layout.scale_bits(scales.reshape(TILE_ROWS, 2))
+    first, second = layout.scale_bits(scales.reshape(TILE_ROWS, -1))
     bits = jnp.stack([first, first >> 16, second, second >> 16], axis=-1) & 0xFFFF
     bits = (bits | layout.SCALE_BITS & 0xFFFF).astype(jnp.uint16).reshape(TILE_ROWS, -1)
     scales = jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32) * 2.0**-126
-    blocks = values.reshape(TILE_ROWS, -1, layout.BLOCK) * scales[..., None]
+    blocks = values.reshape(*scales.shape, -1) * scales[..., None]
     return blocks.reshape(TILE_ROWS, TILE_COLUMNS).astype(jnp.bfloat16)
 
 
 def dequantize_tile(codes: jax.Array, scales: jax.Array) -> Any:
     """Dequantizes a tile in registers: each thread ends with the operands of its wgmma.
 
-    The codes [4, 256] are in the layout `CODES`, the scales [128] in the layout `SCALES`. The
+    The codes [4, 256] are in the layout `CODES`, the scales in that of `scales_layout`. The
     results are bfloat16 [64, 64] of the columns 0..63, and of the columns 64..127, over UNIT.
     """
+    kinds = CODES, scales_layout(*scales.shape)
 
-    @plgpu.inline_mgpu(arg_types=(CODES, SCALES), return_type=(_HALF, _HALF))
+    @plgpu.inline_mgpu(arg_types=kinds, return_type=(_HALF, _HALF))
     def dequantize(_, codes, scales):
         return _dequantized(codes.registers.flat, scales.registers.flat)
 
@@ -80,20 +92,19 @@ def dequantize_tile(codes: jax.Array, scales: jax.Array) -> Any:
 def dequantize_paired_tile(codes: Any, scales: Any) -> Any:
     """Dequantizes a paired tile, whose rows are by eights those of two half tiles in turn.
 
-    Codes [2, 4, 128] and scales [2, 4, 16], 32 rows of each half, are in shared memory. Returns the
-    two halves of columns, as `dequantize_tile` does.
+    Codes [2, 4, 128] and scales [2, 4, 16], or [2, 4, 8], 32 rows of each half, are in shared
+    memory. Returns the two halves of columns, as `dequantize_tile` does.
     """
+    kind = _half_scales_layout(scales.shape[-1])
 
-    @plgpu.inline_mgpu(
-        arg_types=([_HALF_CODES] * 2, [_HALF_SCALES] * 2), return_type=(_HALF, _HALF)
-    )
+    @plgpu.inline_mgpu(arg_types=([_HALF_CODES] * 2, [kind] * 2), return_type=(_HALF, _HALF))
     def dequantize(_, codes, scales):
         words, scale_words = ([half.registers.item() for half in x] for x in (codes, scales))
         return _dequantized(words, scale_words)
 
     return dequantize(
         [plgpu.load(codes.at[i], layout=_HALF_CODES) for i in (0, 1)],
-        [plgpu.load(scales.at[i], layout=_HALF_SCALES) for i in (0, 1)],
+        [plgpu.load(scales.at[i], layout=kind) for i in (0, 1)],
     )
 
 
@@ -121,7 +132,7 @@ def scaled_pairs(
 ) -> Iterator[tuple[int, int, int, Any]]:
     """Dequantizes the codes of a thread, two at a time.
 
-    Codes are vectors of four words, scales of two, one of row r and one of row r + 8 each.
+    Codes are vectors of four words, scales of one or two, one of row r and one of row r + 8 each.
     `scale_bits` is PTX that sets $0 to `layout.SCALE_BITS`, and `multiply` PTX that sets $0 to the
     pair of codes $1 times the pair of scales `scale`. `parts` are those that are wanted.
 
@@ -150,20 +161,22 @@ def scaled_pairs(
             second = vector.extract(words, [], [2 * part + 1])
             mixed = arith.xori(arith.andi(arith.xori(first, second), mix), second)
             sources = (first, first, first, second, second, second, mixed, mixed)
-            scale_word = vector.extract(scale_words, [], [part])
+            count = ir.VectorType(scale_words.type).shape[0]
+            scale_word = vector.extract(scale_words, [], [part if count == 2 else 0])
             pairs = [
                 arith.ori(arith.andi(rotate(scale_word, turn), scale_mask), added)
-                for turn in (0, 8)
+                for turn in ((0, 8) if count == 2 else (8 * part,))
             ]
             for q, (word, turn) in enumerate(zip(sources, layout.ROTATIONS, strict=True)):
                 raw = arith.andi(rotate(word, turn), mask)
-                which = "low" if q // 2 % 2 == 0 else "high"
+                scale = q * count // 4  # of those of the pairs
+                which = "high" if scale % 2 else "low"
                 # ptxas turns the moves into the choice of an operand's half.
                 value = mgpu.utils.inline_ptx(
                     "{ .reg .b16 low, high; .reg .b32 scale; mov.b32 {low, high}, $2; "
                     f"mov.b32 scale, {{{which}, {which}}}; {multiply} }}",
                     raw,
-                    pairs[q // 4],
+                    pairs[scale // 2],
                     result_types=i32,
                 )
                 yield half, part, q, value

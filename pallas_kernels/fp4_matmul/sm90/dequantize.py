@@ -15,9 +15,9 @@ from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.sm90.codes import (
     CODES,
     OPERAND,
-    SCALES,
     dequantize_reference,
     dequantize_tile,
+    scales_layout,
 )
 from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy
 from pallas_kernels.fp4_matmul.tiling import (
@@ -58,7 +58,7 @@ def dequantize(
         out_type=jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         scratch_types={
             "codes_sm": plgpu.SMEM((_STAGES, _ROWS, 4, 256), jnp.uint32),
-            "scales_sm": plgpu.SMEM((_STAGES, _ROWS, 128), jnp.uint32),
+            "scales_sm": plgpu.SMEM((_STAGES, _ROWS, weight.scales.shape[-1]), jnp.uint32),
             "out_sm": plgpu.SMEM(
                 (_BUFFERS, _ROWS, TILE_ROWS, TILE_COLUMNS), jnp.bfloat16, transforms=OPERAND
             ),
@@ -175,7 +175,7 @@ def _halves(codes: Any, scales: Any, place: tuple, simulated: bool) -> Any:
         return value[:, :64], value[:, 64:]
     return dequantize_tile(
         plgpu.load(codes.at[place], layout=CODES),
-        plgpu.load(scales.at[place], layout=SCALES),
+        plgpu.load(scales.at[place], layout=scales_layout(scales.shape[-1])),
     )
 
 

@@ -206,7 +206,7 @@ def _inputs(product: Product, schedule: TileSchedule) -> dict[str, jax.Array]:
     codes, scales = (*weight.codes.shape[:2], 4, 256), weight.scales.shape
     if schedule.paired:
         halves = 2, schedule.row_tiles // 2, weight.codes.shape[1], 8
-        codes, scales = (*halves, 128), (*halves, 16)
+        codes, scales = (*halves, 128), (*halves, scales[-1] // 8)
 
     def pad_rows(array):
         """Pads to whole tiles of rows; with ones, by which one can divide."""
@@ -278,14 +278,15 @@ def _scratch(product: Product, schedule: TileSchedule) -> dict:
     """Shared memory and barriers by their names in `SharedMemory`."""
     config, rows = schedule.config, schedule.config.warpgroups_n
     stage = config.stages, rows, schedule.tiles_per_stage
-    codes, scales = (*stage, 4, 256), (*stage, 128)
+    words = product.weight.scales.shape[-1]
+    codes, scales = (*stage, 4, 256), (*stage, words)
     stored = config.tile_m
     if isinstance(product.epilogue, AddRmsNorm):  # The sum and the scaled sum lie side by side.
         stored = max(config.tile_m, 2 * schedule.stored_tokens)
     y = plgpu.SMEM((rows, stored, TILE_ROWS), jnp.bfloat16, transforms=OPERAND)
     if schedule.paired:
         halves = config.stages, 2, rows, schedule.tiles_per_stage, 4
-        codes, scales = (*halves, 128), (*halves, 16)
+        codes, scales = (*halves, 128), (*halves, words // 8)
         y = plgpu.SMEM((rows, config.tile_m, schedule.tile_outputs), jnp.bfloat16)
     x = config.stages, schedule.tiles_per_stage, config.tile_m, TILE_COLUMNS
     scratch = {

@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 from pallas_kernels.fp4_matmul.sm90 import swiglu
 from pallas_kernels.fp4_matmul.sm90.codes import (
     CODES,
-    SCALES,
     dequantize_paired_tile,
     dequantize_reference,
     dequantize_tile,
+    scales_layout,
 )
 from pallas_kernels.fp4_matmul.sm90.context import Consumer, load_rows
 from pallas_kernels.fp4_matmul.sm90.multiply import add_product
@@ -78,14 +78,14 @@ def _dequantize(consumer: Consumer, slot: Any, j: Any) -> Any:
         codes, scales = smem.codes[place], smem.scales[place]
         if schedule.paired:
             codes = codes.swapaxes(0, 1).reshape(4, 256)
-            scales = scales.swapaxes(0, 1).reshape(128)
+            scales = scales.swapaxes(0, 1).reshape(-1)
         return tuple(jnp.split(dequantize_reference(codes, scales), 2, axis=1))
     if schedule.paired:
         place = slot, slice(None), row, j
         return dequantize_paired_tile(smem.codes.at[place], smem.scales.at[place])
     return dequantize_tile(
         plgpu.load(smem.codes.at[slot, row, j], layout=CODES),
-        plgpu.load(smem.scales.at[slot, row, j], layout=SCALES),
+        plgpu.load(smem.scales.at[slot, row, j], layout=scales_layout(smem.scales.shape[-1])),
     )
 
 
