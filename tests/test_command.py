@@ -26,8 +26,10 @@ def test_a_checkout_has_modules(monkeypatch):
     text = "`qerl-plan` and qerl-sweep, qerl-jax"
     expected = "`python -m experiments.plan` and python -m experiments.sweep, qerl-jax"
     assert command.name_commands(text) == expected
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "experiments" / "sft.py")])
-    assert command.command_name("train") == "python -m experiments.sft"
+    monkeypatch.chdir(ROOT)
+    for path in (str(ROOT / "experiments" / "sft.py"), "experiments/sft.py"):
+        monkeypatch.setattr(sys, "argv", [path])
+        assert command.command_name("train") == "python -m experiments.sft"
     assert command.command_name("show") == "python -m experiments.show"
     monkeypatch.setattr(sys, "argv", [str(ROOT / "experiments" / "sweep.py")])
     assert command.command_name("train") == "python -m experiments.grpo_gsm8k"

@@ -156,6 +156,7 @@ def test_a_start_that_is_refused_records_no_change(tmp_path, capsys):
 def test_a_finished_run_keeps_the_values_that_it_ran_with(tmp_path):
     begin(tmp_path)
     (tmp_path / "summary.json").write_text('{"steps": 10}')
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
     before = (tmp_path / "config.json").read_bytes()
     with folder.open_run(tmp_path, make_config(rollout__max_rows=64)) as run:
         assert run.note == ""
@@ -279,12 +280,24 @@ def test_files_of_others_are_refused_and_untouched(name, content, tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, content)]
 
 
-@pytest.mark.parametrize("left", ["summary.json", "adapter", "model"])
-def test_outputs_without_their_metrics_are_refused(left, tmp_path):
+@pytest.mark.parametrize("rows", ["", '{"step": 1}\n'])
+@pytest.mark.parametrize("left", ["summary.json", "adapter", "model", "best_adapter", "best_model"])
+def test_outputs_without_their_checkpoints_are_refused(left, rows, tmp_path):
+    """A start that was killed before its first checkpoint leaves rows and a best policy at most."""
     with folder.open_run(tmp_path, make_config()):
         (tmp_path / left).touch() if "." in left else (tmp_path / left).mkdir()
+        (tmp_path / "metrics.jsonl").write_text(rows)
+        (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir(parents=True)
+    if not rows:
+        shutil.rmtree(tmp_path / "checkpoints")
     before = (tmp_path / "config.json").read_text()
-    refuse(tmp_path, f"holds {left} but no step", seed=1)
+    if rows and left.startswith("best"):
+        with folder.open_run(tmp_path, make_config()) as run:
+            assert run.resumed
+        return
+    refuse(tmp_path, f"holds {left} but no checkpoint", steps=99)
+    with pytest.raises(UserError, match=f"holds {left} but no checkpoint"):
+        folder.check_run_folder(tmp_path, make_config())
     assert (tmp_path / "config.json").read_text() == before
 
 

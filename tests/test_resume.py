@@ -336,8 +336,8 @@ def test_the_best_adapter_outlives_an_evaluation_that_is_not_repeated(tiny, tmp_
     assert json.loads((run / "summary.json").read_text())["best_accuracy"] == 0.5
 
 
-def test_a_start_without_a_checkpoint_has_no_adapters(tiny, tmp_path, scores, monkeypatch):
-    """Those of a start that was killed before its first checkpoint are of no run.
+def test_a_start_without_a_checkpoint_has_no_best_adapter(tiny, tmp_path, scores, monkeypatch):
+    """The best one of a start that was killed before its first checkpoint is that of no run.
 
     The next one forgets the rows as well, is killed before it has any, and is no obstacle.
     """
@@ -345,7 +345,6 @@ def test_a_start_without_a_checkpoint_has_no_adapters(tiny, tmp_path, scores, mo
     run, config = tmp_path / "run", tiny.config(CHANGES | {"eval.every": 1, "steps": 2})
     killed_after(1, config, run, saves=False)
     assert best_adapter(run)
-    shutil.copytree(run / "best_adapter", run / "adapter")  # written before the checkpoint was
     with monkeypatch.context() as patch:
         patch.setattr(qerl_jax.training.loop, "take_step", lambda *_, **__: kill())
         with pytest.raises(tiny_run.KilledError):
@@ -354,6 +353,27 @@ def test_a_start_without_a_checkpoint_has_no_adapters(tiny, tmp_path, scores, mo
     assert tiny_run.evaluations(run) == {0: 0.4, 1: 0.3, 2: 0.2}
     assert not (run / "best_adapter").exists()
     assert open_policy(str(run)).adapter.name == "adapter"
+
+
+def test_the_first_policy_is_written_after_its_checkpoint(tiny, tmp_path, monkeypatch):
+    """Killed in between, a run has none: the next start takes one for a run of the user's."""
+    events = []
+
+    def recorded(name, call):
+        def record(*arguments, **options):
+            call(*arguments, **options)
+            events.append(name)
+
+        return record
+
+    monkeypatch.setattr(Checkpoints, "wait", recorded("waited", Checkpoints.wait))
+    for name in ("save_checkpoint", "save_policy"):
+        function = recorded(name, getattr(qerl_jax.training.saving, name))
+        monkeypatch.setattr(qerl_jax.training.saving, name, function)
+    changes = {"eval.every": 0, "checkpoint.every": 1}
+    killed_after(1, tiny.config(CHANGES | changes), tmp_path / "run", saves=True)
+    first = events.index("save_policy")
+    assert events[first - 2 : first] == ["save_checkpoint", "waited"]
 
 
 def test_an_evaluation_with_missing_scores_is_logged_once(tiny, tmp_path, monkeypatch):

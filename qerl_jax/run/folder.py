@@ -194,12 +194,12 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
     with _lock_run(folder.path), _remove_if_block_fails(folder, new_folders):
         saved_run = read_run(folder.config)
         resumed = saved_run is not None and _has_begun(folder)
+        _check_no_outputs(folder)
         if resumed:
             schedule_steps = saved_run["schedule_steps"]
             moved, note = _take_changes(folder, saved_run, config)
         else:
             moved, note = (), ""
-            _check_no_outputs(folder)
             schedule_steps = config.steps
             content = {"config": config_dict(config), "schedule_steps": schedule_steps}
             content |= provenance()
@@ -361,12 +361,23 @@ def _is_remnant_of_start(folder: RunFolder, path: Path) -> bool:
 
 
 def _check_no_outputs(folder: RunFolder) -> None:
-    """Refuses to begin a run where one has finished, whose metrics and checkpoints are gone."""
-    for path in (folder.summary, folder.adapter(), folder.model()):
+    """Refuses to begin a run in place of one whose checkpoints are gone.
+
+    The first policy is written once a checkpoint is on disk. Only the best one can be earlier, in a
+    start that was killed; that one has logged a step.
+    """
+    if folder.checkpoints.is_dir() and any(
+        p.name.isdecimal() for p in folder.checkpoints.iterdir()
+    ):
+        return
+    outputs = [folder.summary, folder.adapter(), folder.model()]
+    if not _has_begun(folder):
+        outputs += [folder.adapter(best=True), folder.model(best=True)]
+    for path in outputs:
         if path.exists():
             raise UserError(
-                f"{folder.path} holds {path.name} but no step and no checkpoint to go on from; "
-                "training would overwrite it: pass a new or empty folder as --workdir"
+                f"{folder.path} holds {path.name} but no checkpoint to go on from; training would "
+                "overwrite it: pass a new or empty folder as --workdir"
             )
 
 
@@ -412,9 +423,9 @@ def check_run_folder(path: Path, config: ConfigDict) -> int:
         return config.steps
     _check_ours(folder)
     check_paths(folder)
+    _check_no_outputs(folder)
     saved_run = read_run(folder.config)
     if saved_run is None or not _has_begun(folder):
-        _check_no_outputs(folder)
         return config.steps
     _compare(folder, saved_run, config)
     return saved_run["schedule_steps"]

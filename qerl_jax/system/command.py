@@ -34,7 +34,7 @@ def command_name(name: str) -> str:
     started = Path(sys.argv[0] if sys.argv else "")
     is_script = started.name.startswith("qerl-")
     module = MODULES[name]
-    is_experiment = started.parent == _ROOT / "experiments" and started.suffix == ".py"
+    is_experiment = started.resolve().parent == _ROOT / "experiments" and started.suffix == ".py"
     if name == "train" and is_experiment and started.stem not in MODULES.values():
         module = started.stem
     if is_script or not (_ROOT / "experiments" / f"{module}.py").is_file():

@@ -124,12 +124,11 @@ def begin(
     _check_processes(setup, digests, None if restored is None else restored[0], prompts_digest)
     if restored is None:
         if log is not None:
-            # Of a start that ended before its first checkpoint; no record says what they are. The
-            # rows go last: without them another start would take the folder for someone else's.
+            # Of a start that ended before its first checkpoint; no record says what it is. The rows
+            # go last: without them another start would take the folder for someone else's.
             folder.best.unlink(missing_ok=True)
-            for best in (True, False) if folder.finished_steps() is None else (True,):
-                if (policy := policy_folder(folder, config, best=best)).exists():
-                    remove_tree(policy)
+            if (best := policy_folder(folder, config, best=True)).exists():
+                remove_tree(best)
             log.truncate(-1)
         if config.init_from:
             setup, progress = _begin_from(setup, folder, digests)

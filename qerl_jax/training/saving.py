@@ -77,11 +77,13 @@ def save(run: Run, *, stops: bool = False) -> None:
 
     All processes of a run save the checkpoint together, and one of them writes the rest. Nothing is
     written twice for a step. Where the run ends here (`stops`), everything is on disk when the
-    function returns, the checkpoint first, because a scheduler may not wait for the rest.
+    function returns, the checkpoint first, because a scheduler may not wait for the rest. A policy
+    without any checkpoint is one whose checkpoints are gone, so the first one waits as well.
     """
     step = run.progress.step
+    waits = stops or not run.setup.processes.has_checkpoint
     save_checkpoint(run)
-    if stops:
+    if waits:
         run.checkpoints.wait()
     if run.log is None:
         return
