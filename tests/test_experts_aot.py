@@ -155,7 +155,7 @@ def test_a_layer_of_a_step_has_few_kernels(model, rows, monkeypatch, capfd):
     monkeypatch.setattr(decode_kernels, "supports_device", lambda _: True)
     monkeypatch.setattr(decode_layer, "_sm90_attention_agrees", lambda: True)
     monkeypatch.setattr(decode_layer, "_experts_agree", lambda: True)
-    monkeypatch.setattr(api, "has_kernel", lambda: True)
+    monkeypatch.setattr(api, "has_kernel", lambda _: True)
     monkeypatch.setattr(dispatch, "supports_mma_device", lambda: False)
     monkeypatch.setattr(dispatch, "supports_device", lambda: True)
     counts = []

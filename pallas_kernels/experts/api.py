@@ -51,11 +51,14 @@ Adapter = tuple[jax.Array, jax.Array]  # A [E, r, K] and B [E, N, r]
 
 
 @functools.cache
-def has_kernel() -> bool:
-    """Whether the kernel of `mma` runs on the default device, and agrees with the definition."""
+def has_kernel(form: str) -> bool:
+    """Whether the kernel of `mma` runs on the default device, and agrees with the definition.
+
+    `form` is the format of the weights, "nvfp4" or "mxfp4"; each is measured once.
+    """
     if not device.supports_warpgroup() or dispatch.chosen_kernel() == "xla":
         return False
-    return dispatch.agrees(lambda: self_test.relative_error(kernel()))
+    return dispatch.agrees(lambda: self_test.relative_error(kernel(), form))
 
 
 def kernel() -> ModuleType:
@@ -72,7 +75,7 @@ def _uses_kernel(x: jax.Array, weight: Weight, table: Table, unit: int) -> bool:
         and x.dtype == jnp.bfloat16
         and len(table.source) == MIN_TILE * len(table.owner)
         and unit % TILE_ROWS == 0
-        and has_kernel()
+        and has_kernel(weight.format)
     )
 
 

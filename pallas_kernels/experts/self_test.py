@@ -14,12 +14,15 @@ _EXPERTS, _TOKENS, _INPUTS, _WIDTH, _RANK = 3, 11, 640, 128, 8
 _LIMIT = 1.0  # of gate and up in the kernel of both products, which has biases, too
 
 
-def relative_error(kernel: ModuleType) -> float:
-    """The largest relative error of gate and up, of down, and of both with adapters."""
+def relative_error(kernel: ModuleType, form: str) -> float:
+    """The largest relative error of gate and up, of down, and of both with adapters.
+
+    `form` is the format of the weights, "nvfp4" or "mxfp4".
+    """
     rng = np.random.default_rng(0)
-    gate_up = self_test.random_tiles(rng, _EXPERTS * 2 * _WIDTH, _INPUTS)
+    gate_up = self_test.random_tiles(rng, _EXPERTS * 2 * _WIDTH, _INPUTS, form)
     down, after = (
-        self_test.random_tiles(rng, _EXPERTS * 2 * _WIDTH, columns)
+        self_test.random_tiles(rng, _EXPERTS * 2 * _WIDTH, columns, form)
         for columns in (2 * _WIDTH, _WIDTH)
     )
     x, rows = (

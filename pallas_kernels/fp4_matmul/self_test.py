@@ -142,23 +142,25 @@ def _cases(inputs: _Inputs, dense: np.ndarray, rng: np.random.Generator) -> dict
     }
 
 
-def random_tiles(rng: np.random.Generator, n: int, k: int) -> Fp4Tiles:
+def random_tiles(rng: np.random.Generator, n: int, k: int, form: str) -> Fp4Tiles:
     """A random weight [N, K] in tile order; K is a multiple of a tile's columns."""
     count = -(-n // tiling.TILE_ROWS), k // tiling.TILE_COLUMNS
-    scales = rng.integers(32, 151, (*count, 4 * layout.SCALE_WORDS["nvfp4"]), np.uint8).view(
-        np.uint32
-    )
+    scales = rng.integers(32, 151, (*count, 4 * layout.SCALE_WORDS[form]), np.uint8)
+    divisor = rng.uniform(1000, 3000, n).astype(np.float32)
+    if form == "mxfp4":  # Its scales and divisors are powers of two.
+        scales, divisor = scales & 0xF8, np.exp2(np.rint(np.log2(divisor)))
+    scales = scales.view(np.uint32)
     return Fp4Tiles(
         codes=rng.integers(0, 2**32, (*count, layout.CODE_WORDS), np.uint32),
         scales=scales << 4 | scales >> 28,  # where `layout` has the four bytes of a word
-        divisor=rng.uniform(1000, 3000, n).astype(np.float32),
+        divisor=divisor,
         inputs=k,
-        format="nvfp4",
+        format=form,
     )
 
 
 def _inputs(rng: np.random.Generator) -> _Inputs:
-    weight = random_tiles(rng, _N, _K)
+    weight = random_tiles(rng, _N, _K, "nvfp4")
     whole = len(weight.codes) // 2 * 2
     even = dataclasses.replace(
         weight,
