@@ -86,7 +86,7 @@ def test_tiles_grow_with_the_pairs():
 )  # fmt: skip
 def test_tiles_of_a_step(tokens, packed, width, tile, monkeypatch):
     """Those of the kernel for packed weights, up to 64 rows an expert; else those of any table."""
-    monkeypatch.setattr(api, "has_kernel", lambda _: True)
+    monkeypatch.setattr(api, "has_kernel", ["nvfp4"].count)
     monkeypatch.setattr(dispatch, "agrees_on_hopper", lambda *_: True)
     arrays = (32 * 2 * width, 320), (32 * 320, width)
     own = [h200.tiles(*shape) if packed else h200.array(*shape) for shape in arrays]
@@ -96,7 +96,7 @@ def test_tiles_of_a_step(tokens, packed, width, tile, monkeypatch):
 
 @pytest.mark.parametrize(("form", "tile"), [("nvfp4", 8), ("mxfp4", 64)])
 def test_a_kernel_has_weights_of_one_format(form, tile, monkeypatch):
-    monkeypatch.setattr(api, "has_kernel", lambda _: True)
+    monkeypatch.setattr(api, "has_kernel", ["nvfp4", "mxfp4"].count)
     monkeypatch.setattr(dispatch, "agrees_on_hopper", lambda *_: True)
     own = experts.Gated(h200.tiles(32 * 384, 320), h200.tiles(32 * 320, 192, form))
     x, sizes = h200.array(512, 320), {"top_k": 4, "width": 192}
@@ -413,14 +413,14 @@ def test_the_kernel_agrees_with_the_definition(form):
 )  # fmt: skip
 def test_which_devices_have_the_kernel(capability, choice, error, expected, monkeypatch):
     monkeypatch.setattr(device, "cuda_capability", lambda: capability)
-    monkeypatch.setattr(self_test, "relative_error", lambda *_: error)
+    monkeypatch.setattr(self_test, "relative_error", lambda _, form: {"mxfp4": error}[form])
     monkeypatch.delenv(dispatch.KERNEL_VARIABLE, raising=False)
     if choice:
         monkeypatch.setenv(dispatch.KERNEL_VARIABLE, choice)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         dispatch._warn_once.cache_clear()
-        assert api.has_kernel.__wrapped__("nvfp4") == expected
+        assert api.has_kernel.__wrapped__("mxfp4") == expected
     assert [str(w.message) for w in seen] == (
         ["the FP4 kernel is off by 1.0e+00, dequantizing instead"] if error else []
     )
