@@ -429,6 +429,26 @@ def test_of_threads_that_begin_a_run_at_once_one_has_it(tmp_path):
     assert all("in use by another run of this process" in error for error in errors if error)
 
 
+def test_of_threads_that_lock_at_once_all_see_that_their_process_has_it(tmp_path):
+    threads, here = 3, []
+    begins, ends = threading.Barrier(threads), threading.Barrier(threads)
+
+    def lock(path):
+        with path.open("w") as file:
+            begins.wait()
+            try:
+                with locks.hold(file.fileno(), path, remedy=""):
+                    ends.wait()
+            except locks.InUseError as error:
+                here.append(error.here)
+                ends.wait()
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        for number in range(50):
+            list(pool.map(lock, [tmp_path / str(number)] * threads))
+    assert here == [True] * 50 * (threads - 1)
+
+
 def test_a_config_that_another_start_has_just_written_is_no_other_file(tmp_path, monkeypatch):
     config = make_config()
     with folder.open_run(tmp_path / "run", config) as other:

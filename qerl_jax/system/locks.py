@@ -10,12 +10,15 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
 
 from qerl_jax.errors import UserError
 
 _held: dict[int, os.stat_result] = {}  # what each descriptor has locked
+# Held while a thread locks and notes it in `_held`, so that another one sees both or neither.
+_one_thread = threading.Lock()
 
 
 class InUseError(Exception):
@@ -43,31 +46,49 @@ def hold(
         UserError: the file system has no locks, or they do not work.
     """
     about = os.fstat(descriptor)
-    here = any(os.path.samestat(about, other) for other in list(_held.values()))
     try:
-        try:
-            _lock(descriptor, waits=False)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
+        with _one_thread:
+            here = any(os.path.samestat(about, other) for other in _held.values())
+            is_locked = _try_to_lock(descriptor)
+            if is_locked:
+                _note(descriptor, about, path)
+        if not is_locked:
             if on_wait is None:
-                raise InUseError(here=here) from error
+                raise InUseError(here=here)
             on_wait()
             _lock(descriptor, waits=True)
+            with _one_thread:
+                _note(descriptor, about, path)
     except OSError as error:
         raise UserError(
             f"{path} cannot be locked: {error.strerror}; {remedy} on a file system with locks, "
             "such as a local disk (NFS needs its lock service, Lustre the mount option flock)"
         ) from error
-    with contextlib.suppress(OSError):
-        if os.path.samestat(about, os.stat(path)):
-            _held[descriptor] = about
     if descriptor not in _held:  # The holder before has removed it.
         raise InUseError(here=here)
     try:
         yield
     finally:
-        del _held[descriptor]
+        with _one_thread:
+            del _held[descriptor]
+
+
+def _note(descriptor: int, about: os.stat_result, path: Path) -> None:
+    """Notes that a descriptor has locked what its path still names."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(about, os.stat(path)):
+            _held[descriptor] = about
+
+
+def _try_to_lock(descriptor: int) -> bool:
+    """Locks what a descriptor has opened; False where the lock is held."""
+    try:
+        _lock(descriptor, waits=False)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
 
 
 def _lock(descriptor: int, *, waits: bool) -> None:
@@ -93,6 +114,8 @@ def _leave_to_parent() -> None:
 
     So a killed run can be resumed while its orphans still run.
     """
+    global _one_thread
+    _one_thread = threading.Lock()  # Another thread of the parent may have held it.
     for descriptor in _held:
         os.close(descriptor)  # First, as the limit of open files may leave no other number.
         null = os.open(os.devnull, os.O_RDWR)
