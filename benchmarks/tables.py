@@ -65,11 +65,11 @@ def value_at(path: str) -> Any:
 
 
 def _preset_steps() -> dict[str, dict]:
-    """For each model with a measured step of 8 rows in NVFP4 the row that counts, by model."""
+    """For each model with a measured step of 8 rows in its format the row that counts, by model."""
     rows = [
         row for row in value_at("step/rows")
-        if row["format"] == "nvfp4" and row["batch"] == 8 and row["updates"] == 1
-        and not row["mean_length"]
+        if row["format"] == models.format_of(row["model"]) and row["batch"] == 8
+        and row["updates"] == 1 and not row["mean_length"]
     ]  # fmt: skip
     # The last row of a model counts: the one on the fewest cards, if possible on a card of 80 GB,
     # with the longest rows, and then in the least memory.
@@ -87,6 +87,10 @@ def _not_run() -> str:
     """The presets that neither table of presets has."""
     known = {models.STAND_IN, "qwen2.5-coder-1.5b", *_preset_steps()}
     return ", ".join(f"`{model}`" for model in models.MODELS if model not in known)
+
+
+def _jax_versions(rows: list[dict]) -> str:
+    return "jax " + " and ".join(sorted({row["versions"]["jax"] for row in rows}))
 
 
 def _commands(*results: dict) -> str:
@@ -148,6 +152,8 @@ PARTS: dict[str, tuple] = {
     "training": (result_tables.run_table, _GPU_RUN),
     "command of the training": (_commands, _GPU_RUN),
     "steps": (step_tables.step_table, "step/rows"),
+    "versions of steps": (_jax_versions, "step/rows"),
+    "versions of decode steps": (_jax_versions, "rollout/rows"),
     "several GPUs": (step_tables.scaling_table, "step/rows"),
     "steps of peers": (step_tables.peer_steps_table, "peers/rows", "step/rows"),
     "packages of peers": (step_tables.peer_packages, "peers/rows"),

@@ -545,9 +545,8 @@ def test_sm90_attention_on_a_hopper_gpu(kv_heads, group, positions, rows, norm):
     cache_shape = kv_heads, positions, attention_sm90.HEAD_DIM
     inputs, factor = draw_inputs(rows, group, cache_shape, [*fixed, *random], **options)
     run, results = check_sm90_attention(inputs, factor, None, num_sms=132)
-    for _ in range(20):  # a race would show
-        for new, old in zip(run(inputs), results, strict=True):
-            np.testing.assert_array_equal(wide(new), wide(old))
+    for _ in range(20):  # a race would show; caches are large, so the device compares them
+        assert all(map(jnp.array_equal, run(inputs), results))
 
 
 def test_sm90_attention_tests_itself(simulated, monkeypatch):

@@ -89,8 +89,9 @@ def build(compile_for_h200, capfd):
 def build_product(build):
     """A function that builds a product in a tiling, with further arguments of `sm90.matmul`."""
 
-    def built(config, m, n, k, extra):
-        function, args = kernel_code.product(config, m, n, k, extra)
+    def built(config, m, n, k, extra, form="nvfp4"):
+        function, (x, _, arrays) = kernel_code.product(config, m, n, k, extra)
+        args = x, tiles(n, k, form), arrays
         helpers = tiling.helper_warpgroups("a" in extra or "xa_partials" in extra)
         build(function, *args, warpgroups=config.warpgroups, helpers=helpers)
 
@@ -201,22 +202,32 @@ def test_float32(m, build_product):
     build_product(tiling.choose(m, n, k), m, n, k, {"dtype": jnp.dtype("float32")})
 
 
+@pytest.mark.parametrize("m", [8, 64])
+def test_swiglu_of_weights_in_mxfp4(m, build_product):
+    n, k = cases.MODELS["7b"]["gate_up"]
+    swiglu = fp4.Swiglu(array(28, m, dtype=jnp.float32), 0.0)
+    xa_partials = array(28, m, 64, dtype=jnp.float32)
+    extra = {"b": array(n, 64), "xa_partials": xa_partials, "epilogue": swiglu}
+    build_product(tiling.choose(m, n, k, rank=64), m, n, k, extra, "mxfp4")
+
+
 def test_sizes_that_fill_no_tile(build_product):
     build_product(TileConfig(40), 33, 136, 176, {})
 
 
-def operands_of_wgmma(ptx, codes, scales):
+def operands_of_wgmma(ptx, codes, scales, rows):
     """The operands of the 8 wgmma instructions of a tile in every thread, [8, 128, 4].
 
-    Runs the generated instructions from the loads of codes and scales on, on arrays of 128 threads.
+    Runs the generated instructions from the loads of codes and scales on, on arrays of 128 threads,
+    which have two `rows` each.
     """
     lines = [line.strip() for line in ptx.splitlines()]
-    start = next(i for i, line in enumerate(lines) if line.startswith("ld.shared.v4"))
-    thread = np.arange(128)
-    first_row = thread // 32 * 16 + thread % 32 // 4  # and the eighth after it
+    first = next(i for i, line in enumerate(lines) if "wgmma.mma_async" in line)
+    # Two loads of codes; those before them are of x A^T and of mean squares.
+    start = [i for i in range(first) if lines[i].startswith("ld.shared.v4")][-2]
     memory = {
-        4: [codes.reshape(64, 4, 4)[first_row + 8 * h, thread % 4] for h in range(2)],
-        len(scales) // 64: [scales.reshape(64, -1)[first_row + 8 * h] for h in range(2)],
+        4: [codes.reshape(64, 4, 4)[row, np.arange(128) % 4] for row in rows],
+        len(scales) // 64: [scales.reshape(64, -1)[row] for row in rows],
     }
     opaque = re.compile(r"{ \.reg \.b32 all; activemask\.b32 all; and\.b32 (\S+), all, (\d+); }")
     registers = {target: np.uint32(int(value)) for target, value in opaque.findall(ptx)}
@@ -265,7 +276,11 @@ def operands_of_wgmma(ptx, codes, scales):
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
-def test_the_generated_dequantization_is_exact(form, compile_for_h200, tmp_path, monkeypatch):
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_generated_dequantization_is_exact(
+    paired, form, compile_for_h200, tmp_path, monkeypatch
+):
+    """A paired tile has 32 rows of each half of the weight: here those of one tile."""
     rng = np.random.default_rng(0)
     codes = jnp.asarray(rng.integers(0, 256, (64, 64), np.uint8))
     if form == "nvfp4":
@@ -278,22 +293,29 @@ def test_the_generated_dequantization_is_exact(form, compile_for_h200, tmp_path,
     packed = fp4.to_tiles(weight)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     product = functools.partial(sm90.matmul, config=TileConfig(16, warpgroups_n=1), num_sms=132)
-    compile_for_h200(product, array(16, 1024), tiles(1024, 1024, form))
+    extra = {}
+    if paired:
+        partials = {"xa_partials": array(8, 16, 32, dtype=jnp.float32), "b": array(1024, 64)}
+        extra = partials | {"epilogue": fp4.Swiglu(array(8, 16, dtype=jnp.float32), 0.0)}
+    compile_for_h200(
+        lambda x, weight, extra: product(x, weight, **extra),
+        *(array(16, 1024), tiles(1024, 1024, form), extra),
+    )
     (ptx,) = tmp_path.glob("*.ptx")
-    with np.errstate(under="ignore"):
-        operands = operands_of_wgmma(
-            ptx.read_text(), np.asarray(packed.codes)[0, 0], np.asarray(packed.scales)[0, 0]
-        )
     # a0..a3 of step j: rows r, r + 8 of columns 16 j + 2 c, + 1; then the same of 16 j + 8 + 2 c.
     thread = np.arange(128)
-    row = thread // 32 * 16 + thread % 32 // 4
+    eight = thread // 32 * (8 if paired else 16) + thread % 32 // 4
+    rows = eight, eight + (32 if paired else 8)
+    with np.errstate(under="ignore"):
+        words = (np.asarray(array)[0, 0] for array in (packed.codes, packed.scales))
+        operands = operands_of_wgmma(ptx.read_text(), *words, rows)
     expected = np.asarray(fp4.dequantize(weight, jnp.float32)) / layout.UNIT
     expected *= np.asarray(packed.divisor)[:, None]
     for step, part, odd in itertools.product(range(8), range(4), range(2)):
         columns = 16 * step + 8 * (part // 2) + thread % 4 * 2 + odd
         bits = operands[step, :, part] >> 16 * odd & 0xFFFF
         actual = (bits.astype(np.uint32) << 16).view(np.float32)
-        np.testing.assert_array_equal(actual, expected[row + 8 * (part % 2), columns])
+        np.testing.assert_array_equal(actual, expected[rows[part % 2], columns])
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -210,14 +210,16 @@ def test_xa_partials_without_the_kernel():
 
 
 @pytest.mark.slow  # 12 s
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
 @pytest.mark.usefixtures("simulated_api")
-def test_self_check_while_tracing(monkeypatch):
+def test_self_check_while_tracing(form, monkeypatch):
     """It finds no error, and its products cover what it says."""
     kernel, schedules = dispatch.kernel(), {}
 
     def matmul(x, tiles, *, config, num_sms, **extra):
         shrinks, epilogue = "a" in extra, extra.get("epilogue")
         paired, adds = (isinstance(epilogue, kind) for kind in (fp4.Swiglu, fp4.AddRmsNorm))
+        assert tiles.format == form
         schedule = sm90.make_schedule(
             config, len(x), len(tiles.codes), x.shape[1], num_sms, paired=paired
         )
@@ -233,7 +235,7 @@ def test_self_check_while_tracing(monkeypatch):
 
     monkeypatch.setattr(dispatch, "kernel", lambda: types.SimpleNamespace(matmul=matmul))
     errors = []
-    jax.eval_shape(lambda x: (errors.append(dispatch.self_check()), x)[1], jnp.ones(1))
+    jax.eval_shape(lambda x: (errors.append(dispatch.self_check(form)), x)[1], jnp.ones(1))
     assert errors[0] < ROUNDING
     for schedule in schedules.values():
         config = schedule.config

@@ -30,7 +30,10 @@ VARIANTS = {
     "64 rows": ((64, 64, 160), MmaConfig(64, 128, 3), 96, "mxfp4"),
 }
 
-CACHED = dispatch.supports_device, dispatch.supports_mma_device, dispatch._warn_once
+CACHED = (
+    *(dispatch.supports_device, dispatch.supports_mma_device),
+    *(dispatch._supports_mxfp4, dispatch._warn_once),
+)
 SLOW_VARIANTS = "whole tiles", "one row, parts of unequal size", "64 rows"
 
 
@@ -104,16 +107,17 @@ def test_what_a_caller_gets(monkeypatch):
 
 
 @pytest.mark.slow  # 5 s
-def test_the_self_test_while_tracing():
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_the_self_test_while_tracing(form):
     errors = []
     matmul = functools.partial(mma.matmul, interpret=True)
-    measure = functools.partial(self_test.relative_error_of_mma, matmul)
+    measure = functools.partial(self_test.relative_error_of_mma, matmul, form)
     jax.eval_shape(lambda x: (errors.append(measure()), x)[1], jnp.ones(1))
     assert errors[0] < ROUNDING
 
 
 def test_the_kernel_of_each_gpu(monkeypatch):
-    monkeypatch.setattr(self_test, "relative_error_of_mma", lambda _: 0.0)
+    monkeypatch.setattr(self_test, "relative_error_of_mma", lambda *_: 0.0)
     for hopper_error, capability, choice, expected in (
         (0.0, 8.0, None, "mma"),
         (0.0, 8.9, None, "mma"),
@@ -144,7 +148,7 @@ def test_the_kernel_of_each_gpu(monkeypatch):
 
 @pytest.mark.parametrize("error", [1.0, None])
 def test_it_falls_back_with_one_line(error, monkeypatch):
-    def relative_error(_):
+    def relative_error(*_):
         if error is None:
             raise NotImplementedError("gone")
         return error
@@ -156,6 +160,32 @@ def test_it_falls_back_with_one_line(error, monkeypatch):
         cached.cache_clear()
     with pytest.warns(match="off by 1.0e|NotImplementedError: gone"):
         assert fp4.device_kernel() == "xla"
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [(9.0, "mosaic"), (8.9, "mma")])
+def test_a_kernel_that_is_wrong_in_mxfp4_multiplies_nvfp4(capability, kernel, monkeypatch):
+    def relative_error(_, form):
+        return {"nvfp4": 0.0, "mxfp4": 1.0}[form]
+
+    for name in ("relative_error", "relative_error_of_mma"):
+        monkeypatch.setattr(self_test, name, relative_error)
+    monkeypatch.setattr(device, "cuda_capability", lambda: capability)
+    monkeypatch.setattr(tiling, "verified", lambda *_: False)
+    x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
+    nvfp4, mxfp4 = (
+        self_test.random_tiles(np.random.default_rng(0), 64, 128, form)
+        for form in ("nvfp4", "mxfp4")
+    )
+    for cached in CACHED:
+        cached.cache_clear()
+    assert dispatch.implementation_of(nvfp4, x) == kernel
+    with pytest.warns(match="MXFP4 is off by 1.0e[+]00, dequantizing instead"):
+        assert dispatch.implementation_of(mxfp4, x) == "xla"
+    assert dispatch.implementation_of(nvfp4, x) == kernel
+    monkeypatch.setattr(tiling, "verified", lambda *_: True)
+    dispatch._supports_mxfp4.cache_clear()
+    if kernel == "mosaic":
+        assert dispatch.implementation_of(mxfp4, x) == kernel
 
 
 @pytest.mark.parametrize(

@@ -82,5 +82,6 @@ def test_derivatives(m):
     check_derivatives(matmul, (m,), 1536, 1024, 32)
 
 
-def test_the_self_test_finds_no_error():
-    assert self_test.relative_error_of_mma(dispatch.mma_kernel().matmul) < ROUNDING
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_the_self_test_finds_no_error(form):
+    assert self_test.relative_error_of_mma(dispatch.mma_kernel().matmul, form) < ROUNDING

@@ -52,7 +52,22 @@ def supports_mma_device() -> bool:
         return False
     if chosen_kernel() is None and supports_device():
         return False
-    return agrees(lambda: self_test.relative_error_of_mma(mma_kernel().matmul))
+    return agrees(functools.partial(_self_check_of_mma, "nvfp4"))
+
+
+@functools.cache
+def _supports_mxfp4(kernel: str) -> bool:
+    """Whether the kernel that was chosen by products of NVFP4 agrees for MXFP4, too.
+
+    The scales of MXFP4 have a layout of their own. Where programs are compiled for a GPU that is
+    elsewhere, the kernel is taken to agree.
+    """
+    if not device.cuda_capability():
+        return True
+    if kernel == "mosaic" and tiling.verified(jax.devices()[0].device_kind, jax.__version__):
+        return True
+    check = self_check if kernel == "mosaic" else _self_check_of_mma
+    return agrees(functools.partial(check, "mxfp4"), "the FP4 kernel with weights in MXFP4")
 
 
 def agrees(
@@ -131,9 +146,13 @@ def load_kernel() -> None:
         mma_kernel()
 
 
-def self_check() -> float:
-    """The largest relative error of the kernel's small products, see `self_test`."""
-    return self_test.relative_error(kernel().matmul)
+def self_check(form: str = "nvfp4") -> float:
+    """The largest relative error of small products with weights of a format, see `self_test`."""
+    return self_test.relative_error(kernel().matmul, form)
+
+
+def _self_check_of_mma(form):
+    return self_test.relative_error_of_mma(mma_kernel().matmul, form)
 
 
 def implementation_of(
@@ -141,12 +160,12 @@ def implementation_of(
 ) -> str:
     """What multiplies x by the weight on the default device: "mosaic", "mma" or "xla".
 
-    Warns where only x's dtype prevents a kernel.
+    Warns where only x's dtype, or the weight's format, prevents a kernel.
     """
     kernel = device_kernel()
     if kernel == "xla" or not isinstance(weight, Fp4Tiles) or not _supports_dtype(x.dtype):
         return "xla"
-    return kernel
+    return kernel if weight.format == "nvfp4" or _supports_mxfp4(kernel) else "xla"
 
 
 def _supports_dtype(dtype: jnp.dtype) -> bool:

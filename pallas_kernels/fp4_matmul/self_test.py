@@ -44,13 +44,14 @@ class _Inputs(NamedTuple):
     bias: np.ndarray  # bfloat16 [N]
 
 
-def relative_error(matmul: Callable) -> float:
+def relative_error(matmul: Callable, form: str) -> float:
     """The largest relative error of small products with an adapter, see `_cases`.
 
-    `matmul` is `sm90.matmul`, which uses an API of jax that may change.
+    `matmul` is `sm90.matmul`, which uses an API of jax that may change, and `form` is the format of
+    the weights, "nvfp4" or "mxfp4".
     """
     rng = np.random.default_rng(0)
-    inputs = _inputs(rng)
+    inputs = _inputs(rng, form)
 
     def lower(case):
         def run(x, weight, operands):
@@ -77,9 +78,9 @@ def relative_error(matmul: Callable) -> float:
     return float(np.max(errors))
 
 
-def relative_error_of_mma(matmul: Callable) -> float:
+def relative_error_of_mma(matmul: Callable, form: str) -> float:
     """The largest relative error of small products with an adapter, by `mma.matmul`."""
-    inputs = _inputs(np.random.default_rng(0))
+    inputs = _inputs(np.random.default_rng(0), form)
     xa = inputs.x.astype(np.float32) @ inputs.a.astype(np.float32).T
     xa = np.pad(xa.astype(jnp.bfloat16), ((0, 0), (0, inputs.b.shape[1] - _RANK)))
 
@@ -159,8 +160,8 @@ def random_tiles(rng: np.random.Generator, n: int, k: int, form: str) -> Fp4Tile
     )
 
 
-def _inputs(rng: np.random.Generator) -> _Inputs:
-    weight = random_tiles(rng, _N, _K, "nvfp4")
+def _inputs(rng: np.random.Generator, form: str) -> _Inputs:
+    weight = random_tiles(rng, _N, _K, form)
     whole = len(weight.codes) // 2 * 2
     even = dataclasses.replace(
         weight,

@@ -37,9 +37,9 @@ def dequantize_tile(threads: Warpgroup, codes: jax.Array, scales: jax.Array) -> 
     shape = TILE_ROWS, TILE_COLUMNS
     result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.bfloat16), layout=PAIRS)
 
-    kinds = CODES, scales_layout(*scales.shape)
+    layouts = CODES, scales_layout(*scales.shape)
 
-    @plgpu.inline_mgpu(arg_types=kinds, return_type=result)
+    @plgpu.inline_mgpu(arg_types=layouts, return_type=result)
     def dequantize(_, codes, scales):
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
         steps = operands(list(codes.registers.flat), list(scales.registers.flat))

@@ -263,14 +263,14 @@ def multiply_stage(
 def _multiply_at_once(threads: Warpgroup, total: Any, stage: copies.Stages, row: int) -> jax.Array:
     """Adds the products of a tile, of a stage of one column of tiles, to their sums by wgmma."""
     codes, scales = stage.codes.at[row, 0], stage.scales.at[row, 0]
-    kinds = CODES, scales_layout(scales.shape[-1])
-    pair = threads.load(codes, kinds[0]), threads.load(scales, kinds[1])
+    layouts = CODES, scales_layout(scales.shape[-1])
+    pair = threads.load(codes, layouts[0]), threads.load(scales, layouts[1])
     if threads.simulated:
         return _multiply(threads, [total], [pair], stage.x, 0, False, [(0, 1)])[0]
     shape = total.shape
     result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=ACC)
 
-    @plgpu.inline_mgpu(arg_types=(ACC, kinds, plgpu.RefType()), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(ACC, layouts, plgpu.RefType()), return_type=result)
     def multiply(_, total, pair, x):
         codes, scales = (list(array.registers.flat) for array in pair)
         steps = mma_codes.operands(codes, scales)
@@ -310,8 +310,8 @@ def _multiply(
         return [acc + product(tile) for acc, tile in zip(sums, pairs, strict=True)]
     shape = sums[0].shape
     result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=ACC)
-    kinds = CODES, scales_layout(*pairs[0][1].shape)
-    layouts = [ACC] * len(sums), [kinds] * len(sums), plgpu.RefType()
+    pair = CODES, scales_layout(*pairs[0][1].shape)
+    layouts = [ACC] * len(sums), [pair] * len(sums), plgpu.RefType()
 
     @plgpu.inline_mgpu(arg_types=layouts, return_type=[result] * len(sums))
     def multiply(_, sums, pairs, stage):

@@ -80,9 +80,9 @@ def dequantize_tile(codes: jax.Array, scales: jax.Array) -> Any:
     The codes [4, 256] are in the layout `CODES`, the scales in that of `scales_layout`. The
     results are bfloat16 [64, 64] of the columns 0..63, and of the columns 64..127, over UNIT.
     """
-    kinds = CODES, scales_layout(*scales.shape)
+    layouts = CODES, scales_layout(*scales.shape)
 
-    @plgpu.inline_mgpu(arg_types=kinds, return_type=(_HALF, _HALF))
+    @plgpu.inline_mgpu(arg_types=layouts, return_type=(_HALF, _HALF))
     def dequantize(_, codes, scales):
         return _dequantized(codes.registers.flat, scales.registers.flat)
 
