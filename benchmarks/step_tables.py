@@ -94,6 +94,18 @@ def scaling_table(rows: Iterable[dict]) -> str:
     return table(columns, (row for row in rows if row.get("samples_per_s_of_one")))
 
 
+def environment_scaling_table(rows: Iterable[dict]) -> str:
+    """The same of conversations with environments, where one GPU took such steps, too."""
+    rows = [row | {"new_tokens": "{turns} x {turn_tokens}".format_map(row)} for row in rows]
+
+    def case(row: dict) -> tuple:
+        names = ("model", "device", "prompt", "new_tokens", "commit")
+        return *map(row.get, names), row["batch"] // row["devices"]
+
+    rates = {case(row): row["samples_per_s"] for row in rows if row["devices"] == 1}
+    return scaling_table(row | {"samples_per_s_of_one": rates.get(case(row))} for row in rows)
+
+
 def largest_scaling(rows: Iterable[dict]) -> str:
     """The largest number of completions per second on several GPUs against one, by model."""
     best: dict[str, tuple[int, float]] = {}

@@ -127,6 +127,7 @@ PARTS: dict[str, tuple] = {
         lambda result: result_tables.environment_table(result, "calculator", "right"),
         "environments/learning/calculator",
     ),
+    "environments on several GPUs": (step_tables.environment_scaling_table, "environments/step"),
     "agents": (result_tables.agents_table, "environments/learning"),
     "rows that calculate first": (
         _first_calls, "environments/learning/calculator/runs/calls_by_step",

@@ -350,12 +350,14 @@ def runs(folder):
     tiny = tiny_run.write_tiny(folder, folder / "cache", model_type="qwen2", **CUT)
     on = {shape: folder / "on{}x{}".format(*shape) for shape in SHAPES[:3]}
     taught = RUN | {"teacher.source": str(tiny.model), "teacher.format": "bf16"}
+    taught |= {"checkpoint.every": 1}
     for (data, tensor), run in on.items():
         mesh = {"mesh.data": data, "mesh.tensor": tensor}
         train(tiny.config(taught | mesh), workdir=run)
     again = folder / "again"
     shutil.copytree(on[2, 2], again)
     shutil.rmtree(again / "checkpoints/2")
+    assert (again / "checkpoints/1").is_dir()
     train(tiny.config(taught | {"mesh.tensor": 4}), workdir=again)
     return {name: _outcome(run) for name, run in {**on, MOVED: again}.items()}
 

@@ -377,6 +377,12 @@ def test_a_step_on_several_gpus_is_compared_with_that_on_one_of_its_commit(tmp_p
     assert table.count("\n") == 3
     assert "| 1 | 16 x 0 + 0 | 0.50 | 1.00 | 7.00 | 1.75 | c |" in table
     assert "| 2 | 16 x 0 + 0 | 0.50 | 1.00 | 8.00 | 2.00 | c |" in table
+    turns = [row | {"turns": 3, "turn_tokens": 5} for row in rows]
+    assert step_tables.environment_scaling_table(turns).count("\n") == 4  # those of one GPU, and d
+    table = step_tables.environment_scaling_table([row | {"commit": "c"} for row in turns])
+    assert table.count("\n") == 6
+    assert "| 1 | 4 x 0 + 3 x 5 | 0.50 | 1.00 | 3.00 | 1.00 | c |" in table
+    assert "| 2 | 16 x 0 + 3 x 5 | 0.50 | 1.00 | 8.00 | 8.00 | c |" in table
 
 
 def test_the_time_on_several_gpus_is_divided_by_that_on_one():
