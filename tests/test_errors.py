@@ -237,7 +237,7 @@ def test_rewards_given_in_python_are_not_those_of_the_saved_config(finished):
     saved = json.loads((finished / "config.json").read_text())
     rewards = {"correctness": {"function": "a:b", "weight": 1.0}}
     write_config(finished / "config.json", saved | {PYTHON_REWARDS: rewards})
-    with pytest.raises(UserError, match="given in Python: go on there"):
+    with pytest.raises(UserError, match="given in Python: resume it there"):
         saved_config(finished, trust=False)
 
 

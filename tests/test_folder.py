@@ -147,9 +147,13 @@ def test_a_start_that_is_refused_records_no_change(tmp_path, capsys):
     scratch.mkdir(parents=True)
     before = (tmp_path / "config.json").read_bytes()
     refused = folder.open_run(tmp_path, make_config(rollout__max_rows=64))
-    with pytest.raises(UserError, match="does not fit"), refused:
+
+    def fail():
         scratch.rmdir()  # as `Checkpoints` does
         raise UserError("this run does not fit")
+
+    with pytest.raises(UserError, match="does not fit"), refused:
+        fail()
     assert (tmp_path / "config.json").read_bytes() == before
     assert "changed" not in capsys.readouterr().out
     with folder.open_run(tmp_path, make_config()) as run:

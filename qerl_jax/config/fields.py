@@ -537,7 +537,7 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "rollout.stop",
         (),
-        "Strings that end a completion, such as ('</answer>',), beside the end-of-sequence tokens.",
+        "Strings that end a completion, such as ('</answer>',), as the end-of-sequence tokens do.",
     ),
     Field(
         "rollout.max_rows",
@@ -1169,7 +1169,7 @@ FIELDS: tuple[Section | Field, ...] = (
     #
     Section(
         "mesh",
-        "Devices of the run, data x tensor of them, in all its processes. A run may go on with "
+        "Devices of the run, data x tensor of them, in all its processes. A run may resume with "
         "other numbers. Processes connect by srun's variables, or by "
         "JAX_COORDINATOR_ADDRESS=HOST:PORT of process 0, JAX_NUM_PROCESSES and JAX_PROCESS_ID, "
         "which counts from 0.",

@@ -181,7 +181,7 @@ class Checkpoints:
                 target = self._folder / f"damaged-{step}-{number}"
             (self._folder / str(step)).rename(target)
             print(
-                f"WARNING: the checkpoint of step {step} is damaged ({reason}) and now lies at "
+                f"WARNING: the checkpoint of step {step} is damaged ({reason}) and is now at "
                 f"{target}. Resuming from step {restored_step}.",
                 file=sys.stderr,
                 flush=True,

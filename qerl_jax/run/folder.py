@@ -374,7 +374,7 @@ def _check_no_outputs(folder: RunFolder) -> None:
     for path in outputs:
         if path.exists():
             raise UserError(
-                f"{folder.path} holds {path.name} but no checkpoint to go on from; training would "
+                f"{folder.path} holds {path.name} but no checkpoint to resume from; training would "
                 "overwrite it: pass a new or empty folder as --workdir"
             )
 
@@ -480,7 +480,7 @@ def _compare(
     if refused_changes:
         changes = ", ".join(f"{field}: {change}" for field, change in refused_changes.items())
         begin = f"--config.init_from={folder.path}"
-        remedy = f"restore these values or pass another --workdir, with {begin} to go on from here"
+        remedy = f"restore these values or pass another --workdir, with {begin} to begin from here"
         raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}")
     return allowed_changes, moved
 

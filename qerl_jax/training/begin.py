@@ -347,7 +347,7 @@ def _begin_from(
     state = _reset_schedule(state)
     print(
         f"beginning from {'the best adapter' if best else 'the checkpoint'} of step {step} of "
-        f"{origin.path}; {reset_reason or 'its optimizer state goes on'}; {cursor_note}",
+        f"{origin.path}; {reset_reason or 'its optimizer state is kept'}; {cursor_note}",
         flush=True,
     )
     origin_checksum = checksum(state.trainable)
@@ -434,7 +434,7 @@ def _read_best(setup: Setup, origin: RunFolder) -> tuple[int, Trainable]:
         time.sleep(_PAUSE)
     raise UserError(
         f"init_from={setup.config.init_from}: {path} and {origin.best.name} are of different "
-        f"steps, as after the run was killed between both: go on with the run, or leave out {BEST}"
+        f"steps, as after the run was killed between both: resume the run, or leave out {BEST}"
     )
 
 
@@ -503,7 +503,7 @@ def _cursor(
     cursor = read_cursor(meta["cursor"])
     if not setup.collect.order.curriculum_share:
         cursor = cursor.without_scores()
-    return cursor, "its position in the problems goes on"
+    return cursor, "its position in the problems is kept"
 
 
 def _reset_schedule(state: TrainState) -> TrainState:
