@@ -116,6 +116,15 @@ def test_a_run_from_before_a_field_has_its_default(tiny, origin, begun, tmp_path
     refused("lora.expert_rank: 0 -> 2", begun, {"init_from": str(old), "lora.expert_rank": 2})
 
 
+def test_another_system_message_is_a_warning(origin, tiny, capsys):
+    for message in ("Add.\nThen stop.", ""):
+        begin.check_origin(
+            tiny.config(CHANGES | {"init_from": str(origin), "data.system_prompt": message})
+        )
+        warning = f"data.system_prompt was '' and is {message!r}: the policy was trained on other"
+        assert capsys.readouterr().err.count(warning) == bool(message)
+
+
 def test_the_schedules_of_an_own_optimizer_begin_again():
     transform = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1.0, 0.0, 10))
     params = {"a": np.float32(1.0)}

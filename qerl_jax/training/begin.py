@@ -13,6 +13,7 @@ and losses are compared between processes, not with those before a kill.
 import dataclasses
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -315,6 +316,13 @@ def check_origin(config: ConfigDict) -> None:
         raise UserError(
             f"init_from={config.init_from}: the run has no best adapter yet; leave out {BEST} to "
             "begin from its last checkpoint"
+        )
+    if (old := saved_fields["data.system_prompt"]) != config.data.system_prompt:
+        print(
+            f"warning: init_from={config.init_from}: data.system_prompt was {old!r:.60} and is "
+            f"{config.data.system_prompt!r:.60}: the policy was trained on other prompts",
+            file=sys.stderr,
+            flush=True,
         )
 
 
