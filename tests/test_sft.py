@@ -577,6 +577,24 @@ def test_completions_of_a_run_that_writes_them_now(inputs, tmp_path):
     refused("line 3 is not JSON", load_problems, text_config(inputs, **changes), {})
 
 
+def test_completions_of_questions_that_are_held_out_are_not_learned(inputs, tmp_path, capsys):
+    """The run had another system message and wrote the prompts with the chat template."""
+    rows = [
+        {"prompt": " t5 t6", "completion": "t1"},
+        {"messages": [*({"role": "user", "content": text} for text in ("t7", "t8")),
+                      {"role": "assistant", "content": "t1"}]},
+    ]  # fmt: skip
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    asked = [saved(f"t30 {text} t1 t2 ") for text in ("t5 t6", "t8 t7", "t5 t6\n")]
+    other = [saved(f"t30 {text} t1 t2 ") for text in ("t5 t66", "at5 t6", "t7 t9", "t5 t9 t6")]
+    changes = {"data__eval_path": path, "eval__every": 1}
+    learned = read_saved(inputs, tmp_path / "run", *asked, *other, **changes)
+    assert len(learned) == len(other)
+    assert "left out 3 problems whose question is held out" in capsys.readouterr().out
+    words = "no problems for train, as .*rows.jsonl .*has all of its questions"
+    refused(words, read_saved, inputs, tmp_path / "all", *asked, **changes)
+
+
 def test_completions_of_gpt_oss_are_refused(inputs, tmp_path):
     """Of one without reasoning the file has the answer alone, and no conversation."""
     write_rows(tmp_path / "completions.jsonl", [saved("t5 <|start|>assistant")])
