@@ -265,6 +265,12 @@ def test_a_dry_run_shows_what_differs_from_the_preset(command, tmp_path):
     assert last.endswith(" fields as in the preset, which --print_config prints")
 
 
+def test_a_config_with_epochs_is_printed_without_reading_the_rows(command):
+    options = ["--print_config", "--config.data.path=absent.jsonl"]
+    assert command(*options, config="sft:qwen2.5-1.5b") == (0, "")
+    assert "sft.epochs = 1.0\nsft.max_tokens" in command.out
+
+
 HOLDER = """
 import fcntl, sys
 lock = open(sys.argv[1] + "/lock", "a+")

@@ -437,6 +437,12 @@ def test_a_dry_run_names_the_folder_that_a_run_with_epochs_takes(inputs, run):
     dry_run(one_pass, workdir=run, write=said.append)
     assert any("which holds 4 of 4 steps" in line for line in said)
     assert check_start(one_pass, workdir=run)[0].steps == 4
+    # To print a config no rows are read, which a hub may have.
+    not_read = text_config(inputs, sft__epochs=1.0, data__path="absent.jsonl")
+    check_start(not_read, workdir=run, reads_rows=False)
+    with not_read.unlocked():
+        not_read.seed += 1
+    refused("seed: 0 -> 1", check_start, not_read, workdir=run, reads_rows=False)
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def _tell(config: ConfigDict, workdir: str | None) -> None:
     from qerl_jax.training.dry_run import check_start, dry_run
 
     if flags.FLAGS.print_config:
-        check_start(config, workdir=workdir)
+        check_start(config, workdir=workdir, reads_rows=False)
         print(describe_config(config), end="")
         return
     take_memory(config.mesh.tensor)
