@@ -499,7 +499,12 @@ FIELDS: tuple[Section | Field, ...] = (
     #
     Section("rollout"),
     Field("rollout.prompts_per_step", 16, "With group_size 8 a step has 128 samples.", limits=(1,)),
-    Field("rollout.group_size", 8, "Completions of a prompt, a group.", limits=(2,)),
+    Field(
+        "rollout.group_size",
+        8,
+        "Completions of a prompt, a group; at least 2 if rewards are learned from.",
+        limits=(1,),
+    ),
     Field("rollout.max_new_tokens", 4096, "Limit of a completion in tokens.", limits=(1,)),
     Field("rollout.temperature", 1.0, "of the first step", limits=(1e-6,)),
     Field(
