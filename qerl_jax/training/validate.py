@@ -8,15 +8,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import (
-    ROWS,
-    SPLIT_LOSS,
-    TEACHER,
-    Field,
-    keys_of,
-    learns_from_rewards,
-    learns_from_text,
-)
+from qerl_jax.config.fields import ROWS, SPLIT_LOSS, TEACHER, Field, keys_of, learns_from_text
 from qerl_jax.config.models import published_format
 from qerl_jax.data.environment_config import environment_functions
 from qerl_jax.data.from_config import mixture_of
@@ -165,7 +157,8 @@ def _check_text(config: ConfigDict) -> None:
 
 def _check_teacher(config: ConfigDict) -> None:
     """Refuses what does not work with a teacher, or without one."""
-    if config.rollout.group_size == 1 and learns_from_rewards(config):
+    alone = TEACHER.holds(config) and not config.teacher.rewards
+    if config.rollout.group_size == 1 and not alone:
         raise UserError(
             "rollout.group_size=1: it must be at least 2, as rewards are compared within a group; "
             "1 is for a teacher alone, teacher.rewards=false"
@@ -177,7 +170,7 @@ def _check_teacher(config: ConfigDict) -> None:
             "rl.loss='gspo' with a teacher: one ratio for a completion has no advantages of its "
             "tokens; pass rl.loss=gspo_token"
         )
-    if config.rl.dynamic_sampling and not config.teacher.rewards:
+    if config.rl.dynamic_sampling and alone:
         raise UserError(
             "rl.dynamic_sampling=true with teacher.rewards=false: it chooses groups by rewards "
             "that are not learned from; leave out one"
