@@ -205,13 +205,13 @@ def test_a_last_look_finds_folders_of_this_machine(hub, run, tiny, tmp_path, mon
         ("--data=RUN:/home/me/x", True),
         ("/home/mean/x", False),
         ("https://host/home/me", False),
-        ('{"/root": 5, "/root.": 6}', False),
-        ("/root/runs/a", True),
+        ('{"/srv": 5, "/srv.": 6}', False),
+        ("/srv/runs/a", True),
     ],
 )
 def test_folders_of_this_machine_in_a_text(text, named, tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text(text)
-    folders = [pathlib.Path("/home/me"), pathlib.Path("/root")]
+    folders = [pathlib.Path("/home/me"), pathlib.Path("/srv")]
     if named:
         with pytest.raises(UserError, match=r"tokenizer\.json names /"):
             push.check_names_no_folder(tmp_path, "user/name", folders)
