@@ -168,7 +168,7 @@ def test_an_adapter_over_a_local_base_needs_a_name_of_the_base(hub, run, tiny, t
     found = hub()
     out = tmp_path / "out"
     options = {"out": str(out), "push": "user/name", "score_problems": 0}
-    with pytest.raises(UserError, match=r"a place of this machine; .*--base-name=USER/NAME"):
+    with pytest.raises(UserError, match=r"a path of this machine; .*--base-name=USER/NAME"):
         export(ExportConfig(str(run), "peft", **options))
     assert not out.exists()
     with pytest.raises(UserError, match="--base-name=models: write it as USER/NAME"):
