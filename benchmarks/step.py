@@ -367,10 +367,6 @@ def run(arguments: argparse.Namespace) -> None:
                 merge(arguments.out, row)
 
 
-def _largest_group(arguments: argparse.Namespace) -> int:
-    return max(tensor for _, tensor in arguments.mesh or [(1, 1)])
-
-
 def _check_devices(data: int, tensor: int, processes: "Processes") -> None:
     """Refuses a mesh that needs more devices than there are, or leaves a process without one."""
     import jax
@@ -391,4 +387,6 @@ def _check_devices(data: int, tensor: int, processes: "Processes") -> None:
 
 
 if __name__ == "__main__":
-    cli.run_command(make_parser(), run, tensor_of=_largest_group)
+    cli.run_command(
+        make_parser(), run, tensor_of=lambda own: max(size for _, size in own.mesh or [(1, 1)])
+    )

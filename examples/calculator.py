@@ -103,7 +103,7 @@ def _value(node):
 
 
 def main():
-    """Trains with or without the calculator; a run that was stopped goes on."""
+    """Trains with or without the calculator; a run that was stopped is resumed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="", help="a .gguf file or a folder (default: the hub)")
     parser.add_argument("--seed", type=int, default=0)

@@ -66,7 +66,7 @@ def problems():
 
 
 def main():
-    """Trains the default model; a run that was stopped goes on."""
+    """Trains the default model; a run that was stopped is resumed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--constant", action="store_true", help="replies that tell nothing")

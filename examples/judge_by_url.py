@@ -20,7 +20,7 @@ ADDRESS = ("127.0.0.1", 8765)
 
 
 def closeness(completion, answer):
-    """Returns 1 if the last number is right, 1/2 for one beside it, and so on; else 0."""
+    """Returns 1 if the last number is right, 1/2 for one next to it, and so on; else 0."""
     numbers = re.findall(r"\d+", completion)
     return 1 / (1 + abs(int(numbers[-1]) - int(answer))) if numbers else 0.0
 
@@ -43,7 +43,7 @@ class Judge(http.server.BaseHTTPRequestHandler):
 
 
 def main():
-    """Starts the judge and trains the default model; a run that was stopped goes on."""
+    """Starts the judge and trains the default model; a run that was stopped is resumed."""
     config = qj.get_config("grpo_gsm8k")
     config.experiment = "judge_by_url"
     config.update_from_flattened_dict(

@@ -24,7 +24,7 @@ def one_word(prompt, completion, answer, num_tokens, finished):
 
 
 def main():
-    """Trains the default model; a run that was stopped goes on."""
+    """Trains the default model; a run that was stopped is resumed."""
     config = qj.get_config("grpo_gsm8k")
     config.experiment = "one_word"
     config.update_from_flattened_dict(

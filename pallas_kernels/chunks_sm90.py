@@ -157,7 +157,7 @@ def _body(
                 plgpu.commit_smem()
                 for part in rows:
                     plgpu.copy_smem_to_gmem(own.states_sm.at[part], before.at[*at, part, columns])
-                _meet(own.met.at[0])
+                meet(own.met.at[0])
                 plgpu.barrier_wait(own.reads_full.at[slot])
                 value: Any = added
                 if not reverse or number == 0:
@@ -169,7 +169,7 @@ def _body(
                 if not (reverse and number == 1):
                     target = made.at[*at, half, columns]
                     plgpu.copy_smem_to_gmem(own.made_sm.at[half], target)
-                _meet(own.met.at[1])
+                meet(own.met.at[1])
                 plgpu.barrier_wait(own.writes_full)
                 right = own.made_sm if reverse else own.made_sm.at[:_ROWS]
                 new = []
@@ -188,8 +188,8 @@ def _body(
             plgpu.wait_smem_to_gmem(0)
 
 
-def _meet(barrier: Any) -> None:
-    """Waits for the other warpgroup."""
+def meet(barrier: Any) -> None:
+    """Waits for all threads that arrive at a barrier."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 

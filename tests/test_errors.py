@@ -237,7 +237,7 @@ def test_rewards_given_in_python_are_not_those_of_the_saved_config(finished):
     saved = json.loads((finished / "config.json").read_text())
     rewards = {"correctness": {"function": "a:b", "weight": 1.0}}
     write_config(finished / "config.json", saved | {PYTHON_REWARDS: rewards})
-    with pytest.raises(UserError, match="given in Python: go on there"):
+    with pytest.raises(UserError, match="given in Python: resume it there"):
         saved_config(finished, trust=False)
 
 
@@ -263,6 +263,12 @@ def test_a_dry_run_shows_what_differs_from_the_preset(command, tmp_path):
     first, last, *_ = command.out.splitlines()
     assert first == "steps = 5 (preset: 3)"
     assert last.endswith(" fields as in the preset, which --print_config prints")
+
+
+def test_a_config_with_epochs_is_printed_without_reading_the_rows(command):
+    options = ["--print_config", "--config.data.path=absent.jsonl"]
+    assert command(*options, config="sft:qwen2.5-1.5b") == (0, "")
+    assert "sft.epochs = 1.0\nsft.max_tokens" in command.out
 
 
 HOLDER = """

@@ -143,10 +143,17 @@ def test_what_moves_only_memory_may_change_and_is_said(tmp_path, capsys):
 def test_a_start_that_is_refused_records_no_change(tmp_path, capsys):
     """Such as one whose memory does not suffice, or with more devices than there are."""
     begin(tmp_path)
+    scratch = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
+    scratch.mkdir(parents=True)
     before = (tmp_path / "config.json").read_bytes()
     refused = folder.open_run(tmp_path, make_config(rollout__max_rows=64))
-    with pytest.raises(UserError, match="does not fit"), refused:
+
+    def fail():
+        scratch.rmdir()  # as `Checkpoints` does
         raise UserError("this run does not fit")
+
+    with pytest.raises(UserError, match="does not fit"), refused:
+        fail()
     assert (tmp_path / "config.json").read_bytes() == before
     assert "changed" not in capsys.readouterr().out
     with folder.open_run(tmp_path, make_config()) as run:
@@ -192,11 +199,13 @@ def test_an_evaluation_before_training_does_not_begin_a_run(tmp_path):
         assert not run.resumed
 
 
-@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/", "programs/"])
+@pytest.mark.parametrize(
+    "left", ["metrics.jsonl", "checkpoints/", "checkpoints/1.orbax-checkpoint-tmp/", "programs/"]
+)
 def test_a_start_that_failed_before_its_first_step_takes_another_config(left, tmp_path):
     with folder.open_run(tmp_path / "a", make_config()):
         path = tmp_path / "a" / left
-        path.mkdir() if left.endswith("/") else path.touch()
+        path.mkdir(parents=True) if left.endswith("/") else path.touch()
     with folder.open_run(tmp_path / "a", make_config(seed=1, steps=20)) as run:
         assert (run.schedule_steps, run.resumed) == (20, False)
     saved = json.loads((tmp_path / "a" / "config.json").read_text())

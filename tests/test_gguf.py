@@ -207,12 +207,12 @@ def string(text):
         (header(string(b"x"), struct.pack("<IQIQ", 1, 4, 99, 0), tensors=1), "unknown type 99"),
         (header(string(b"x"), struct.pack("<IQIQ", 1, 33, 2, 0), tensors=1), r"shape \(33,\)"),
         (header(string(b"x"), struct.pack("<IQIQ", 1, 0, 0, 0), tensors=1), r"shape \(0,\)"),
-        (header(string(b"x"), struct.pack("<IQIQ", 1, 2**62, 0, 0), tensors=1), "'x' lies at"),
-        (header(string(b"x"), struct.pack("<IQIQ", 1, 1, 0, 2**63), tensors=1), "'x' lies at"),
+        (header(string(b"x"), struct.pack("<IQIQ", 1, 2**62, 0, 0), tensors=1), "'x' is at"),
+        (header(string(b"x"), struct.pack("<IQIQ", 1, 1, 0, 2**63), tensors=1), "'x' is at"),
         (
             header(*(string(n) + struct.pack("<IQIQ", 1, 4, 0, 0) for n in (b"x", b"y")), tensors=2)
             + bytes(64),
-            "'y' lies at",
+            "'y' is at",
         ),
     ],
 )

@@ -90,7 +90,7 @@ def test_adapter_optimizer_and_cursor_are_taken_over(origin, begun):
     assert not same(old.opt_state, state.opt_state)
     assert meta["cursor"] == old_meta["cursor"] != {"epoch": 0, "index": 0}
     assert "beginning from the checkpoint of step 2 of" in said
-    assert "its optimizer state goes on; its position in the problems goes on" in said
+    assert "its optimizer state is kept; its position in the problems is kept" in said
     saved = json.loads((new / "config.json").read_text())
     assert saved["init_from"] == {
         "run": str(origin), "step": 2, "best": False, "optimizer": True, "cursor": meta["cursor"],
@@ -112,8 +112,17 @@ def test_a_run_from_before_a_field_has_its_default(tiny, origin, begun, tmp_path
         r"lora\.expert_rank: 0 -> 2", contextlib.ExitStack().enter_context, open_run(old, other)
     )
     said, *_ = begun({"init_from": str(old)})
-    assert "its optimizer state goes on" in said
+    assert "its optimizer state is kept" in said
     refused("lora.expert_rank: 0 -> 2", begun, {"init_from": str(old), "lora.expert_rank": 2})
+
+
+def test_another_system_message_is_a_warning(origin, tiny, capsys):
+    for message in ("Add.\nThen stop.", ""):
+        begin.check_origin(
+            tiny.config(CHANGES | {"init_from": str(origin), "data.system_prompt": message})
+        )
+        warning = f"data.system_prompt was '' and is {message!r}: the policy was trained on other"
+        assert capsys.readouterr().err.count(warning) == bool(message)
 
 
 def test_the_schedules_of_an_own_optimizer_begin_again():

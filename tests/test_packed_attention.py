@@ -247,6 +247,7 @@ def test_sinks_and_windows_of_the_dense_form(window, has_sinks, monkeypatch):
         ((2, 1, 256), 512, [(30, 150, 60), (90, 5)], 100),
         ((4, 2, 64), 512, [(30, 40), (77, 90), (3, *[20] * 9)], 17),
         ((2, 1, 64), 256, [(30, 70, 60), (90, 5)], 0),
+        ((1, 1, 64), 1024, [(300, *[20] * 30)], 1),  # a tile with more parts than blocks
     ],
 )
 def test_sinks_and_windows_of_the_kernels(heads, total, groups, window):
@@ -309,3 +310,13 @@ def test_a_window_leaves_blocks_out():
             assert blocks <= min(before[6], reached)
             assert prompt_blocks <= min(before[2] + 1, reached + 2)
             assert row[[3, 4, 7, 8]].tolist() == [0] * 4
+        ends_a_prompt = (ids % 4096 == 0) & (np.roll(ids, -window) != ids)
+        ends = np.where(ends_a_prompt, 1024, np.arange(1024) + window)
+        for row, before in zip(windowed(packed, window).query_runs, packed.query_runs, strict=True):
+            assert np.flatnonzero(row != before).tolist() in ([], [1], [5], [1, 5])
+            keys = slice(BLOCK * row[0], BLOCK * row[0] + BLOCK)
+            stop = keys.start + STEP * row[1]
+            assert not before[3] or not seen[stop:, keys][ids[stop:] >= 0].any()
+            assert row[1] <= before[1]
+            assert stop < ends[keys].max() + STEP
+            assert row[5] == 0

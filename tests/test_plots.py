@@ -94,6 +94,20 @@ def test_one_reward_has_no_panel_of_its_own(tmp_path, monkeypatch):
     ]
 
 
+def test_only_a_run_that_learns_from_text_has_a_panel_of_its_loss(tmp_path, monkeypatch):
+    """Of a teacher alone no step may have a reward; its loss is that of a policy gradient."""
+    losses = [{"step": step, "loss": 1 / step} for step in (1, 2)]
+    write(tmp_path, losses)
+    assert [label for label, _ in drawn(tmp_path, monkeypatch)] == ["loss (nats per token)"]
+    taught = {"reward": None, "reward/correctness": None}
+    write(tmp_path, [
+        row | taught | {"entropy": 1 / row["step"], "teacher/reverse_kl": 1 / row["step"]}
+        for row in losses
+    ])  # fmt: skip
+    expected = ["entropy (nats)", "KL(policy, teacher)"]
+    assert [label for label, _ in drawn(tmp_path, monkeypatch)] == expected
+
+
 def test_what_never_changes_is_named_below_the_panels(tmp_path, monkeypatch):
     constant = {"sigma": 0.0, "noise_kl": 0.0, "reward/format": 1.0}
     rows = [row | constant | {"reward/correctness": row["accuracy"]} for row in FULL]

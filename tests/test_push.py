@@ -168,7 +168,7 @@ def test_an_adapter_over_a_local_base_needs_a_name_of_the_base(hub, run, tiny, t
     found = hub()
     out = tmp_path / "out"
     options = {"out": str(out), "push": "user/name", "score_problems": 0}
-    with pytest.raises(UserError, match=r"a place of this machine; .*--base-name=USER/NAME"):
+    with pytest.raises(UserError, match=r"a path of this machine; .*--base-name=USER/NAME"):
         export(ExportConfig(str(run), "peft", **options))
     assert not out.exists()
     with pytest.raises(UserError, match="--base-name=models: write it as USER/NAME"):
@@ -205,13 +205,13 @@ def test_a_last_look_finds_folders_of_this_machine(hub, run, tiny, tmp_path, mon
         ("--data=RUN:/home/me/x", True),
         ("/home/mean/x", False),
         ("https://host/home/me", False),
-        ('{"/root": 5, "/root.": 6}', False),
-        ("/root/runs/a", True),
+        ('{"/srv": 5, "/srv.": 6}', False),
+        ("/srv/runs/a", True),
     ],
 )
 def test_folders_of_this_machine_in_a_text(text, named, tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text(text)
-    folders = [pathlib.Path("/home/me"), pathlib.Path("/root")]
+    folders = [pathlib.Path("/home/me"), pathlib.Path("/srv")]
     if named:
         with pytest.raises(UserError, match=r"tokenizer\.json names /"):
             push.check_names_no_folder(tmp_path, "user/name", folders)

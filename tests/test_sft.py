@@ -437,6 +437,12 @@ def test_a_dry_run_names_the_folder_that_a_run_with_epochs_takes(inputs, run):
     dry_run(one_pass, workdir=run, write=said.append)
     assert any("which holds 4 of 4 steps" in line for line in said)
     assert check_start(one_pass, workdir=run)[0].steps == 4
+    # To print a config no rows are read, which a hub may have.
+    not_read = text_config(inputs, sft__epochs=1.0, data__path="absent.jsonl")
+    check_start(not_read, workdir=run, reads_rows=False)
+    with not_read.unlocked():
+        not_read.seed += 1
+    refused("seed: 0 -> 1", check_start, not_read, workdir=run, reads_rows=False)
 
 
 @pytest.mark.slow
@@ -575,6 +581,24 @@ def test_completions_of_a_run_that_writes_them_now(inputs, tmp_path):
     with open(rows, "a") as file:
         file.write("\n{}\n")
     refused("line 3 is not JSON", load_problems, text_config(inputs, **changes), {})
+
+
+def test_completions_of_questions_that_are_held_out_are_not_learned(inputs, tmp_path, capsys):
+    """The run had another system message and wrote the prompts with the chat template."""
+    rows = [
+        {"prompt": " t5 t6", "completion": "t1"},
+        {"messages": [*({"role": "user", "content": text} for text in ("t7", "t8")),
+                      {"role": "assistant", "content": "t1"}]},
+    ]  # fmt: skip
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    asked = [saved(f"t30 {text} t1 t2 ") for text in ("t5 t6", "t8 t7", "t5 t6\n")]
+    other = [saved(f"t30 {text} t1 t2 ") for text in ("t5 t66", "at5 t6", "t7 t9", "t5 t9 t6")]
+    changes = {"data__eval_path": path, "eval__every": 1}
+    learned = read_saved(inputs, tmp_path / "run", *asked, *other, **changes)
+    assert len(learned) == len(other)
+    assert "left out 3 problems whose question is held out" in capsys.readouterr().out
+    words = "no problems for train, as .*rows.jsonl .*has all of its questions"
+    refused(words, read_saved, inputs, tmp_path / "all", *asked, **changes)
 
 
 def test_completions_of_gpt_oss_are_refused(inputs, tmp_path):

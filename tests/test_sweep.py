@@ -260,7 +260,7 @@ def test_runs_that_learn_from_text_have_their_held_out_loss(tmp_path):
     rows = [{"step": 2, "loss": 0.5}, {"step": 0, "eval_loss": 2.0, "eval_seconds": 1.0}]
     rows += [{"step": 2, "eval_loss": 1.25, "eval_seconds": 1.0}]
     (run.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert sweep_folder._last_reward(run) == "last loss 0.500"
+    assert sweep_folder._last_result(run) == "last loss 0.500"
     text = format_table(make_table([run]))
     assert "| noise KL | held-out loss |\n|---|---|---|---|---|---|---|\n" in text
     assert text.count("| 1.250 |") == 1

@@ -200,10 +200,13 @@ def test_other_tokens_are_refused_by_name(own, words):
         ({"rl.loss": "gspo", "rl.updates_per_rollout": 1}, "pass rl.loss=gspo_token"),
         ({"rl.dynamic_sampling": True, "teacher.rewards": False}, "by rewards that are not"),
         ({"teacher.coef": 0.0}, "teacher.coef"),
+        ({"rollout.group_size": 1}, "group_size=1: .*at least 2.*teacher.rewards=false"),
     ],
 )
 def test_what_does_not_work_with_a_teacher_is_refused(changes, words):
-    validate(config_of(changes | {"teacher.rewards": True, "teacher.coef": 1.0}))
+    alone = "rollout.group_size" in changes
+    right = SOURCES if alone else {}
+    validate(config_of(right | changes | {"teacher.rewards": not alone, "teacher.coef": 1.0}))
     with pytest.raises(UserError, match=words):
         validate(config_of(SOURCES | changes))
 
@@ -340,13 +343,13 @@ def test_the_teacher_alone_needs_no_reward(tiny, teacher, tmp_path):
         raise ValueError("no server")
 
     changes = ALONE | {"steps": 2, "teacher.adapter": str(teacher), "aqn.schedule": "constant"}
-    changes |= {"aqn.sigma_start": 0.3, "aqn.correction": "noisy_forward"}
+    changes |= {"aqn.sigma_start": 0.3, "aqn.correction": "noisy_forward", "rollout.group_size": 1}
     rewards = {"correctness": (failing, 1.0)}
     run = train(tiny.config(changes), workdir=tmp_path / "run", rewards=rewards)
     assert all(row["grad_norm"] > 0 for row in tiny_run.results(run))
     with pytest.raises(UserError, match="nothing can be learned"):
         train(
-            tiny.config(changes | {"teacher.rewards": True}),
+            tiny.config(changes | {"teacher.rewards": True, "rollout.group_size": 2}),
             workdir=tmp_path / "needs",
             rewards=rewards,
         )
@@ -376,6 +379,7 @@ def test_a_step_learns_the_log_probabilities_of_the_teacher(
 
     monkeypatch.setattr(qerl_jax.training.step, "update", update)
     changes = ALONE | {"teacher.adapter": str(folder), "steps": 1, "rollout.temperature": 0.7}
+    changes |= {"rollout.group_size": 1, "rollout.prompts_per_step": 8}
     run, config = tmp_path / "run", {"model_config": model.config}
     train(tiny.config(changes), workdir=run)
     difference = []

@@ -89,10 +89,12 @@ def segments(ids: np.ndarray) -> Segments:
 
 
 def windowed(segments: Segments, window: int) -> Segments:
-    """Returns the segments with the blocks that queries visit where they see the last keys alone.
+    """Returns the segments with the blocks that are visited where queries see the last keys alone.
 
     No block is full then. A query sees at most `window` keys up to its own, by their positions: in
-    its own run those of the tiles before its own, and of the prompt the last ones.
+    its own run those of the tiles before its own, and of the prompt the last ones. A key whose
+    window ends in its own segment is seen by no other one, so only the tiles with the last
+    `window` tokens of a prompt visit all queries of the group.
     """
     tile, prompt, prompt_blocks, _, _, own, blocks, _, _ = segments.key_runs.T
     stop = own + blocks * BLOCK
@@ -109,16 +111,17 @@ def windowed(segments: Segments, window: int) -> Segments:
     none = 0 * tile
     runs = [tile, prompt + left_out * BLOCK, prompt_blocks - left_out, none, none, own]
     runs += [(stop - own) // BLOCK, none, none]
-    query_runs = segments.query_runs * (np.arange(8) != 5)  # without full blocks
+    numpy = np if isinstance(segments.ids, np.ndarray) else jnp
+    index, ids = numpy.arange(len(segments.ids)), segments.ids
+    is_own = ids == ids[numpy.minimum(index + window, len(ids) - 1)]
+    ends = numpy.where(is_own, numpy.minimum(segments.ends, index + window), segments.ends)
+    seen = -(-(ends.reshape(-1, BLOCK).max(axis=1) - index[::BLOCK]) // STEP)
+    tile, visited, part, parts, slot, _, *rest = segments.query_runs.T
+    visits = [tile, numpy.minimum(visited, seen[tile]), part, parts, slot, 0 * tile, *rest]
     return segments._replace(
-        key_runs=_stack(runs, segments.key_runs), query_runs=query_runs.astype(np.int32)
+        key_runs=numpy.stack(runs, axis=1).astype(np.int32),
+        query_runs=numpy.stack(visits, axis=1).astype(np.int32),
     )
-
-
-def _stack(columns: list[Array], like: Array) -> Array:
-    """Stacks the columns of an array, with JAX where it is one of JAX."""
-    stacked = np if isinstance(like, np.ndarray) else jnp
-    return stacked.stack(columns, axis=1).astype(np.int32)
 
 
 def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -119,7 +119,7 @@ def scores(
         for halves in columns:
             sums = []
             for (upper, lower), column in zip(rows, halves, strict=True):
-                acc = _zeros()
+                acc = [warp_mma.zero(ir.F32Type.get())] * 4
                 for j in range(0, len(column), 2):
                     pairs = [x[j + k] for k in (0, 1) for x in (upper, lower)]
                     acc = warp_mma.add_product(acc, pairs, column[j : j + 2])
@@ -223,7 +223,3 @@ def _columns(even: list, odd: list) -> list:
         for words in zip(even, odd, strict=True)
         for select in ("0x5410", "0x7632")
     ]
-
-
-def _zeros() -> list:
-    return [warp_mma.zero(ir.F32Type.get())] * 4

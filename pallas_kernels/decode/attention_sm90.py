@@ -20,10 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
+from pallas_kernels.attention.tiles_sm90 import filled, operand
+from pallas_kernels.chunks_sm90 import meet
 from pallas_kernels.decode.attention import AttentionInputs, AttentionParts
 from pallas_kernels.decode.attention_queries import Chunk, Queries, by_tokens
 from pallas_kernels.decode.row import QUERIES, halves_of, load_row, padded_group, projected
-from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
 from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy
 from pallas_kernels.warpgroup import WARPS, Warpgroup
 
@@ -75,10 +76,6 @@ class _SharedMemory(NamedTuple):
     @classmethod
     def types(cls, padded: int, stages: int) -> "_SharedMemory":
         """The types to allocate for a padded group and a number of stages."""
-
-        def operand(*shape):
-            return plgpu.SMEM(shape, jnp.bfloat16, transforms=OPERAND)
-
         full = plgpu.Barrier(num_barriers=stages, num_arrivals=_TILE // _COPIED)
         return cls(
             keys=operand(stages, _TILE, HEAD_DIM),
@@ -189,15 +186,9 @@ class _Tiles:
         stage = lax.rem(tile, count)
         plgpu.barrier_wait(self.full.at[stage])
         result = multiply(self.stages.at[stage])
-        _meet(self.all_threads)
+        meet(self.all_threads)
         pl.when(tile + count <= self.last)(functools.partial(self.request, tile + count))
         return result
-
-
-def _meet(all_threads: Any) -> None:
-    """All threads of the CTA wait for one another."""
-    plgpu.barrier_arrive(all_threads)
-    plgpu.barrier_wait(all_threads)
 
 
 def _attend(
@@ -238,7 +229,7 @@ def _attend(
             target = shared.queries.at[pl.ds(i * QUERIES, QUERIES), dims]
             target[...] = half.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    _meet(shared.all_threads)
+    meet(shared.all_threads)
     for tiles in (keys, values):
         tiles.request_first(lambda tile: tile == last)
 
@@ -356,8 +347,8 @@ def _sum_tiles(
         total = over_columns(keep, HEAD_DIM) * total + added
         return total, over_columns(keep, _TILE) * weight + weights, top
 
-    zeros = [_full((rows, columns), 0.0, plgpu.Layout.WGMMA) for columns in (HEAD_DIM, _TILE)]
-    start = *zeros, _full((rows,), _EMPTY, plgpu.Layout.WGMMA.reduce(1))
+    zeros = [filled((rows, columns), 0.0, plgpu.Layout.WGMMA) for columns in (HEAD_DIM, _TILE)]
+    start = *zeros, filled((rows,), _EMPTY, plgpu.Layout.WGMMA.reduce(1))
     return lax.fori_loop(keys.begin, keys.end, add_tile, start)
 
 
@@ -383,8 +374,8 @@ def _attend_to_tiles(keys: _Tiles, values: _Tiles, shared: _SharedMemory) -> jax
         total = over_rows(keep, HEAD_DIM) * total + added
         return total, over_rows(keep, _TILE) * weight + weights, top
 
-    zeros = [_full((rows, padded), 0.0, plgpu.Layout.WGMMA) for rows in (HEAD_DIM, _TILE)]
-    start = *zeros, _full((padded,), _EMPTY, plgpu.Layout.WGMMA.reduce(0))
+    zeros = [filled((rows, padded), 0.0, plgpu.Layout.WGMMA) for rows in (HEAD_DIM, _TILE)]
+    start = *zeros, filled((padded,), _EMPTY, plgpu.Layout.WGMMA.reduce(0))
     total, weight, _ = lax.fori_loop(0, keys.last + 1, add_tile, start)
     return total / over_rows(jnp.sum(weight, axis=0), HEAD_DIM)
 
@@ -398,11 +389,6 @@ def _product(a: Any, b: Any) -> jax.Array:
         return acc[...]
 
     return pl.run_scoped(accumulate, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-
-
-def _full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-    """One float32 number everywhere, in a layout of registers."""
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def _transposed(value: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ Experiments that train take
     --config=NAME[:PRESET]        a config that is installed, such as grpo_gsm8k:qwen2.5-7b
     --config.aqn.form=relative    any field of the config; a field that the run ignores is an error
     --workdir=DIR                 run folder (default: named after the config); without --config
-                                  the run in it goes on with the config that it saved
+                                  the run in it is resumed with the config that it saved
     --print_config                print the resolved config, one field per line, and exit
     --explain=rl.clip_high        explain a field, a section or all, and exit
     --dry_run                     also count the data, render a prompt and plan the memory, and exit
@@ -138,7 +138,7 @@ def _tell(config: ConfigDict, workdir: str | None) -> None:
     from qerl_jax.training.dry_run import check_start, dry_run
 
     if flags.FLAGS.print_config:
-        check_start(config, workdir=workdir)
+        check_start(config, workdir=workdir, reads_rows=False)
         print(describe_config(config), end="")
         return
     take_memory(config.mesh.tensor)

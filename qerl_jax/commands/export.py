@@ -88,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("none", "gptq"),
         help="how a merged model is rounded to NVFP4 (default: none)",
     )
-    add("--with-base", action="store_true", help="write the NVFP4 base beside the adapter")
+    add("--with-base", action="store_true", help="also write the NVFP4 base")
     add(
         "--score-problems",
         type=int,

@@ -10,7 +10,7 @@ folder, a hub id. For a run or an adapter, the base answers first and the traine
 With --adapter only the named policy answers (none: the base), and stdout holds nothing but its
 answer. A run gets the question as in training, with its system message and question suffix, and its
 answer ends at the run's stop strings. If a run has an environment, the policy talks to it: what it
-reads of a problem beside the question is given by --columns='{"answer": "7"}'.
+reads of a problem besides the question is given by --columns='{"answer": "7"}'.
 
 With --chat the trained policy, or that of --adapter, answers one line after the other, each with
 the conversation so far. /new begins another conversation, /quit or the end of the input ends it.

@@ -7,7 +7,7 @@
     qerl-show RUN OTHER_RUN --html=runs.html     # a page for a browser
 
 It only reads, so a run may train meanwhile. A step shows the completions that the run logged:
---config.log.completions=N logs more in a new run, or when a run goes on. --where compares a number
+--config.log.completions=N logs more in a new or resumed run. --where compares a number
 of a completion, such as reward, tokens, advantage or the name of a reward; several must all hold.
 
 The page of --html is one file of at most 20 MB that needs no network. Its steps and its filter are

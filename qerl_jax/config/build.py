@@ -104,27 +104,20 @@ def _type_message(name: str, value: Any, now: Any) -> str:
     wrong, row = f"{name}={value!r:.100}", ROWS.get(name)
     functions = value if isinstance(value, list | tuple) else [value]
     takes_functions = name.endswith(".function") or (row is not None and row.function)
-    if takes_functions and functions and all(map(_names_code, functions)):
-        paths = [one if isinstance(one, str) else _path_of(one) for one in functions]
-        note = " (as soon as it is in a module)" if any(map(_is_no_path, paths)) else ""
+    is_code = [isinstance(one, str) or hasattr(one, "__qualname__") for one in functions]
+    if takes_functions and functions and all(is_code):
+        paths = [
+            one if isinstance(one, str) else f"{one.__module__}:{one.__qualname__}"
+            for one in functions
+        ]
+        # No other process finds a lambda, or what is local, or of the program itself.
+        hidden = any(path.startswith("__main__:") or "<" in path for path in paths)
+        note = " (as soon as it is in a module)" if hidden else ""
         return (
             f"{wrong}: a config names functions and classes by their import paths, which other "
             f"processes and a resumed run import: pass {', '.join(paths)!r}{note}"
         )
     return f"{wrong} is of type {type(value).__name__}: it takes {_TYPES.get(type(now), 'a table')}"
-
-
-def _names_code(value: Any) -> bool:
-    return isinstance(value, str) or hasattr(value, "__qualname__")
-
-
-def _path_of(code: Any) -> str:
-    return f"{code.__module__}:{code.__qualname__}"
-
-
-def _is_no_path(path: str) -> bool:
-    """Whether no other process finds it: it is a lambda, local, or of the program itself."""
-    return path.startswith("__main__:") or "<" in path
 
 
 def _section(name: str, values: Mapping[str, Any] | ConfigDict) -> ConfigDict:

@@ -499,7 +499,12 @@ FIELDS: tuple[Section | Field, ...] = (
     #
     Section("rollout"),
     Field("rollout.prompts_per_step", 16, "With group_size 8 a step has 128 samples.", limits=(1,)),
-    Field("rollout.group_size", 8, "Completions of a prompt, a group.", limits=(2,)),
+    Field(
+        "rollout.group_size",
+        8,
+        "Completions of a prompt, a group; at least 2 if rewards are learned from.",
+        limits=(1,),
+    ),
     Field("rollout.max_new_tokens", 4096, "Limit of a completion in tokens.", limits=(1,)),
     Field("rollout.temperature", 1.0, "of the first step", limits=(1e-6,)),
     Field(
@@ -537,7 +542,7 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "rollout.stop",
         (),
-        "Strings that end a completion, such as ('</answer>',), beside the end-of-sequence tokens.",
+        "Strings that end a completion, such as ('</answer>',), as the end-of-sequence tokens do.",
     ),
     Field(
         "rollout.max_rows",
@@ -1169,7 +1174,7 @@ FIELDS: tuple[Section | Field, ...] = (
     #
     Section(
         "mesh",
-        "Devices of the run, data x tensor of them, in all its processes. A run may go on with "
+        "Devices of the run, data x tensor of them, in all its processes. A run may resume with "
         "other numbers. Processes connect by srun's variables, or by "
         "JAX_COORDINATOR_ADDRESS=HOST:PORT of process 0, JAX_NUM_PROCESSES and JAX_PROCESS_ID, "
         "which counts from 0.",

@@ -311,8 +311,9 @@ def _draw_epoch(
     """
     epoch, index = position.epoch, position.index
     if index >= source.size:
+        name = f" of the source {source.name!r}" if source.name else ""
         raise UserError(
-            f"the data cursor is at problem {index} of {source.size}{_source_phrase(source)}: the "
+            f"the data cursor is at problem {index} of {source.size}{name}: the "
             "training data is not what the run began with"
         )
     problems: list[int] = []
@@ -325,10 +326,6 @@ def _draw_epoch(
         if index == source.size:
             epoch, index = epoch + 1, 0
     return problems, dataclasses.replace(position, epoch=epoch, index=index)
-
-
-def _source_phrase(source: Source) -> str:
-    return f" of the source {source.name!r}" if source.name else ""
 
 
 def _draw_learnable(

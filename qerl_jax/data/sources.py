@@ -110,6 +110,10 @@ class Selection:
             value = as_text(_messages(value, "the test split"))
         return value if isinstance(value, str) else _number_text(value)
 
+    def asked_in(self, evaluation: Sequence[Problem], problems: Sequence[Problem]) -> set[str]:
+        """The questions of an evaluation as those of `problems`, which this selection read."""
+        return {problem.question for problem in evaluation}
+
     def keep(self, problem: Problem) -> Problem:
         """Returns a problem that is kept; raises a LeftOutError for any other."""
         if 0 < self.max_question_chars < len(problem.question):

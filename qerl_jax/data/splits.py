@@ -145,7 +145,8 @@ def load_splits(
     else:
         problems, evaluation = _load_hub(config, held_out_size)
     if separate:
-        problems, evaluation = not_held_out(problems, separate), separate
+        problems = _remove_questions(problems, config.training.asked_in(separate, problems))
+        evaluation = separate
     if train:
         _nonempty(problems, _too_few(config, "train", len(evaluation), separate=bool(separate)))
     if config.eval_size != 0 or not train:

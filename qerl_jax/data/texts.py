@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -132,6 +133,19 @@ class SavedSelection(Selection):
             raise LeftOutError("the text of another", "sample more of them")
         self.seen.add((prompt, completion))
         return self.keep(Problem(prompt, completion, (), {"where": where}))
+
+    def asked_in(self, evaluation: Sequence[Problem], problems: Sequence[Problem]) -> set[str]:
+        """The prompts that hold all that the user of a row of the evaluation says."""
+        prompts, asked = {problem.question for problem in problems}, set[str]()
+        for columns in (problem.columns for problem in evaluation):
+            turns = columns["messages"][: columns["first"]]
+            chat = [(turn["role"], text) for turn in turns if (text := turn["content"].strip())]
+            found = prompts - asked
+            for text in [text for role, text in chat if role == "user"] or [chat[-1][1]]:
+                whole = re.compile(rf"(?<!\w){re.escape(text)}(?!\w)")
+                found = {one for one in found if text in one and whole.search(one)}
+            asked |= found
+        return asked
 
 
 def text_source(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class Pool:
             ours, theirs = socket.socketpair()
         except OSError as error:
             raise UserError(
-                f"no environment beside {len(self._all)} others, {error.strerror}: lower "
+                f"no environment after {len(self._all)} others, {error.strerror}: lower "
                 "environment.processes, or raise the limit, ulimit -n"
             ) from error
         with theirs:

@@ -146,7 +146,8 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
                     environments=conversations if task.source == RUN else None,
                 )
                 entry = results["tasks"][task.name]
-                if not _is_described(policy):
+                # A policy of `load_policy.describe_policy` has no weights.
+                if not isinstance(policy.model.params["embed_tokens"], jax.ShapeDtypeStruct):
                     entry["max_rows"] = entry.get("max_rows") or _estimate_rows(job)
                 results_folder.save_results(folder, results)
                 path = folder / f"{task.name}.jsonl"
@@ -196,11 +197,6 @@ def _encode_tasks(
 
     with template_date(policy.created or results_folder.first_start(folder)):
         return {task.name: encode(task) for task in tasks}
-
-
-def _is_described(policy: LoadedPolicy) -> bool:
-    """Whether a policy has no weights, see `load_policy.describe_policy`."""
-    return isinstance(policy.model.params["embed_tokens"], jax.ShapeDtypeStruct)
 
 
 def _is_complete(policy: LoadedPolicy, tasks: Sequence[Task], config: EvaluateConfig) -> bool:
@@ -302,7 +298,8 @@ def _complete_problems(
     The longest prompts come first in `problems`.
     """
     samples, total = job.config.samples, len(job.prompts) * job.config.samples
-    size = min(_max_problems(job), len(job.prompts))
+    # Problems whose completions the host holds in one rollout.
+    size = max(1, min(_ROLLOUT_TOKENS // (samples * job.task.max_new_tokens), len(job.prompts)))
     engine = dataclasses.replace(
         _engine(job),
         max_rows=min(max_rows, size * samples),
@@ -374,11 +371,6 @@ def _append(
         with open_to_write(path, "a", encoding="utf-8") as file:
             file.write(_lines(rows))
     return rows
-
-
-def _max_problems(job: _Job) -> int:
-    """Returns the number of problems whose completions the host holds in one rollout."""
-    return max(1, _ROLLOUT_TOKENS // (job.config.samples * job.task.max_new_tokens))
 
 
 def _watch(

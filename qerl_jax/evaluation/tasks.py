@@ -257,7 +257,9 @@ def _make_task(
         flag_values = None if trusted else overrides.values()
         source, problems = RUN, _held_out_problems(run, folder, scorers, flag_values=flag_values)
     if scorers is None:
-        settings["scorer"] = _NUMBER if _all_numbers(problems) else _MATH
+        is_number = functions.number_only_format
+        all_numbers = all(is_number("", p.answer, "", 0, True) for p in problems)
+        settings["scorer"] = _NUMBER if all_numbers else _MATH
     max_new_tokens = settings.pop("max_new_tokens")
     if not re.fullmatch("[1-9][0-9]*", max_new_tokens):
         raise UserError(f"--max-new-tokens={max_new_tokens}: it must be a number of at least 1")
@@ -268,10 +270,6 @@ def _make_task(
         max_new_tokens=int(max_new_tokens),
         **settings,
     )
-
-
-def _all_numbers(problems: Sequence[Problem]) -> bool:
-    return all(functions.number_only_format("", p.answer, "", 0, True) for p in problems)
 
 
 def _load_hub(name: str, benchmark: Benchmark, scorers: Sequence[Reward] | None) -> list[Problem]:

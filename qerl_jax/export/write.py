@@ -327,7 +327,7 @@ def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
     local = Path(base.source).is_absolute() and not config.base_name
     if config.push and config.format == "peft" and local and not config.with_base:
         raise UserError(
-            f"--push={config.push}: the base of the adapter is {base.source}, a place of this "
+            f"--push={config.push}: the base of the adapter is {base.source}, a path of this "
             "machine; pass the hub id that it has, --base-name=USER/NAME, or upload it too, "
             "--with-base"
         )

@@ -187,7 +187,7 @@ def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
     if rows := plan.rollout.rows:  # A run that learns from text has none.
         fewer = f"={max(1, 3 * rows // 4)} (now {rows})"
         buffer += f"; or, if it was the rollout that did not fit, --config.rollout.max_rows{fewer}"
-    return f"{buffer}; a run that has begun goes on with the new value"
+    return f"{buffer}; a run that has begun resumes with the new value"
 
 
 def largest_length(

@@ -5,6 +5,7 @@ depends on the config, the architecture and the size of the device alone, so a r
 same choice. `run_plan.py` is the plan of a whole run.
 """
 
+import collections
 import dataclasses
 import functools
 
@@ -198,11 +199,11 @@ def update_memory(
     costs = {
         part: part.memory(model, itemsize, tokens, recompute) for part in kinds.parts_of(model)
     }
-    layers, widths, kept_width = kinds.layers_of(model), {}, 0
-    for mixer, mlp in layers:
+    layers, widths = collections.Counter(kinds.layers_of(model)), {}
+    kept_width = model.num_layers * model.embed_dim
+    for (mixer, mlp), count in layers.items():
         own = costs[mixer].kept | costs[mlp].kept
-        kept_width += model.embed_dim
-        kept_width += sum(size for name, size in own.items() if name not in recompute)
+        kept_width += count * sum(size for name, size in own.items() if name not in recompute)
         widths |= {name: max(size, widths.get(name, 0)) for name, size in own.items()}
     loose = kept_width
     if "gate_up_proj" not in recompute:

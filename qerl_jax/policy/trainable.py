@@ -57,7 +57,8 @@ def trained_params(params: dict, parameters: str) -> dict:
             "train.parameters='full' trains the weights, but those of experts have no gradient: "
             "pass train.parameters=lora"
         )
-    if any(isinstance(leaf, QuantTensor) for leaf in _leaves(part)):
+    leaves = jax.tree.leaves(part, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
+    if any(isinstance(leaf, QuantTensor) for leaf in leaves):
         raise UserError(
             "train.parameters='full' trains the weights, but packed weights have no gradient: pass "
             "--config.model.format=bf16, or train.parameters=lora"
@@ -93,7 +94,3 @@ def _replace(tree: Any, replacement: Any) -> Any:
     if isinstance(replacement, list):
         return [_replace(*pair) for pair in zip(tree, replacement, strict=True)]
     return replacement.astype(tree.dtype)
-
-
-def _leaves(tree):
-    return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))

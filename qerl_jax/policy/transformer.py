@@ -198,7 +198,7 @@ def prefill(
     config: ModelConfig,
     cache_positions: int,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
-    """Runs the policy on prompts and keeps what their rows go on from.
+    """Runs the policy on prompts and keeps what their rows continue from.
 
     Args:
         params: the frozen policy.

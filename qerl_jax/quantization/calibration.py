@@ -277,18 +277,12 @@ def _programs(
     if jax.default_backend() != "gpu":
         return Programs(table)
     table = {
-        name: operation._replace(arguments=functools.partial(_on, x.sharding, operation))
+        name: operation._replace(
+            arguments=lambda own=operation.arguments: abstract(own(), x.sharding)
+        )
         for name, operation in table.items()
     }
     return Programs(table, compile_operations(commit(x), table.values()))
-
-
-def _on(sharding: jax.sharding.Sharding, operation: Operation) -> tuple[Any, ...]:
-    """Returns the arguments of an operation as arrays of a device."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        operation.arguments(),
-    )
 
 
 class _Quantized(NamedTuple):

@@ -92,7 +92,8 @@ def deal_buffers(buffers: Sequence[PackedBuffer], mesh: Mesh | None) -> list[Pac
     all_buffers = [*buffers, *[padding] * (-len(buffers) % count)]
     rounds = [all_buffers[start : start + count] for start in range(0, len(all_buffers), count)]
     return [
-        jax.tree.map(lambda x: put_on(x, batch_sharding(mesh)), _stack(group)) for group in rounds
+        jax.tree.map(lambda *x: put_on(np.stack(x), batch_sharding(mesh)), *group)
+        for group in rounds
     ]
 
 
@@ -118,10 +119,6 @@ def abstract_totals(totals: Totals, mesh: Mesh) -> Totals:
         gradient=abstract(totals.gradient, totals_specs.gradient),
         metrics=abstract(totals.metrics, jax.tree.map(lambda _: P(DATA), totals.metrics)),
     )
-
-
-def _stack(buffers: Sequence[PackedBuffer]) -> PackedBuffer:
-    return jax.tree.map(lambda *x: np.stack(x), *buffers)
 
 
 def _on_each(

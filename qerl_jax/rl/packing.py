@@ -125,15 +125,18 @@ def layout(
         rows = rows[np.argsort(-lengths[rows], kind="stable")]
         queue.append((int(prompts[rows[0]]), rows.tolist()))
     queue.sort(key=lambda part: -(part[0] + int(lengths[part[1]].sum())))  # a stable sort
-    buffers = []
+    buffers, sizes = [], lengths.tolist()
     while queue:
         buffer, later, free = [], [], buffer_tokens
         for prompt, rows in queue:
             fitting, postponed, space = [], [], free - prompt
-            for row in rows:
-                if lengths[row] <= space and len(fitting) < MAX_PARTS:
+            for number, row in enumerate(rows):
+                if sizes[rows[-1]] > space or len(fitting) == MAX_PARTS:
+                    postponed += rows[number:]  # The shortest row is the last one.
+                    break
+                if sizes[row] <= space:
                     fitting.append(row)
-                    space -= int(lengths[row])
+                    space -= sizes[row]
                 else:
                     postponed.append(row)
             if fitting:

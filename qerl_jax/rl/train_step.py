@@ -153,7 +153,7 @@ def make_optimizer(optimizer_config: OptimizerConfig) -> optax.GradientTransform
             b2=optimizer_config.b2,
             eps=optimizer_config.eps,
             weight_decay=optimizer_config.weight_decay,
-            mask=_is_matrix,
+            mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree),
         ),
     )
 
@@ -190,10 +190,6 @@ def custom_optimizer_digest(
     lowered = jax.jit(optimizer.update).lower(trainable, state.opt_state, trainable)
     source = source_of(import_function(config.name, what="optimizer"))
     return hashlib.sha256(f"{source}\0{lowered.as_text()}".encode()).hexdigest()
-
-
-def _is_matrix(tree):
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
 
 
 def init_state(trainable: Trainable, optimizer: optax.GradientTransformation) -> TrainState:

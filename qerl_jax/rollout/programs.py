@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from qerl_jax.compile.operation import Operation, Programs, abstract, digest
 from qerl_jax.policy import transformer
@@ -61,7 +60,10 @@ def operations(
     num_prompts, widest = shapes.prefill_batch, shapes.prompt_widths[-1]
     compute, sharding, mesh = params["embed_tokens"].dtype, key.sharding, mesh_of(params)
     recorded = {"records_routes": config.records_routes}
-    on_devices = functools.partial(_abstract_on_devices, mesh, sharding)
+
+    def on_devices(tree: Any) -> Any:
+        return abstract(tree, sharding) if mesh is None else abstract_on(tree, mesh)
+
     functions = decode if mesh is None else tensor_parallel.functions(mesh)
     rows = shapes.batch_sizes[0]
     dense_weights = None if config.dequantize == "step" else dequantization(params, rows=rows)
@@ -293,11 +295,6 @@ def _add_extensions(
         others=(rows, str(key.dtype), *(shapes.histories or ())),
         of_any_policy=True,
     )
-
-
-def _abstract_on_devices(mesh: Mesh | None, sharding: jax.sharding.Sharding, tree: Any) -> Any:
-    """Returns the shapes of a tree on a mesh, or with one sharding for all arrays."""
-    return abstract(tree, sharding) if mesh is None else abstract_on(tree, mesh)
 
 
 def _state_shapes(rows: int, shapes: RolloutShapes, config: DecodeConfig) -> decode.DecodeState:

@@ -77,7 +77,8 @@ def in_threads(
     def run(number: int) -> None:
         with contextlib.closing(parts[number]()) as steps:
             for step in steps:
-                events.put((number, _copy_arrays(step)))
+                rollout = jax.tree.map(np.copy, step.rollout)
+                events.put((number, dataclasses.replace(step, rollout=rollout)))
                 if stop.is_set():
                     break
 
@@ -96,7 +97,3 @@ def in_threads(
                     yield event
         finally:
             stop.set()
-
-
-def _copy_arrays(step: RolloutProgress) -> RolloutProgress:
-    return dataclasses.replace(step, rollout=jax.tree.map(np.copy, step.rollout))

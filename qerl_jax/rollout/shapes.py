@@ -167,7 +167,7 @@ def plan_shapes(
     )
     if not max_rows:
         raise UserError(
-            f"beside the policy the device has no memory for one row of {positions} positions: "
+            f"the device has no memory for the policy and one row of {positions} positions: "
             "lower max_new_tokens, store the cache in 'float8', or take a smaller model"
         )
     # Chunks have equal lengths. The first token of a row is sampled from its prefill.

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from qerl_jax.errors import UserError, visible
+from qerl_jax.run.folder import saved_steps
 from qerl_jax.system.safe_files import check_tree, remove_tree
 
 _MARGIN_BYTES = 64 * 2**20
@@ -180,7 +181,7 @@ class Checkpoints:
                 target = self._folder / f"damaged-{step}-{number}"
             (self._folder / str(step)).rename(target)
             print(
-                f"WARNING: the checkpoint of step {step} is damaged ({reason}) and now lies at "
+                f"WARNING: the checkpoint of step {step} is damaged ({reason}) and is now at "
                 f"{target}. Resuming from step {restored_step}.",
                 file=sys.stderr,
                 flush=True,
@@ -195,8 +196,8 @@ def read_latest_meta(folder: str | Path) -> dict[str, Any]:
 
     It reads no arrays and changes nothing, so that a run may train in the meantime.
     """
-    paths = [path for path in Path(folder).glob("*") if path.name.isdecimal()]
-    for path in sorted(paths, key=lambda path: -int(path.name)):
+    for step in sorted(saved_steps(Path(folder)), reverse=True):
+        path = Path(folder) / str(step)
         # An incomplete or damaged checkpoint raises exceptions without a common class.
         with contextlib.suppress(Exception), _one_process_context():
             check_tree(path)
@@ -228,7 +229,7 @@ def read_latest(
     abstract = jax.tree.map(functools.partial(_abstract, local=True), like)
     reasons: dict[int, str] = {}
     for _ in range(3):
-        steps = {int(path.name) for path in Path(folder).glob("*") if path.name.isdecimal()}
+        steps = saved_steps(Path(folder))
         steps = steps if step is None else steps & {step}
         for number in sorted(steps - reasons.keys(), reverse=True):
             path = Path(folder) / str(number)

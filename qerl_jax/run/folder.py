@@ -204,12 +204,12 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
             content = {"config": config_dict(config), "schedule_steps": schedule_steps}
             content |= provenance()
             write_config(folder.config, content)
-        steps = set(folder.checkpoints.glob("*"))
+        steps = saved_steps(folder.checkpoints)
         try:
             yield OpenRun(folder.path, schedule_steps, resumed, moved, note)
         except UserError:
             # A start that is refused has taken no step with the fields that it changed.
-            same_steps = set(folder.checkpoints.glob("*")) == steps
+            same_steps = saved_steps(folder.checkpoints) == steps
             if resumed and same_steps and read_run(folder.config) != saved_run:
                 write_config(folder.config, saved_run, signs=has_own_tag(saved_run))
             raise
@@ -366,9 +366,7 @@ def _check_no_outputs(folder: RunFolder) -> None:
     The first policy is written once a checkpoint is on disk. Only the best one can be earlier, in a
     start that was killed; that one has logged a step.
     """
-    if folder.checkpoints.is_dir() and any(
-        p.name.isdecimal() for p in folder.checkpoints.iterdir()
-    ):
+    if saved_steps(folder.checkpoints):
         return
     outputs = [folder.summary, folder.adapter(), folder.model()]
     if not _has_begun(folder):
@@ -376,7 +374,7 @@ def _check_no_outputs(folder: RunFolder) -> None:
     for path in outputs:
         if path.exists():
             raise UserError(
-                f"{folder.path} holds {path.name} but no checkpoint to go on from; training would "
+                f"{folder.path} holds {path.name} but no checkpoint to resume from; training would "
                 "overwrite it: pass a new or empty folder as --workdir"
             )
 
@@ -394,9 +392,15 @@ def read_run(path: Path) -> dict[str, Any] | None:
     return content if type(content.get("schedule_steps")) is int else None
 
 
+def saved_steps(checkpoints: Path) -> set[int]:
+    """The steps that have a complete checkpoint in a folder, which need not exist."""
+    names = (path.name for path in checkpoints.glob("*"))
+    return {int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)}
+
+
 def _has_begun(folder: RunFolder) -> bool:
     """Whether a step was logged or saved; a start that failed before leaves nothing to keep."""
-    if folder.checkpoints.is_dir() and any(p.is_dir() for p in folder.checkpoints.iterdir()):
+    if saved_steps(folder.checkpoints):
         return True
     rows = read_rows_of_steps(folder.metrics) if folder.metrics.exists() else []
     return any(row["step"] > 0 for row in rows)
@@ -476,7 +480,7 @@ def _compare(
     if refused_changes:
         changes = ", ".join(f"{field}: {change}" for field, change in refused_changes.items())
         begin = f"--config.init_from={folder.path}"
-        remedy = f"restore these values or pass another --workdir, with {begin} to go on from here"
+        remedy = f"restore these values or pass another --workdir, with {begin} to begin from here"
         raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}")
     return allowed_changes, moved
 

@@ -220,7 +220,7 @@ def _panels(series: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[_Panel]
         first = [("reward = accuracy", _ACCURACY[1], "linear")]
     others = [key for key in rewards if len(rewards) > 1 and not is_accuracy(key)]
     parts = [(key, ((key, "-", key),), "linear") for key in others]
-    of_text = [] if len(series["reward"][0]) else [_LOSS]
+    of_text = [] if len(series["entropy"][0]) else [_LOSS]  # A run that samples may lack rewards.
     return [*first, *parts, *of_text, *_OTHERS]
 
 

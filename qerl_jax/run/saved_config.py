@@ -46,7 +46,7 @@ def saved_config(path: Path, *, trust: bool) -> ConfigDict:
     check_run(file, saved)
     if saved.get(PYTHON_REWARDS):
         raise UserError(
-            f"{path} was trained with rewards that were given in Python: go on there, with "
+            f"{path} was trained with rewards that were given in Python: resume it there, with "
             "train(config, workdir=..., rewards=...)"
         )
     config = defaults()

@@ -71,7 +71,7 @@ def check_meta(folder: Path, meta: Mapping[str, Any]) -> None:
         and all(value is None or _is_number(value) for value in noise.values())
     ):
         raise UserError(
-            f"{folder}: no run wrote what the newest checkpoint holds beside its arrays; pass "
+            f"{folder}: no run wrote what the newest checkpoint holds besides its arrays; pass "
             "another --workdir, or the run that wrote it"
         )
 

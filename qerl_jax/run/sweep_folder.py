@@ -71,14 +71,14 @@ def train_all(
             run=run.folder,
             is_finished=functools.partial(is_finished, run),
             progress=functools.partial(_last_step, run),
-            result=functools.partial(_last_reward, run),
+            result=functools.partial(_last_result, run),
         )
         for number, run in enumerate(runs, start=1)
     ]
     return run_jobs(jobs, folder, devices)
 
 
-def _last_reward(run: Run) -> str:
+def _last_result(run: Run) -> str:
     row = next(reversed(_steps(RunFolder(run.folder))), {})
     name = "loss" if "reward" not in row and "loss" in row else "reward"  # learns from text
     value = row.get(name)

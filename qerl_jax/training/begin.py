@@ -13,6 +13,7 @@ and losses are compared between processes, not with those before a kill.
 import dataclasses
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -316,6 +317,13 @@ def check_origin(config: ConfigDict) -> None:
             f"init_from={config.init_from}: the run has no best adapter yet; leave out {BEST} to "
             "begin from its last checkpoint"
         )
+    if (old := saved_fields["data.system_prompt"]) != config.data.system_prompt:
+        print(
+            f"warning: init_from={config.init_from}: data.system_prompt was {old!r:.60} and is "
+            f"{config.data.system_prompt!r:.60}: the policy was trained on other prompts",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _begin_from(
@@ -347,7 +355,7 @@ def _begin_from(
     state = _reset_schedule(state)
     print(
         f"beginning from {'the best adapter' if best else 'the checkpoint'} of step {step} of "
-        f"{origin.path}; {reset_reason or 'its optimizer state goes on'}; {cursor_note}",
+        f"{origin.path}; {reset_reason or 'its optimizer state is kept'}; {cursor_note}",
         flush=True,
     )
     origin_checksum = checksum(state.trainable)
@@ -434,7 +442,7 @@ def _read_best(setup: Setup, origin: RunFolder) -> tuple[int, Trainable]:
         time.sleep(_PAUSE)
     raise UserError(
         f"init_from={setup.config.init_from}: {path} and {origin.best.name} are of different "
-        f"steps, as after the run was killed between both: go on with the run, or leave out {BEST}"
+        f"steps, as after the run was killed between both: resume the run, or leave out {BEST}"
     )
 
 
@@ -503,7 +511,7 @@ def _cursor(
     cursor = read_cursor(meta["cursor"])
     if not setup.collect.order.curriculum_share:
         cursor = cursor.without_scores()
-    return cursor, "its position in the problems goes on"
+    return cursor, "its position in the problems is kept"
 
 
 def _reset_schedule(state: TrainState) -> TrainState:

@@ -139,9 +139,11 @@ def dry_run(
 
 
 def check_start(
-    config: ConfigDict, *, workdir: str | Path | None = None
+    config: ConfigDict, *, workdir: str | Path | None = None, reads_rows: bool = True
 ) -> tuple[ConfigDict, Mapping[str, list[Problem]] | None, int]:
     """Refuses what a start refuses before it calls a function or reads a model.
+
+    Without `reads_rows` the steps of epochs, which are those of the rows of text, are not counted.
 
     Returns:
         The config and the problems of `settle_text`, as the folder of a run has the steps of its
@@ -152,6 +154,9 @@ def check_start(
             are absent, or the folder holds no run, or one that this config cannot resume.
     """
     validate(config)
+    if not reads_rows and learns_from_text(config) and config.sft.epochs:
+        config = config.copy_and_resolve_references()
+        config.update_from_flattened_dict({"sft.epochs": 0.0, "steps": 1})
     config, texts = settle_text(config)
     check_trackers(config)
     data, tensor = config.mesh.data, config.mesh.tensor

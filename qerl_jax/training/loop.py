@@ -136,7 +136,7 @@ def train(
     named = {} if is_text else dict(rewards_of(config, table))
     with (
         connect(devices=config.mesh.data * config.mesh.tensor) as processes,
-        memory_errors("the weights do not fit beside what else it holds: free it"),
+        memory_errors("the weights do not fit next to what else it holds: free some memory"),
     ):
         check_same_start(config, named, processes)
         if processes.writes:

@@ -156,7 +156,13 @@ def _check_text(config: ConfigDict) -> None:
 
 
 def _check_teacher(config: ConfigDict) -> None:
-    """Refuses what does not work with a teacher."""
+    """Refuses what does not work with a teacher, or without one."""
+    alone = TEACHER.holds(config) and not config.teacher.rewards
+    if config.rollout.group_size == 1 and not alone:
+        raise UserError(
+            "rollout.group_size=1: it must be at least 2, as rewards are compared within a group; "
+            "1 is for a teacher alone, teacher.rewards=false"
+        )
     if not TEACHER.holds(config):
         return
     if config.rl.loss == "gspo":
@@ -164,7 +170,7 @@ def _check_teacher(config: ConfigDict) -> None:
             "rl.loss='gspo' with a teacher: one ratio for a completion has no advantages of its "
             "tokens; pass rl.loss=gspo_token"
         )
-    if config.rl.dynamic_sampling and not config.teacher.rewards:
+    if config.rl.dynamic_sampling and alone:
         raise UserError(
             "rl.dynamic_sampling=true with teacher.rewards=false: it chooses groups by rewards "
             "that are not learned from; leave out one"

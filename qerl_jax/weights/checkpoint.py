@@ -183,7 +183,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
         lacks = f"{path}: the checkpoint lacks {_format_names(missing)}"
         if surplus:
             other = min(surplus)
-            lacks += f", and has '{other}' with the shape {shapes[other]}, which the config has not"
+            lacks += f", and the config does not have its '{other}' of the shape {shapes[other]}"
         raise UserError(lacks)
     for name, shape in expected.items():
         if shapes[name] != shape:

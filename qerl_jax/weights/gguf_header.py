@@ -157,7 +157,7 @@ def _parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         end = begin + math.prod(outer) * row_bytes
         if begin < free or end > data.size or name in tensors:
             raise _MalformedError(
-                f"{name!r:.200} lies at bytes {begin} to {end}; the tensor before it ends at "
+                f"{name!r:.200} is at bytes {begin} to {end}; the tensor before it ends at "
                 f"{free}, the file at {data.size}"
             )
         free = end

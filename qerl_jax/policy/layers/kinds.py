@@ -77,7 +77,8 @@ def mixers_of(config: ModelConfig) -> tuple[Mixer, ...]:
 
 def row_shapes(config: ModelConfig, positions: int, dtype: jnp.dtype) -> list[Kept]:
     """Returns the shapes of what a row keeps in every layer, see `part.Mixer.row_shapes`."""
-    return [kind.mixer.row_shapes(config, positions, dtype) for kind in layers_of(config)]
+    shapes = {mixer: mixer.row_shapes(config, positions, dtype) for mixer in mixers_of(config)}
+    return [shapes[layer.mixer] for layer in layers_of(config)]
 
 
 def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
