@@ -65,7 +65,7 @@ from qerl_jax.weights.load import LoadedModel
 KEYS = ("model", "seed", "form")
 TRAINED, CALIBRATED, PLAIN = "trained", "calibrated", "plain onto nvfp4"
 _TEXTS = 128  # problems on whose completions the KL is measured
-_ROWS = 640  # that decode together
+_ROWS = 960  # that decode together
 GROUP = 4  # completions of a problem in a pass: rows that wait take the slots of those that ended
 _KL_ROWS = 4
 
@@ -235,29 +235,30 @@ def take_turns(
 ) -> Iterator[tuple[str, dict[str, list[np.ndarray]]]]:
     """Lets policies complete all problems in turns, until each has its number of samples.
 
+    The turns of a policy are spread evenly, so that all have the same share of theirs at any time.
     Yields the name of the policy whose turn it was, and what `Held.correct` has returned of each.
     At `end`, a time of `time.perf_counter`, there is no further turn; 0 for no end.
     """
     passes: dict[str, list[np.ndarray]] = {name: [] for name in policies}
-    for number in range(0, max(samples.values()), GROUP):
-        for name, make in policies.items():
-            if number >= samples[name]:
-                continue
-            began = time.perf_counter()
-            passes[name] += held.correct(make(), number + 1)[: samples[name] - number]
-            yield name, passes
-            now = time.perf_counter()
-            if end and now + (now - began) > end:
-                print(f"stopped, as a turn takes {now - began:.0f} s", flush=True)
-                return
+    turns = [
+        ((number + GROUP / 2) / samples[name], name)
+        for name in policies
+        for number in range(0, samples[name], GROUP)
+    ]
+    for _, name in sorted(turns, key=lambda turn: turn[0]):
+        began, own = time.perf_counter(), passes[name]
+        own += held.correct(policies[name](), len(own) + 1)[: samples[name] - len(own)]
+        yield name, passes
+        now = time.perf_counter()
+        if end and now + (now - began) > end:
+            print(f"stopped, as a turn takes {now - began:.0f} s", flush=True)
+            return
 
 
 def accuracies(correct: list[np.ndarray], trained: list[np.ndarray]) -> dict[str, Any]:
     """The figures of passes of a policy, [P] each, compared with those of the trained one."""
     values = np.mean(correct, axis=0)
-    both = min(len(correct), len(trained))
-    mine, theirs = (np.mean(passes[:both], axis=0) for passes in (correct, trained))
-    difference, low, high = statistics.paired_difference(mine, theirs)
+    difference, low, high = statistics.paired_difference(values, np.mean(trained, axis=0))
     return {
         "accuracy": float(values.mean()),
         "accuracy_interval": statistics.Z95 * statistics.standard_error(values),

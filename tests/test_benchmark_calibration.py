@@ -30,14 +30,15 @@ def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
     base = finished_run.write_run(tmp_path / "run", tiny, own=True, size=0.3)
     out = tmp_path / "calibration.json"
     few = ("gptq", "gptq, text 1", "gptq, scales do not grow", "gptq, four times the text")
+    kept = "gptq, down_proj in 16 bits"
     run(
         str(tiny.model), f"--train={problems}", f"--test={test}", "--prompts=8", "--new-tokens=8",
-        "--windows=8", "--width=32", f"--choices={';'.join(few)}", f"--runs={base}",
-        "--samples=4", f"--out={out}",
+        "--windows=8", "--width=32", f"--choices={';'.join([*few, kept])}", f"--runs={base}",
+        "--samples=4", f"--sampled={';'.join(['rounded', *few, 'run run'])}", f"--out={out}",
     )  # fmt: skip
     rows = {row["choice"]: row for row in json.loads(out.read_text())["rows"]}
     four_bits = ["rounded", *few]
-    assert set(rows) == {"16 bits", "run run", calibration.TEXTS, *four_bits}
+    assert set(rows) == {"16 bits", "run run", calibration.TEXTS, kept, *four_bits}
     for name in four_bits:
         assert 0 < rows[name]["kl"] < rows["rounded"]["kl"] * 1.0001
         assert 0 < rows[name]["top1"] <= 1
@@ -48,6 +49,9 @@ def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
     assert rows["gptq, four times the text"]["text_tokens"] > rows["gptq"]["text_tokens"]
     assert rows["run run"]["kl"] > rows["rounded"]["kl"]
     assert rows["16 bits"]["difference"] == 0
+    assert rows[kept]["kl"] not in (0, rows["gptq"]["kl"])
+    assert "samples" not in rows.pop(kept)
+    assert rows.pop("16 bits")["samples"] == 8
     assert {row["samples"] for row in rows.values()} == {4}
     assert rows[calibration.TEXTS]["texts"] == 2
     lines = [line for line in capsys.readouterr().out.splitlines() if ": accuracy " in line]
@@ -73,6 +77,7 @@ def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
     [
         (["model", "--train=x"], "pass MODEL, --train"),
         (["model", "--train=x", "--test=y", "--choices=gtpq"], "--choices=gtpq: choose from gptq;"),
+        (["model", "--train=x", "--test=y", "--sampled=gtpq"], "--sampled=gtpq: choose from 16 b"),
         (["model", "--train=x", "--test=y", "--runs=a/s0,b/s0"], "a/s0 and b/s0 would have"),
         (["--random=gpt"], "unknown model 'gpt'"),
         (["model", "--train=x", "--width=2"], "--width=2"),
