@@ -65,7 +65,7 @@ from qerl_jax.weights.load import LoadedModel
 KEYS = ("model", "seed", "form")
 TRAINED, CALIBRATED, PLAIN = "trained", "calibrated", "plain onto nvfp4"
 _TEXTS = 128  # problems on whose completions the KL is measured
-_ROWS = 960  # that decode together
+_ROWS = 640  # that decode together
 GROUP = 4  # completions of a problem in a pass: rows that wait take the slots of those that ended
 _KL_ROWS = 4
 
