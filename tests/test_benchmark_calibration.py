@@ -1,13 +1,15 @@
 """The benchmark of the calibration: its rows, and what it refuses."""
 
 import json
+import time
 
 import finished_run
+import numpy as np
 import pytest
 import tiny_run
 from tiny_checkpoints import model_config
 
-from benchmarks import calibration, common
+from benchmarks import calibration, common, merges
 from qerl_jax.errors import UserError
 from qerl_jax.policy import architectures
 from qerl_jax.policy.layers.kinds import PROJECTIONS
@@ -86,3 +88,28 @@ def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
 def test_bad_arguments_are_refused(tmp_path, arguments, named):
     with pytest.raises(UserError, match=named):
         run(*arguments, f"--out={tmp_path / 'x.json'}")
+
+
+class FewProblems:
+    """Two problems: a policy solves the first or not; every other turn solves the second."""
+
+    def correct(self, policy, number):
+        return [np.array([policy, number % (2 * merges.GROUP) == 1], float)] * merges.GROUP
+
+
+def test_turns_are_spread_evenly_and_all_samples_count():
+    samples = {"16 bits": 16, "rounded": 4, "gptq": 8}
+    make = {name: lambda name=name: float(name == "16 bits") for name in samples}
+    turns = list(merges.take_turns(FewProblems(), make, samples, 0))
+    names, passes = [name for name, _ in turns], turns[-1][1]
+    assert names == ["16 bits", "gptq", "16 bits", "rounded", "16 bits", "gptq", "16 bits"]
+    assert {name: len(own) for name, own in passes.items()} == samples
+    # The second problem is solved in every other turn: never if only the first turn counted.
+    row = merges.accuracies(passes["rounded"], passes["16 bits"])
+    assert (row["accuracy"], row["difference"], row["samples"]) == (0.5, -0.25, 4)
+
+
+def test_a_turn_that_would_end_too_late_does_not_begin():
+    end = time.perf_counter() - 1
+    turns = list(merges.take_turns(FewProblems(), {"gptq": lambda: 0.0}, {"gptq": 8}, end))
+    assert [name for name, _ in turns] == ["gptq"]
