@@ -11,6 +11,7 @@ runs: base and last adapter. Its rows, kind "choice":
     kl, top1          KL(16 bits, choice) in nats a token, and the fraction of tokens at which both
                       find the same one the likeliest, on completions of test problems by the model
                       in 16 bits; `kl_interval` is half a 95 % interval over texts
+    entropy           how much higher the entropy of the choice is at these tokens, in nats
     accuracy          mean of `samples` completions at temperature 1 of each test problem, and the
                       `difference` from 16 bits on the same problems, with their 95 % intervals over
                       problems; 16 bits have as many samples as all texts of a calibration together

@@ -15,6 +15,8 @@ it, as `experiments.export` makes it:
     kl, top1      KL(trained, row) in nats a token, and the fraction of tokens at which both find
                   the same one the likeliest, on completions of the problems by the policy;
                   `kl_interval` is half a 95 % interval over texts
+    entropy       how much higher the entropy of the row is than that of the policy at these tokens,
+                  in nats
     kept, error   share of the update that is in the weights, and what is wrong with it, relative to
                   the update
     accuracy      mean of `samples` completions at temperature 1 of each problem, and the
@@ -203,28 +205,31 @@ def _key(number: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="config")
 def _compare(params, lora, other, tokens, *, config):
-    """KL of a policy to a model at each token, and whether both find the same one the likeliest."""
+    """KL of a policy to a model, how much higher that one's entropy is, and whether both agree."""
     lengths = jnp.full(len(tokens), tokens.shape[1])
     p, q = (
         jax.nn.log_softmax(jnp.float32(transformer.forward(*own, tokens, lengths, config=config)))
         for own in ((params, lora), (other, None))
     )
-    return jnp.sum(jnp.exp(p) * (p - q), axis=-1), p.argmax(axis=-1) == q.argmax(axis=-1)
+    kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+    entropy = jnp.sum(jnp.exp(p) * p - jnp.exp(q) * q, axis=-1)
+    return kl, entropy, p.argmax(axis=-1) == q.argmax(axis=-1)
 
 
 def divergence(
     policy: Policy, params: dict, tokens: np.ndarray, before: np.ndarray, *, config: ModelConfig
 ) -> dict[str, float]:
     """The figures of a model about the texts of a policy, as `Held.texts` returns them."""
-    kl, same = np.zeros(before.shape), np.zeros(before.shape, bool)
-    for start in range(0, len(tokens), _KL_ROWS):
-        rows = slice(start, start + _KL_ROWS)
-        found = _compare(*policy, params, tokens[rows], config=config)
-        kl[rows], same[rows] = jax.device_get(found)
+    found = (
+        jax.device_get(_compare(*policy, params, tokens[start : start + _KL_ROWS], config=config))
+        for start in range(0, len(tokens), _KL_ROWS)
+    )
+    kl, entropy, same = (np.concatenate(part) for part in zip(*found, strict=True))
     by_text = np.array([row[own].mean() for row, own in zip(kl, before, strict=True)])
     return {
         "kl": float(kl[before].mean()),
         "kl_interval": statistics.Z95 * statistics.standard_error(by_text),
+        "entropy": float(entropy[before].mean()),
         "top1": float(same[before].mean()),
         "tokens": int(before.sum()),
     }

@@ -44,6 +44,7 @@ def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
     for name in four_bits:
         assert 0 < rows[name]["kl"] < rows["rounded"]["kl"] * 1.0001
         assert 0 < rows[name]["top1"] <= 1
+        assert 0 < abs(rows[name]["entropy"]) < 0.1
         assert set(rows[name]["output_errors"]) == set(PROJECTIONS)
     for name in few:
         assert rows[name]["output_errors"]["q_proj"] < rows["rounded"]["output_errors"]["q_proj"]

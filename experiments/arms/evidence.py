@@ -43,7 +43,6 @@ _SETTINGS = {
     "eval.max_new_tokens": 1024,
     "checkpoint.every": 10,
     "log.tensorboard": False,
-    "train.buffer_tokens": 4352,
 }
 
 
