@@ -53,8 +53,10 @@ from benchmarks.random_checkpoint import write_random
 from benchmarks.rollout.subject import check_names, model_name
 from experiments.arms import evidence, evidence_math
 from qerl_jax.commands import cli
+from qerl_jax.data.prompts import encode_prompts, prompt_config
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.load_policy import open_policy
+from qerl_jax.evaluation.tasks import training_problems
 from qerl_jax.export.merge import merged_layers
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.policy import Policy
@@ -136,8 +138,15 @@ class Measure:
         self.text, self.source = text, source
         self.exact = load(source, format="bf16", dtype=_dtype())
         config = _ARMS[task].get_config()
+        # Nothing is held out where other problems evaluate.
+        config.data.path, config.data.eval_path = train, test
         run, limit = config.to_dict(), str(text.max_new_tokens)
-        self.train = merges.read_prompts(self.exact, run, train)[1]
+        self.train = encode_prompts(
+            training_problems(run, trusted=True),
+            self.exact.tokenizer,
+            prompt_config(run["data"]),
+            max_prompt_tokens=run["data"]["max_prompt_tokens"],
+        )
         problems = merges.read_prompts(self.exact, run, test, limit)
         self.policy = Policy(self.exact.params, None)
         self.held = merges.Held(

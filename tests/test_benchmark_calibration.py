@@ -61,6 +61,24 @@ def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
     assert lines
 
 
+@pytest.mark.slow  # a rollout and two models compile
+def test_mathematics_has_the_training_problems_of_its_arms(tiny, tmp_path, monkeypatch):
+    rows = [json.loads(line) for line in tiny_run.write_problems(tmp_path / "x").open()]
+    rows = [row | {"level": 2 + number % 3} for number, row in enumerate(rows)]
+    rows[1]["question"] = "t1 " * 1000  # longer than a question of the arms
+    train, texts = tmp_path / "train.jsonl", []
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    test = tmp_path / "test.jsonl"
+    test.write_text("".join(json.dumps({"question": f"t{n}", "answer": "1"}) + "\n" for n in "123"))
+    monkeypatch.setattr(calibration, "choose_prompts", lambda own, _: texts.extend(own) or own[:8])
+    run(
+        str(tiny.model), f"--train={train}", f"--test={test}", "--task=math", "--prompts=8",
+        "--new-tokens=8", "--windows=4", "--width=32", "--choices=gptq",
+        f"--out={tmp_path / 'out.json'}",
+    )  # fmt: skip
+    assert len(texts) == 15  # of 24, those of levels 3 and 4 but the long one
+
+
 @pytest.mark.slow  # 3 s
 def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
     config = model_config("qwen2", num_layers=5)
