@@ -11,16 +11,19 @@ runs: base and last adapter. Its rows, kind "choice":
     kl, top1          KL(16 bits, choice) in nats a token, and the fraction of tokens at which both
                       find the same one the likeliest, on completions of test problems by the model
                       in 16 bits; `kl_interval` is half a 95 % interval over texts
+    entropy           how much higher the entropy of the choice is at these tokens, in nats
     accuracy          mean of `samples` completions at temperature 1 of each test problem, and the
                       `difference` from 16 bits on the same problems, with their 95 % intervals over
-                      problems
+                      problems; 16 bits have as many samples as all texts of a calibration together
     output_errors     by projection, the mean over layers of the mean squared error of the outputs
                       on the calibration text, relative to their mean square
     seconds           of quantizing, which of the first choice has the compilations
 
 All choices sample and are compared as bfloat16 numbers that have the values of their four bits, and
 runs with their adapter merged, so that one program serves all of them. They take turns at all
-problems, until each has its samples or --seconds are over.
+problems, until each has its samples or --seconds are over. --sampled says which ones do, as
+"rounded;gptq"; the others have a KL alone. --task=math asks with the prompt and the scorer of the
+arms on competition mathematics.
 
 The second command calibrates layers of random weights in the shapes of a model, which it writes to
 a temporary folder in 16 bits. Its row, kind "random", has the seconds of the first layer (which
@@ -48,10 +51,12 @@ import numpy as np
 from benchmarks import common, merges
 from benchmarks.random_checkpoint import write_random
 from benchmarks.rollout.subject import check_names, model_name
+from experiments.arms import evidence, evidence_math
 from qerl_jax.commands import cli
-from qerl_jax.config.experiments import grpo_gsm8k
+from qerl_jax.data.prompts import encode_prompts, prompt_config
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.load_policy import open_policy
+from qerl_jax.evaluation.tasks import training_problems
 from qerl_jax.export.merge import merged_layers
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.policy import Policy
@@ -65,7 +70,7 @@ from qerl_jax.quantization.calibration_text import TextConfig, choose_prompts, c
 from qerl_jax.weights.checkpoint import open_checkpoint
 from qerl_jax.weights.load import load
 
-KEYS = ("kind", "model", "choice", "layers", "device")
+KEYS = ("kind", "model", "task", "choice", "layers", "device")
 
 
 class Choice(NamedTuple):
@@ -75,6 +80,7 @@ class Choice(NamedTuple):
     seed: int = 0  # of its text
     completions: int = 1  # of each prompt of the text
     by_16_bits: bool = False  # whether the model in 16 bits samples the text
+    kept: str = ""  # the weight that stays in 16 bits in all layers
 
 
 EXACT, ROUNDED, DEFAULT, TEXTS = "16 bits", "rounded", "gptq", "gptq, mean of texts"
@@ -88,8 +94,12 @@ CHOICES: dict[str, Choice] = {
     "gptq, damping 0.001": Choice({"damping": 0.001}),
     "gptq, damping 0.1": Choice({"damping": 0.1}),
     "gptq, completions of the 16-bit model": Choice(by_16_bits=True),
+    **{
+        f"gptq, {weight} in 16 bits": Choice(kept=weight)
+        for weight in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    },
 }
-_PROMPTS_OF = "qwen2.5-coder-1.5b"  # preset of grpo_gsm8k that prompts are rendered as
+_ARMS = {"gsm8k": evidence, "math": evidence_math}  # whose prompts, scorer and reward are used
 _KL_TEXTS = 256  # problems on whose completions the KL is measured
 
 
@@ -103,7 +113,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--test", default="", help="FILE.jsonl of other problems, which all are measured on")
     add("--choices", default="", help="their names, separated by semicolons (default: all)")
     add("--runs", default="", help="run folders, separated by commas, whose policies are measured")
+    add("--task", choices=list(_ARMS), default="gsm8k", help="the kind of problems (gsm8k)")
     add("--samples", type=int, default=0, help="completions per test problem (default: none)")
+    add("--sampled", default="", help="names of the rows that sample (default: all)")
     add("--seconds", type=float, default=0, help="time limit of the command (default: none)")
     add("--prompts", type=int, default=400, help="problems of a text (default: 400)")
     add("--new-tokens", type=int, default=512, help="limit of a completion (default: 512)")
@@ -117,7 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
 class Measure:
     """A model in 16 bits, and what is sampled from its layers in four bits and compared with it."""
 
-    def __init__(self, source: str, train: str, test: str, text: TextConfig):
+    def __init__(self, source: str, train: str, test: str, text: TextConfig, task: str):
         """Loads the model, compiles a sampler, and samples the texts of the KL.
 
         Raises:
@@ -125,9 +137,16 @@ class Measure:
         """
         self.text, self.source = text, source
         self.exact = load(source, format="bf16", dtype=_dtype())
-        config = grpo_gsm8k.get_config(_PROMPTS_OF)
+        config = _ARMS[task].get_config()
+        # Nothing is held out where other problems evaluate.
+        config.data.path, config.data.eval_path = train, test
         run, limit = config.to_dict(), str(text.max_new_tokens)
-        self.train = merges.read_prompts(self.exact, run, train)[1]
+        self.train = encode_prompts(
+            training_problems(run, trusted=True),
+            self.exact.tokenizer,
+            prompt_config(run["data"]),
+            max_prompt_tokens=run["data"]["max_prompt_tokens"],
+        )
         problems = merges.read_prompts(self.exact, run, test, limit)
         self.policy = Policy(self.exact.params, None)
         self.held = merges.Held(
@@ -139,6 +158,7 @@ class Measure:
         )
         self.texts = self.held.texts(self.policy, _KL_TEXTS)
         self._sampled: dict[tuple[int, bool], tuple[list[tuple[int, ...]], list[list[int]]]] = {}
+        self._calibrated: dict[str, tuple[list[dict], dict[str, Any]]] = {}
 
     def dense(self, layers: Iterable[dict]) -> Policy:
         """The policy with other layers, whose packed weights become dense, on the device."""
@@ -171,6 +191,16 @@ class Measure:
 
     def calibrate(self, choice: Choice, rounded: Policy) -> tuple[list[dict], dict[str, Any]]:
         """The layers that a choice makes, on the host, with its seconds and errors."""
+        own = choice._replace(kept="")
+        if repr(own) not in self._calibrated:
+            self._calibrated[repr(own)] = self._calibrate(own, rounded)
+        layers, found = self._calibrated[repr(own)]
+        if not choice.kept:
+            return layers, dict(found)
+        pairs = zip(layers, self.exact.params["layers"], strict=True)
+        return [own | {choice.kept: exact[choice.kept]} for own, exact in pairs], {}
+
+    def _calibrate(self, choice: Choice, rounded: Policy) -> tuple[list[dict], dict[str, Any]]:
         tokens = self.windows(choice, rounded)
         began = time.perf_counter()
         options = CalibrationOptions(reports_errors=True, **choice.options)
@@ -244,8 +274,8 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     names = ("prompts", "windows", "width")
     text = {name: getattr(arguments, name) for name in names}
     text = TextConfig(max_new_tokens=arguments.new_tokens, **text)
-    measure = Measure(arguments.model, arguments.train, arguments.test, text)
-    shared = {"kind": "choice", "model": model_name(arguments.model)}
+    measure = Measure(arguments.model, arguments.train, arguments.test, text, arguments.task)
+    shared = {"kind": "choice", "model": model_name(arguments.model), "task": arguments.task}
     shared |= {"layers": measure.exact.config.num_layers, "device": jax.devices()[0].device_kind}
     figures: dict[str, dict[str, Any]] = {}
 
@@ -265,7 +295,7 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     rounded = compare(ROUNDED, measure.rounded(), {})
     for name, choice in choices.items():
         layers, found = measure.calibrate(choice, rounded)
-        of_rounding = {"output_errors": found.pop("rounded_errors")}
+        of_rounding = {"output_errors": found.pop("rounded_errors", None)}
         if name == next(iter(choices)):
             add(ROUNDED, of_rounding)
         compare(name, layers, found)
@@ -274,14 +304,17 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     if not arguments.samples:
         return
     make = {name: functools.partial(measure.dense, layers) for name, layers in candidates.items()}
-    samples = dict.fromkeys(make, arguments.samples)
     texts = [name for name in choices if name == DEFAULT or name.startswith(_TEXT)]
+    sampled = arguments.sampled.split(";") if arguments.sampled else list(make)
+    samples = {name: arguments.samples * (name in sampled) for name in make}
+    # The mean of the texts is known best if 16 bits have as many as all of them together.
+    samples[EXACT] = arguments.samples * max(1, sum(name in sampled for name in texts))
     for name, passes in merges.take_turns(measure.held, make, samples, end):
         add(name, merges.accuracies(passes[name], passes[EXACT]))
-        if len(texts) > 1 and name == texts[-1]:
-            together = zip(*(passes[text] for text in texts), strict=True)
-            means = [np.mean(same, axis=0) for same in together]
-            add(TEXTS, merges.accuracies(means, passes[EXACT]) | {"texts": len(texts)})
+        counts = {len(passes[text]) for text in texts}
+        if len(texts) > 1 and name in texts and len(counts) == 1:
+            means = np.mean([passes[text] for text in texts], axis=0)
+            add(TEXTS, merges.accuracies(list(means), passes[EXACT]) | {"texts": len(texts)})
 
 
 def measure_random(model: str, layers: int, windows: int, width: int) -> dict[str, Any]:
@@ -301,6 +334,7 @@ def measure_random(model: str, layers: int, windows: int, width: int) -> dict[st
     return {
         "kind": "random",
         "model": model,
+        "task": "",
         "choice": DEFAULT,
         "layers": count,
         "layers_of_model": whole.num_layers,
@@ -333,10 +367,13 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if not (arguments.model and arguments.train and arguments.test):
         raise UserError("pass MODEL, --train=FILE.jsonl and --test=FILE.jsonl, or --random=NAME")
-    _runs(arguments.runs)
+    runs = _runs(arguments.runs)
     names = arguments.choices.split(";") if arguments.choices else list(CHOICES)
     if unknown := [name for name in names if name not in CHOICES]:
         raise UserError(f"--choices={unknown[0]}: choose from {'; '.join(CHOICES)}")
+    rows = (EXACT, ROUNDED, *names, *runs)
+    if unknown := [name for name in arguments.sampled.split(";") if name not in ("", *rows)]:
+        raise UserError(f"--sampled={unknown[0]}: choose from {'; '.join(rows)}")
     measure_choices(arguments, {name: CHOICES[name] for name in names})
 
 

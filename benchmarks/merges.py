@@ -15,6 +15,8 @@ it, as `experiments.export` makes it:
     kl, top1      KL(trained, row) in nats a token, and the fraction of tokens at which both find
                   the same one the likeliest, on completions of the problems by the policy;
                   `kl_interval` is half a 95 % interval over texts
+    entropy       how much higher the entropy of the row is than that of the policy at these tokens,
+                  in nats
     kept, error   share of the update that is in the weights, and what is wrong with it, relative to
                   the update
     accuracy      mean of `samples` completions at temperature 1 of each problem, and the
@@ -203,28 +205,31 @@ def _key(number: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="config")
 def _compare(params, lora, other, tokens, *, config):
-    """KL of a policy to a model at each token, and whether both find the same one the likeliest."""
+    """KL of a policy to a model, how much higher that one's entropy is, and whether both agree."""
     lengths = jnp.full(len(tokens), tokens.shape[1])
     p, q = (
         jax.nn.log_softmax(jnp.float32(transformer.forward(*own, tokens, lengths, config=config)))
         for own in ((params, lora), (other, None))
     )
-    return jnp.sum(jnp.exp(p) * (p - q), axis=-1), p.argmax(axis=-1) == q.argmax(axis=-1)
+    kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+    entropy = jnp.sum(jnp.exp(p) * p - jnp.exp(q) * q, axis=-1)
+    return kl, entropy, p.argmax(axis=-1) == q.argmax(axis=-1)
 
 
 def divergence(
     policy: Policy, params: dict, tokens: np.ndarray, before: np.ndarray, *, config: ModelConfig
 ) -> dict[str, float]:
     """The figures of a model about the texts of a policy, as `Held.texts` returns them."""
-    kl, same = np.zeros(before.shape), np.zeros(before.shape, bool)
-    for start in range(0, len(tokens), _KL_ROWS):
-        rows = slice(start, start + _KL_ROWS)
-        found = _compare(*policy, params, tokens[rows], config=config)
-        kl[rows], same[rows] = jax.device_get(found)
+    found = (
+        jax.device_get(_compare(*policy, params, tokens[start : start + _KL_ROWS], config=config))
+        for start in range(0, len(tokens), _KL_ROWS)
+    )
+    kl, entropy, same = (np.concatenate(part) for part in zip(*found, strict=True))
     by_text = np.array([row[own].mean() for row, own in zip(kl, before, strict=True)])
     return {
         "kl": float(kl[before].mean()),
         "kl_interval": statistics.Z95 * statistics.standard_error(by_text),
+        "entropy": float(entropy[before].mean()),
         "top1": float(same[before].mean()),
         "tokens": int(before.sum()),
     }
@@ -235,29 +240,30 @@ def take_turns(
 ) -> Iterator[tuple[str, dict[str, list[np.ndarray]]]]:
     """Lets policies complete all problems in turns, until each has its number of samples.
 
+    The turns of a policy are spread evenly, so that all have the same share of theirs at any time.
     Yields the name of the policy whose turn it was, and what `Held.correct` has returned of each.
     At `end`, a time of `time.perf_counter`, there is no further turn; 0 for no end.
     """
     passes: dict[str, list[np.ndarray]] = {name: [] for name in policies}
-    for number in range(0, max(samples.values()), GROUP):
-        for name, make in policies.items():
-            if number >= samples[name]:
-                continue
-            began = time.perf_counter()
-            passes[name] += held.correct(make(), number + 1)[: samples[name] - number]
-            yield name, passes
-            now = time.perf_counter()
-            if end and now + (now - began) > end:
-                print(f"stopped, as a turn takes {now - began:.0f} s", flush=True)
-                return
+    turns = [
+        ((number + GROUP / 2) / samples[name], name)
+        for name in policies
+        for number in range(0, samples[name], GROUP)
+    ]
+    for _, name in sorted(turns, key=lambda turn: turn[0]):
+        began, own = time.perf_counter(), passes[name]
+        own += held.correct(policies[name](), len(own) + 1)[: samples[name] - len(own)]
+        yield name, passes
+        now = time.perf_counter()
+        if end and now + (now - began) > end:
+            print(f"stopped, as a turn takes {now - began:.0f} s", flush=True)
+            return
 
 
 def accuracies(correct: list[np.ndarray], trained: list[np.ndarray]) -> dict[str, Any]:
     """The figures of passes of a policy, [P] each, compared with those of the trained one."""
     values = np.mean(correct, axis=0)
-    both = min(len(correct), len(trained))
-    mine, theirs = (np.mean(passes[:both], axis=0) for passes in (correct, trained))
-    difference, low, high = statistics.paired_difference(mine, theirs)
+    difference, low, high = statistics.paired_difference(values, np.mean(trained, axis=0))
     return {
         "accuracy": float(values.mean()),
         "accuracy_interval": statistics.Z95 * statistics.standard_error(values),

@@ -1,13 +1,15 @@
 """The benchmark of the calibration: its rows, and what it refuses."""
 
 import json
+import time
 
 import finished_run
+import numpy as np
 import pytest
 import tiny_run
 from tiny_checkpoints import model_config
 
-from benchmarks import calibration, common
+from benchmarks import calibration, common, merges
 from qerl_jax.errors import UserError
 from qerl_jax.policy import architectures
 from qerl_jax.policy.layers.kinds import PROJECTIONS
@@ -30,17 +32,19 @@ def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
     base = finished_run.write_run(tmp_path / "run", tiny, own=True, size=0.3)
     out = tmp_path / "calibration.json"
     few = ("gptq", "gptq, text 1", "gptq, scales do not grow", "gptq, four times the text")
+    kept = "gptq, down_proj in 16 bits"
     run(
         str(tiny.model), f"--train={problems}", f"--test={test}", "--prompts=8", "--new-tokens=8",
-        "--windows=8", "--width=32", f"--choices={';'.join(few)}", f"--runs={base}",
-        "--samples=4", f"--out={out}",
+        "--windows=8", "--width=32", f"--choices={';'.join([*few, kept])}", f"--runs={base}",
+        "--samples=4", f"--sampled={';'.join(['rounded', *few, 'run run'])}", f"--out={out}",
     )  # fmt: skip
     rows = {row["choice"]: row for row in json.loads(out.read_text())["rows"]}
     four_bits = ["rounded", *few]
-    assert set(rows) == {"16 bits", "run run", calibration.TEXTS, *four_bits}
+    assert set(rows) == {"16 bits", "run run", calibration.TEXTS, kept, *four_bits}
     for name in four_bits:
         assert 0 < rows[name]["kl"] < rows["rounded"]["kl"] * 1.0001
         assert 0 < rows[name]["top1"] <= 1
+        assert 0 < abs(rows[name]["entropy"]) < 0.1
         assert set(rows[name]["output_errors"]) == set(PROJECTIONS)
     for name in few:
         assert rows[name]["output_errors"]["q_proj"] < rows["rounded"]["output_errors"]["q_proj"]
@@ -48,10 +52,31 @@ def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
     assert rows["gptq, four times the text"]["text_tokens"] > rows["gptq"]["text_tokens"]
     assert rows["run run"]["kl"] > rows["rounded"]["kl"]
     assert rows["16 bits"]["difference"] == 0
+    assert rows[kept]["kl"] not in (0, rows["gptq"]["kl"])
+    assert "samples" not in rows.pop(kept)
+    assert rows.pop("16 bits")["samples"] == 8
     assert {row["samples"] for row in rows.values()} == {4}
     assert rows[calibration.TEXTS]["texts"] == 2
     lines = [line for line in capsys.readouterr().out.splitlines() if ": accuracy " in line]
     assert lines
+
+
+@pytest.mark.slow  # a rollout and two models compile
+def test_mathematics_has_the_training_problems_of_its_arms(tiny, tmp_path, monkeypatch):
+    rows = [json.loads(line) for line in tiny_run.write_problems(tmp_path / "x").open()]
+    rows = [row | {"level": 2 + number % 3} for number, row in enumerate(rows)]
+    rows[1]["question"] = "t1 " * 1000  # longer than a question of the arms
+    train, texts = tmp_path / "train.jsonl", []
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    test = tmp_path / "test.jsonl"
+    test.write_text("".join(json.dumps({"question": f"t{n}", "answer": "1"}) + "\n" for n in "123"))
+    monkeypatch.setattr(calibration, "choose_prompts", lambda own, _: texts.extend(own) or own[:8])
+    run(
+        str(tiny.model), f"--train={train}", f"--test={test}", "--task=math", "--prompts=8",
+        "--new-tokens=8", "--windows=4", "--width=32", "--choices=gptq",
+        f"--out={tmp_path / 'out.json'}",
+    )  # fmt: skip
+    assert len(texts) == 15  # of 24, those of levels 3 and 4 but the long one
 
 
 @pytest.mark.slow  # 3 s
@@ -73,6 +98,7 @@ def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
     [
         (["model", "--train=x"], "pass MODEL, --train"),
         (["model", "--train=x", "--test=y", "--choices=gtpq"], "--choices=gtpq: choose from gptq;"),
+        (["model", "--train=x", "--test=y", "--sampled=gtpq"], "--sampled=gtpq: choose from 16 b"),
         (["model", "--train=x", "--test=y", "--runs=a/s0,b/s0"], "a/s0 and b/s0 would have"),
         (["--random=gpt"], "unknown model 'gpt'"),
         (["model", "--train=x", "--width=2"], "--width=2"),
@@ -81,3 +107,28 @@ def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
 def test_bad_arguments_are_refused(tmp_path, arguments, named):
     with pytest.raises(UserError, match=named):
         run(*arguments, f"--out={tmp_path / 'x.json'}")
+
+
+class FewProblems:
+    """Two problems: a policy solves the first or not; every other turn solves the second."""
+
+    def correct(self, policy, number):
+        return [np.array([policy, number % (2 * merges.GROUP) == 1], float)] * merges.GROUP
+
+
+def test_turns_are_spread_evenly_and_all_samples_count():
+    samples = {"16 bits": 16, "rounded": 4, "gptq": 8}
+    make = {name: lambda name=name: float(name == "16 bits") for name in samples}
+    turns = list(merges.take_turns(FewProblems(), make, samples, 0))
+    names, passes = [name for name, _ in turns], turns[-1][1]
+    assert names == ["16 bits", "gptq", "16 bits", "rounded", "16 bits", "gptq", "16 bits"]
+    assert {name: len(own) for name, own in passes.items()} == samples
+    # The second problem is solved in every other turn: never if only the first turn counted.
+    row = merges.accuracies(passes["rounded"], passes["16 bits"])
+    assert (row["accuracy"], row["difference"], row["samples"]) == (0.5, -0.25, 4)
+
+
+def test_a_turn_that_would_end_too_late_does_not_begin():
+    end = time.perf_counter() - 1
+    turns = list(merges.take_turns(FewProblems(), {"gptq": lambda: 0.0}, {"gptq": 8}, end))
+    assert [name for name, _ in turns] == ["gptq"]

@@ -7,6 +7,7 @@ import re
 import numpy as np
 from scipy import stats
 
+from benchmarks import calibration
 from qerl_jax.run.statistics import paired_difference
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -53,6 +54,34 @@ def test_what_is_said_of_speed():
     assert found == [f"{n:,}" for n in (max(row["batch"] for row in rows), *lengths)]
 
 
+def sampled_cost():
+    """What calibrated weights cost at temperature 1 before training, with its interval."""
+    is_mean = {"device": "NVIDIA H200", "choice": calibration.TEXTS, "task": "gsm8k"}.items()
+    (row,) = [row for row in read("calibration.json")["rows"] if is_mean <= row.items()]
+    assert row["texts"] == 5
+    cost, half = -100 * row["difference"], 100 * row["difference_interval"]
+    return [f"{value:.1f}" for value in (cost, cost - half, cost + half)]
+
+
+def test_what_calibration_leaves():
+    """Every row of the table has the figures of its row in calibration.json."""
+    found, text = figures("## What calibration leaves", "- Calibrated,", "docs/evidence.md")
+    rows = {
+        row["choice"]: row
+        for row in read("calibration.json")["rows"]
+        if (row["kind"], row["device"]) == ("choice", "NVIDIA H200")
+    }
+    for choice, row in rows.items():
+        figure = row.get("kl", row.get("accuracy"))
+        assert (f"{figure:.4f}" if "kl" in row else f"{100 * figure:.1f}") in found, choice
+        if "difference" in row and choice != calibration.EXACT:
+            cost, half = 100 * row["difference"], 100 * row["difference_interval"]
+            accuracy = f"{100 * row['accuracy']:.1f}"
+            interval = f"{cost:+.1f} [{cost - half:+.1f}, {cost + half:+.1f}] |"
+            lines = [line for line in text.splitlines() if line.endswith(interval)]
+            assert any(f"| {accuracy}" in line for line in lines), choice
+
+
 def test_what_four_bits_cost():
     bf16, *_ = differences("bf16-lora", "bf16-lora")
     costs = [differences(arm, "bf16-lora") for arm in ("nvfp4-lora", "nvfp4-rounded-lora")]
@@ -67,25 +96,26 @@ def test_what_four_bits_cost():
         expected += [f"{value:.1f}" for value in (cost, *ends)]
     page = "docs/evidence.md"
     assert figures("## What four bits cost", "| arm", page)[0] == expected
-    # One sentence of the README: steps, cost, both arms after training, problems, seeds' interval.
+    # One sentence of the README: steps, cost, both arms after training, problems, seeds' interval,
+    # and what the mean of several calibrations costs before training.
     start = "**What four bits cost.** After "
     steps, cost, *others = (expected[i] for i in (4, 8, 6, 5, 0, 11, 12))
     found, text = figures(start, "docs/evidence.md")
-    assert found == [steps, "1.5", cost, *others]
+    assert found == [steps, "1.5", cost, *others, *sampled_cost()]
     assert "calibrated" in text
 
 
 def test_what_noise_gains():
-    calibrated, rounded, same_rate = "nvfp4-lora", "nvfp4-rounded-lora", "nvfp4-lora-lr5e-5"
+    calibrated, rounded = "nvfp4-lora", "nvfp4-rounded-lora"
     expected, unclear = [], []
-    for reference, arm in ((calibrated,) * 2, (rounded,) * 2, (same_rate, calibrated)):
+    for arm in (calibrated, rounded):
         for noise in ("paper", "kl0.01"):
-            rows, problems, seeds = differences(f"{arm}-aqn-{noise}", reference)
+            rows, problems, seeds = differences(f"{arm}-aqn-{noise}", arm)
             few = len(rows) < 3  # such an arm has its interval over problems
             gain = problems if few else seeds
             expected += [f"{value:+.1f}" for value in gain] + [str(len(rows))] * few
             expected += [noise[2:]] * noise.startswith("kl")
-            unclear += [gain[1] <= 0 <= gain[2]] * (reference == calibrated)
+            unclear += [gain[1] <= 0 <= gain[2]] * (arm == calibrated)
     found, text = figures("## What noise gains", "## Claims", "docs/evidence.md")
     assert "no gain differs clearly from 0" in " ".join(text.split())
     assert all(unclear)
