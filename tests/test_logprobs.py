@@ -188,7 +188,7 @@ def test_gradients_are_those_of_a_log_softmax(tied, chunk_bytes, entropy_gradien
         np.testing.assert_allclose(gradient, wanted, atol=1e-5 * scale)
 
 
-def test_a_frozen_head_is_not_copied(monkeypatch):
+def test_a_frozen_head_is_not_copied_and_multiplies_once(monkeypatch):
     monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", SMALL_CHUNKS)
     config, params, _, lora = policy()
 
@@ -198,6 +198,7 @@ def test_a_frozen_head_is_not_copied(monkeypatch):
         )
         return chosen.sum()
 
+    logits = rf"= f32\[{SMALL_CHUNKS // (4 * VOCAB)},{VOCAB}\]\S* dot\("
     text = jax.jit(jax.grad(loss)).lower(lora, params).compile().as_text()
     head = f"f32[{VOCAB},{config.embed_dim}]"
     made = re.findall(rf" = {re.escape(head)}\S* ([\w-]+)\(", text)
@@ -207,6 +208,8 @@ def test_a_frozen_head_is_not_copied(monkeypatch):
     ]
     assert results
     assert not any(head in result for result in results)
+    # The logits of a chunk are computed once.
+    assert len(re.findall(logits, text)) == 1
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
