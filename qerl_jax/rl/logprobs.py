@@ -260,7 +260,8 @@ def _token_logprobs_in_chunks_fwd(
 
     def statistics(_, hidden, ids):
         logits, pull_back = jax.vjp(lambda x: transformer.logits(head, x), hidden)
-        logits = _tempered(logits, temperature)
+        # Otherwise XLA divides by the temperature in a kernel that writes the logits once more.
+        logits = _tempered(jax.lax.optimization_barrier(logits), temperature)
         found = _statistics(logits, ids, model_config)
         if recomputes:
             return None, (*found, None)
