@@ -14,6 +14,10 @@ completion, so every row has --new-tokens. With --mean-length, one in that many 
 completion: lengths then are geometric with this mean, cut at --new-tokens. Rewards are drawn at
 random, so no group has equal rewards and nothing is left out.
 
+With --drawn the completions are drawn at random and nothing is sampled: of long rows the update is
+measured alone. The row then has no rollout_s, step_s, samples_per_s and logprob_diff_mean, and
+rows may be longer than the positions of the model.
+
 With --teacher a random model in NVFP4 scores every token; its reverse KL is added to the rewards.
 
 With --mesh=data=N,tensor=M the rows of a step are dealt out to N groups of M devices, and weights
@@ -65,6 +69,7 @@ from qerl_jax.commands import cli
 
 if TYPE_CHECKING:
     from qerl_jax.processes.group import Processes
+    from qerl_jax.rollout.sampler import Sampler
 
 _SETTINGS = ("prompt", "new_tokens", "mean_length", "group", "updates", "lora_rank")
 KEYS = (
@@ -92,6 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     mesh = "devices, such as data=2 or data=1,tensor=2; may be repeated (default: data=1)"
     add("--mesh", action="append", type=read_mesh, help=mesh)
     add("--steps", type=int, default=3, help="measured steps, after a first one (default: 3)")
+    add("--drawn", action="store_true", help="draw the completions, and measure the update alone")
     return parser
 
 
@@ -154,6 +160,9 @@ def _setup(
     )
     rng = np.random.default_rng(0)
     architecture = ARCHITECTURES[model]
+    if arguments.drawn:
+        positions = max(architecture.max_position, arguments.prompt + arguments.new_tokens)
+        architecture = dataclasses.replace(architecture, max_position=positions)
     ends = architecture.vocab_size // arguments.mean_length if arguments.mean_length else 0
     teacher = None
     if arguments.teacher:
@@ -185,8 +194,47 @@ def _setup(
         {"buffer_tokens": setup.memory.buffer_tokens, "recompute": list(setup.update.recompute)},
         "give all of them the same GPU memory",
     )
+    if arguments.drawn:
+        collect = dataclasses.replace(setup.collect, sampler=_drawing(setup.collect.sampler))
+        setup = dataclasses.replace(setup, collect=collect)
     key = shard(setup.key, mesh) if processes.count > 1 else setup.key
     return dataclasses.replace(setup, processes=processes, key=key)
+
+
+def _drawing(sampler: "Sampler") -> "Sampler":
+    """The sampler with completions of full length that are drawn, all tokens alike."""
+    import jax
+    import numpy as np
+
+    from qerl_jax.rollout.completions import Rollout
+    from qerl_jax.rollout.progress import RolloutProgress, Statistics
+    from qerl_jax.rollout.sampler import Sampler
+
+    class Drawing(Sampler):
+        def operations(self, key: Any, policy: Any, *, num_prompts: int) -> list:
+            del key, policy, num_prompts
+            return []
+
+        def steps(
+            self, key: Any, policy: Any, prompts: Any, *, ids: Any = None, dialog: Any = None
+        ) -> Any:
+            del policy, ids, dialog
+            vocab_size = self.model_config.vocab_size
+            shape = len(prompts) * self.group_size, self.sampling.max_new_tokens
+            entropies = np.full(shape, math.log(vocab_size), np.float32)
+            rollout = Rollout(
+                tokens=np.asarray(jax.random.randint(key, shape, 0, vocab_size)),
+                lengths=np.full(shape[0], shape[1], np.int32),
+                finished=np.zeros(shape[0], bool),
+                logprobs=-entropies,
+                entropies=entropies,
+            )
+            done, work = np.ones(shape[0], bool), Statistics(len(prompts), 1, 1)
+            yield RolloutProgress(done, shape[0] * shape[1], work, rollout)
+            return rollout
+
+    fields = dataclasses.fields(sampler)
+    return Drawing(**{field.name: getattr(sampler, field.name) for field in fields})
 
 
 def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[str, Any]]:
@@ -268,23 +316,25 @@ def measure(
     peak = max((stats["peak_bytes_in_use"] for stats in memory if stats), default=None)
     update, updates = median("train_seconds"), arguments.updates
     batch, seconds = arguments.prompts * data * arguments.group, median("step_seconds")
+    # The trainer computes without the noise of a rollout, so only steps without noise count.
+    differences = [row["logprob_diff_mean"] for row in steps if not row["sigma"]]
+    sampled = {
+        "rollout_s": median("rollout_seconds"),
+        "step_s": seconds,
+        "samples_per_s": batch / seconds,
+        "logprob_diff_mean": statistics.median(differences),
+    }
     taught = {"teacher_s": median("teacher_seconds")} if arguments.teacher else {}
     return {
         "model": f"{model} and {arguments.teacher}" if taught else model,
         "format": format,
         "batch": batch,
         **{name: getattr(arguments, name) for name in _SETTINGS},
-        "rollout_s": median("rollout_seconds"),
+        **(dict.fromkeys(sampled) if arguments.drawn else sampled),
         "update_s": update,
         **taught,
-        "step_s": seconds,
-        "samples_per_s": batch / seconds,
         "update_tokens_per_s": batch * (arguments.prompt + median("length")) * updates / update,
         "trained_tokens_per_s": median("packed_tokens") * updates / update,
-        # The trainer computes without the noise of a rollout, so only steps without noise count.
-        "logprob_diff_mean": statistics.median(
-            row["logprob_diff_mean"] for row in steps if not row["sigma"]
-        ),
         "update_buffers": median("update_buffers"),
         "buffer_tokens": setup.memory.buffer_tokens,
         "recompute": ",".join(setup.update.recompute) or "none",

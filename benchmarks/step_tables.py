@@ -1,7 +1,7 @@
 """Tables of training steps, here and of other libraries, made of rows of benchmarks/results/."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.result_tables import filled, short_name, table
@@ -114,6 +114,42 @@ def largest_scaling(rows: Iterable[dict]) -> str:
             scaling = row["devices"], row["samples_per_s"] / single_rate
             best[row["model"]] = max(scaling, best.get(row["model"], scaling))
     return ", ".join(f"{ratio:.2f} on {n} GPUs ({model})" for model, (n, ratio) in best.items())
+
+
+def long_rows_table(rows: Iterable[dict], published: Iterable[dict]) -> str:
+    """Updates on rows that were drawn, and the figures that other libraries publish."""
+
+    def optional(name: str, form: str) -> Callable[[dict], str]:
+        return lambda row: "" if row[name] is None else format(row[name], form)
+
+    ours = [
+        row
+        | {
+            "library": "here",
+            "tokens": row["prompt"] + row["new_tokens"],
+            "tokens_per_s": row["update_tokens_per_s"],
+            "origin": f"commit {row['commit']:.8}",
+        }
+        for row in rows
+    ]
+    theirs = [row | {"origin": f"[published]({row['source']}), {row['date']}"} for row in published]
+    columns = [
+        ("library", "{library}"),
+        ("model", "{model}"),
+        ("weights", "{format}"),
+        ("rows x tokens", lambda row: f"{row['batch'] or '?'} x {row['tokens']:,}"),
+        ("LoRA rank", optional("lora_rank", "d")),
+        ("update s", optional("update_s", ".2f")),
+        ("tokens/s", optional("tokens_per_s", ",.0f")),
+        ("peak GB", "{peak_gb:.1f}"),
+        ("recomputed", lambda row: "" if row["recompute"] == "none" else row["recompute"]),
+        ("card", "{device}"),
+        ("from", "{origin}"),
+    ]
+    order = sorted(
+        [*ours, *theirs], key=lambda row: (_billions(row["model"].lower())[0], row["tokens"])
+    )
+    return table(columns, order)
 
 
 # --- Steps of other libraries -------------------------------------------------------------------

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import tiny_checkpoints
 import tiny_model
 import tiny_run
 from contrast import contrast
@@ -31,9 +32,11 @@ from benchmarks import (
     tables,
 )
 from benchmarks.result_tables import STEPS
-from benchmarks.step import KEYS, make_parser, merge, timed_steps
+from benchmarks.step import KEYS, make_parser, measure, merge, timed_steps
 from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.errors import UserError
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.processes.group import ALONE
 from qerl_jax.rewards.calls import call_of
 from qerl_jax.rollout.progress import Statistics
 from qerl_jax.training.loop import train
@@ -415,6 +418,19 @@ def test_a_step_that_compiles_is_no_measurement():
     with pytest.raises(UserError, match=r"step 2 compiled \d+ programs in .* no measurement"):
         timed_steps(step, 2)
     assert len(timed_steps(dict, 3)) == 3
+
+
+def test_the_update_of_rows_that_are_drawn(monkeypatch):
+    model = tiny_checkpoints.model_config("qwen2", vocab_size=100, num_layers=1)
+    monkeypatch.setitem(ARCHITECTURES, "qwen2.5-1.5b", model)
+    length = model.max_position + 5  # the positions grow with the rows
+    sizes = ["--drawn", "--group=2", "--prompt=5", f"--new-tokens={length - 5}", "--steps=1"]
+    arguments = make_parser().parse_args([*sizes, "--lora-rank=2"])
+    row = measure(arguments, "qwen2.5-1.5b", "bf16", (1, 1), ALONE)
+    assert row["rollout_s"] is row["step_s"] is row["samples_per_s"] is None
+    assert row["logprob_diff_mean"] is None
+    assert row["update_tokens_per_s"] == pytest.approx(2 * length / row["update_s"])
+    assert row["update_buffers"] * row["buffer_tokens"] >= 2 * (length - 5)
 
 
 def test_the_meshes_of_steps(capsys):

@@ -188,7 +188,37 @@ def test_gradients_are_those_of_a_log_softmax(tied, chunk_bytes, entropy_gradien
         np.testing.assert_allclose(gradient, wanted, atol=1e-5 * scale)
 
 
-def test_a_frozen_head_is_not_copied(monkeypatch):
+@pytest.mark.parametrize(("dtype", "error"), [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)])
+def test_the_gradient_of_states_under_a_frozen_head(dtype, error, monkeypatch):
+    """It has the error of its dtype, and none that all tokens share, such as that of 1 / 0.9."""
+    monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", SMALL_CHUNKS)
+    rng, count, tokens = np.random.default_rng(0), 250, 256
+    config = policy()[0]
+    hidden = jnp.asarray(4 * rng.standard_normal((tokens, 16)), dtype)
+    head = jnp.asarray(rng.standard_normal((VOCAB, 16)), dtype)
+    ids, weights = rng.integers(0, VOCAB, tokens), rng.standard_normal(tokens).astype(np.float32)
+
+    def loss(hidden):
+        logprobs, entropies = logprobs_lib._logprobs_and_entropies(
+            {"embed_tokens": head}, hidden, jnp.asarray(ids), count, 0.9, config, False
+        )
+        return jnp.sum((weights * logprobs)[:count]), entropies
+
+    program = jax.jit(jax.grad(loss, has_aux=True)).lower(hidden)
+    # The temperature belongs to the kernels that read the logits.
+    assert program.as_text().count("optimization_barrier") == 1
+    found = np.asarray(program.compile()(hidden)[0], np.float64)
+    states, matrix = (np.asarray(x, np.float64) for x in (hidden, head))
+    logits = states @ matrix.T / 0.9
+    odds = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    slopes = np.eye(VOCAB)[ids] - odds / odds.sum(axis=-1, keepdims=True)
+    expected = weights[:, None] * (np.arange(tokens) < count)[:, None] * (slopes @ matrix) / 0.9
+    scale = np.linalg.norm(expected)
+    assert np.linalg.norm(found - expected) < error * scale
+    assert abs((found * expected).sum() / scale**2 - 1) < 0.1 * error
+
+
+def test_a_frozen_head_is_not_copied_and_multiplies_once(monkeypatch):
     monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", SMALL_CHUNKS)
     config, params, _, lora = policy()
 
@@ -198,6 +228,7 @@ def test_a_frozen_head_is_not_copied(monkeypatch):
         )
         return chosen.sum()
 
+    logits = rf"= f32\[{SMALL_CHUNKS // (4 * VOCAB)},{VOCAB}\]\S* dot\("
     text = jax.jit(jax.grad(loss)).lower(lora, params).compile().as_text()
     head = f"f32[{VOCAB},{config.embed_dim}]"
     made = re.findall(rf" = {re.escape(head)}\S* ([\w-]+)\(", text)
@@ -207,6 +238,8 @@ def test_a_frozen_head_is_not_copied(monkeypatch):
     ]
     assert results
     assert not any(head in result for result in results)
+    # The logits of a chunk are computed once.
+    assert len(re.findall(logits, text)) == 1
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

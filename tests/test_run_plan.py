@@ -32,7 +32,11 @@ from qerl_jax.policy.trainable import trained_params
 from qerl_jax.system.device_memory import pool_of
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
-MEASURED = json.loads((RESULTS / "step.json").read_text())["rows"]
+MEASURED = [
+    row
+    for name in ("step", "long_rows")
+    for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+]
 # Commits at which an update also held a copy of the head.
 COPIED_HEAD = {
     "6b8478842a6d80d2abc3c06a7f69848c1431ead7",

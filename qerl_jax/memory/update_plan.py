@@ -26,6 +26,9 @@ RECOMPUTATIONS: tuple[tuple[str, ...], ...] = (
     (),
     ("gate_up_proj",),
     ("gate_up_proj", "o_proj"),
+    # Without the attention, whose time grows with the rows: with 65,536 tokens an update of
+    # Qwen3-4B takes 25.2 s in place of 28.9.
+    ("qkv_proj", "o_proj", "gate_up_proj"),
     PRODUCTS,
 )
 

@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from qerl_jax.policy import transformer
 from qerl_jax.policy.collectives import over_vocabulary, own_tokens
@@ -230,32 +231,64 @@ _token_logprobs.defvjp(_token_logprobs_fwd, _token_logprobs_bwd)
 def _token_logprobs_in_chunks(
     head, hidden, ids, count, temperature, model_config, entropy_gradient
 ):
-    """`_token_logprobs` for states in place of logits, which the backward pass computes again.
+    """`_token_logprobs` for states in place of logits.
+
+    The logits are computed once: while they are held, the forward pass makes the gradient of each
+    log-probability by its state, which the backward pass multiplies by a number. Only for a
+    gradient of the entropies, or of the head, are they computed again.
 
     Left to JAX, a chunk that may be skipped hands all that its gradient reads from one conditional
     to another, and XLA copies the head: 1.6 GB for 32B. The temperature has no gradient.
     """
-    arguments = head, hidden, ids, count, temperature, model_config, entropy_gradient
-    return _token_logprobs_in_chunks_fwd(*arguments)[0]
+    del entropy_gradient
+
+    def statistics(_, hidden, ids):
+        return None, _statistics(_tempered_logits(head, hidden, temperature), ids, model_config)[:2]
+
+    return _scan_chunks(
+        statistics, None, (hidden, ids), count=count, vocab_size=model_config.vocab_size
+    )[1]
 
 
 def _token_logprobs_in_chunks_fwd(
     head, hidden, ids, count, temperature, model_config, entropy_gradient
 ):
-    del entropy_gradient
+    """The residuals have the gradient of each log-probability by its state, or None."""
+    arguments = head, hidden, ids, count, temperature
+    recomputes = entropy_gradient or any(leaf.perturbed for leaf in jax.tree.leaves(head))
+    head, hidden, ids, count, temperature = jax.tree.map(lambda leaf: leaf.value, arguments)
 
     def statistics(_, hidden, ids):
-        return None, _statistics(_tempered_logits(head, hidden, temperature), ids, model_config)
+        logits, pull_back = jax.vjp(lambda x: transformer.logits(head, x), hidden)
+        # Otherwise XLA divides by the temperature in a kernel that writes the logits once more.
+        logits = _tempered(jax.lax.optimization_barrier(logits), temperature)
+        found = _statistics(logits, ids, model_config)
+        if recomputes:
+            return None, (*found, None)
+        logprobs, entropies, normalizers = found
+        ones = jnp.ones_like(logprobs), jnp.zeros_like(entropies)
+        dlogits = _logits_gradient(
+            *(logits, ids, normalizers, entropies, *ones),
+            model_config=model_config,
+            entropy_gradient=False,
+        )
+        return None, (*found, *pull_back(dlogits))
 
-    _, (logprobs, entropies, normalizers) = _scan_chunks(
+    _, (logprobs, entropies, normalizers, slopes) = _scan_chunks(
         statistics, None, (hidden, ids), count=count, vocab_size=model_config.vocab_size
     )
-    residuals = head, hidden, ids, count, temperature, normalizers, entropies
+    residuals = head, hidden, ids, count, temperature, normalizers, entropies, slopes
     return (logprobs, entropies), residuals
 
 
 def _token_logprobs_in_chunks_bwd(model_config, entropy_gradient, residuals, gradients):
-    head, hidden, ids, count, temperature, normalizers, entropies = residuals
+    head, hidden, ids, count, temperature, normalizers, entropies, slopes = residuals
+    zeros = jnp.zeros_like(entropies)
+    gradients = [zeros if isinstance(one, SymbolicZero) else one for one in gradients]
+    if slopes is not None:
+        # Slopes are without the temperature: bfloat16 has 1, but not 1 / 0.9.
+        dhidden = (_tempered(gradients[0], temperature)[:, None] * slopes).astype(hidden.dtype)
+        return jax.tree.map(jnp.zeros_like, head), dhidden, None, None, None
 
     def add_gradient(dhead, hidden, *rest):
         logits, pull_back = jax.vjp(
@@ -278,7 +311,9 @@ def _token_logprobs_in_chunks_bwd(model_config, entropy_gradient, residuals, gra
     return dhead, dhidden, None, None, None
 
 
-_token_logprobs_in_chunks.defvjp(_token_logprobs_in_chunks_fwd, _token_logprobs_in_chunks_bwd)
+_token_logprobs_in_chunks.defvjp(
+    _token_logprobs_in_chunks_fwd, _token_logprobs_in_chunks_bwd, symbolic_zeros=True
+)
 
 
 def _statistics(logits, ids, model_config):
@@ -339,8 +374,12 @@ def _head(params):
 
 
 def _tempered_logits(head, hidden, temperature):
+    return _tempered(transformer.logits(head, hidden), temperature)
+
+
+def _tempered(logits, temperature):
     # As in the sampler, to the bit.
-    return transformer.logits(head, hidden) * (1.0 / temperature)
+    return logits * (1.0 / temperature)
 
 
 def logits_chunk(vocab_size: int) -> int:
