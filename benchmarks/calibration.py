@@ -21,9 +21,9 @@ runs: base and last adapter. Its rows, kind "choice":
 
 All choices sample and are compared as bfloat16 numbers that have the values of their four bits, and
 runs with their adapter merged, so that one program serves all of them. They take turns at all
-problems, until each has its samples or --seconds are over. --sampled says which ones do, as
-"rounded;gptq"; the others have a KL alone. --task=math asks with the prompt and the scorer of the
-arms on competition mathematics.
+problems, until each has its samples or --seconds are over. --sampled says which ones do with 16
+bits, as "rounded;gptq"; the others have a KL alone. --task=math asks with the prompt and the scorer
+of the arms on competition mathematics.
 
 The second command calibrates layers of random weights in the shapes of a model, which it writes to
 a temporary folder in 16 bits. Its row, kind "random", has the seconds of the first layer (which
@@ -80,7 +80,7 @@ class Choice(NamedTuple):
     seed: int = 0  # of its text
     completions: int = 1  # of each prompt of the text
     by_16_bits: bool = False  # whether the model in 16 bits samples the text
-    kept: str = ""  # the weight that stays in 16 bits in all layers
+    kept: str = ""  # the weight that stays in 16 bits in all layers that have it
 
 
 EXACT, ROUNDED, DEFAULT, TEXTS = "16 bits", "rounded", "gptq", "gptq, mean of texts"
@@ -198,7 +198,8 @@ class Measure:
         if not choice.kept:
             return layers, dict(found)
         pairs = zip(layers, self.exact.params["layers"], strict=True)
-        return [own | {choice.kept: exact[choice.kept]} for own, exact in pairs], {}
+        kept = {choice.kept}
+        return [own | {name: exact[name] for name in kept & own.keys()} for own, exact in pairs], {}
 
     def _calibrate(self, choice: Choice, rounded: Policy) -> tuple[list[dict], dict[str, Any]]:
         tokens = self.windows(choice, rounded)
@@ -278,6 +279,11 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     shared = {"kind": "choice", "model": model_name(arguments.model), "task": arguments.task}
     shared |= {"layers": measure.exact.config.num_layers, "device": jax.devices()[0].device_kind}
     figures: dict[str, dict[str, Any]] = {}
+    weights = set().union(*measure.exact.params["layers"])
+    absent = [name for name, choice in choices.items() if not {choice.kept} <= weights | {""}]
+    if absent and arguments.choices:
+        raise UserError(f"--choices={absent[0]}: no layer of {arguments.model} has this weight")
+    choices = {name: choice for name, choice in choices.items() if name not in absent}
 
     def add(choice: str, found: dict[str, Any]) -> None:
         row = figures.setdefault(choice, {})
@@ -310,9 +316,10 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     # The mean of the texts is known best if 16 bits have as many as all of them together.
     samples[EXACT] = arguments.samples * max(1, sum(name in sampled for name in texts))
     for name, passes in merges.take_turns(measure.held, make, samples, end):
-        add(name, merges.accuracies(passes[name], passes[EXACT]))
+        for own, found in merges.changed(name, passes, EXACT).items():
+            add(own, found)
         counts = {len(passes[text]) for text in texts}
-        if len(texts) > 1 and name in texts and len(counts) == 1:
+        if len(texts) > 1 and name in (EXACT, *texts) and len(counts) == 1 and 0 not in counts:
             means = np.mean([passes[text] for text in texts], axis=0)
             add(TEXTS, merges.accuracies(list(means), passes[EXACT]) | {"texts": len(texts)})
 
@@ -374,6 +381,8 @@ def run(arguments: argparse.Namespace) -> None:
     rows = (EXACT, ROUNDED, *names, *runs)
     if unknown := [name for name in arguments.sampled.split(";") if name not in ("", *rows)]:
         raise UserError(f"--sampled={unknown[0]}: choose from {'; '.join(rows)}")
+    if arguments.sampled and not arguments.samples:
+        raise UserError("--sampled: nothing is sampled; pass --samples=NUMBER, too")
     measure_choices(arguments, {name: CHOICES[name] for name in names})
 
 

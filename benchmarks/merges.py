@@ -274,6 +274,17 @@ def accuracies(correct: list[np.ndarray], trained: list[np.ndarray]) -> dict[str
     }
 
 
+def changed(
+    name: str, passes: Mapping[str, list[np.ndarray]], trained: str
+) -> dict[str, dict[str, Any]]:
+    """The figures that a turn changes: those of its policy, or of all after one of the trained one.
+
+    So all are compared with every sample that the trained one has.
+    """
+    names = [own for own in (passes if name == trained else [name]) if passes[own]]
+    return {own: accuracies(passes[own], passes[trained]) for own in names if passes[trained]}
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
     start = time.perf_counter()
@@ -321,7 +332,8 @@ def run(arguments: argparse.Namespace) -> None:
     make = {name: lambda own=own: own for name, own in policies.items()}
     end = arguments.seconds and start + arguments.seconds
     for name, passes in take_turns(held, make, samples, end):
-        add(name, accuracies(passes[name], passes[TRAINED]))
+        for own, found in changed(name, passes, TRAINED).items():
+            add(own, found)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,28 @@ def test_mathematics_has_the_training_problems_of_its_arms(tiny, tmp_path, monke
     assert len(texts) == 15  # of 24, those of levels 3 and 4 but the long one
 
 
+@pytest.mark.slow  # two models compile
+@pytest.mark.parametrize(
+    ("model_type", "kept", "absent"),
+    [("qwen3_moe", "qkv_proj", "down_proj"), ("qwen3_5", "qkv_proj", "")],
+)
+def test_weights_stay_in_16_bits_where_layers_have_them(tmp_path, model_type, kept, absent):
+    model = tiny_run.write_model(tmp_path / "model", model_type=model_type)
+    problems = tiny_run.write_problems(tmp_path / "train.jsonl")
+    test = tmp_path / "test.jsonl"
+    test.write_text(json.dumps({"question": "t1", "answer": "1"}) + "\n")
+    sizes = "--prompts=8", "--new-tokens=8", "--windows=8", "--width=32"
+    arguments = str(model), f"--train={problems}", f"--test={test}", *sizes
+    arguments += (f"--out={tmp_path / 'out.json'}",)
+    run(*arguments, f"--choices=gptq;gptq, {kept} in 16 bits")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    kls = {row["choice"]: row["kl"] for row in rows}
+    assert kls.pop(f"gptq, {kept} in 16 bits") not in (0, kls["gptq"])
+    if absent:
+        with pytest.raises(UserError, match=f"{absent} in 16 bits: no layer of .* has this weight"):
+            run(*arguments, f"--choices=gptq, {absent} in 16 bits")
+
+
 @pytest.mark.slow  # 3 s
 def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
     config = model_config("qwen2", num_layers=5)
@@ -99,6 +121,7 @@ def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
         (["model", "--train=x"], "pass MODEL, --train"),
         (["model", "--train=x", "--test=y", "--choices=gtpq"], "--choices=gtpq: choose from gptq;"),
         (["model", "--train=x", "--test=y", "--sampled=gtpq"], "--sampled=gtpq: choose from 16 b"),
+        (["model", "--train=x", "--test=y", "--sampled=gptq"], "--sampled: .*pass --samples"),
         (["model", "--train=x", "--test=y", "--runs=a/s0,b/s0"], "a/s0 and b/s0 would have"),
         (["--random=gpt"], "unknown model 'gpt'"),
         (["model", "--train=x", "--width=2"], "--width=2"),
@@ -126,6 +149,21 @@ def test_turns_are_spread_evenly_and_all_samples_count():
     # The second problem is solved in every other turn: never if only the first turn counted.
     row = merges.accuracies(passes["rounded"], passes["16 bits"])
     assert (row["accuracy"], row["difference"], row["samples"]) == (0.5, -0.25, 4)
+
+
+def test_rows_are_compared_with_all_samples_of_16_bits():
+    samples = {"gptq": 4, "16 bits": 8, "kept": 0}
+    make = {name: lambda name=name: float(name == "16 bits") for name in samples}
+    rows, order = {}, []
+    for name, passes in merges.take_turns(FewProblems(), make, samples, 0):
+        found = merges.changed(name, passes, "16 bits")
+        order.append(sorted(found))
+        rows |= found
+    # The second turn of 16 bits does not solve the second problem, and comes last.
+    assert order == [["16 bits"], ["gptq"], ["16 bits", "gptq"]]
+    assert rows["16 bits"]["accuracy"] == 0.75
+    assert rows["gptq"]["difference"] == -0.25
+    assert not merges.changed("gptq", {"gptq": [np.ones(2)], "16 bits": []}, "16 bits")
 
 
 def test_a_turn_that_would_end_too_late_does_not_begin():

@@ -72,6 +72,9 @@ def test_what_calibration_leaves():
         if (row["kind"], row["device"]) == ("choice", "NVIDIA H200")
     }
     for choice, row in rows.items():
+        if "difference" in row:  # from all samples of 16 bits
+            exact = rows[calibration.EXACT]["accuracy"]
+            assert abs(row["accuracy"] - exact - row["difference"]) < 1e-9, choice
         figure = row.get("kl", row.get("accuracy"))
         assert (f"{figure:.4f}" if "kl" in row else f"{100 * figure:.1f}") in found, choice
         if "difference" in row and choice != calibration.EXACT:
@@ -96,12 +99,12 @@ def test_what_four_bits_cost():
         expected += [f"{value:.1f}" for value in (cost, *ends)]
     page = "docs/evidence.md"
     assert figures("## What four bits cost", "| arm", page)[0] == expected
-    # One sentence of the README: steps, cost, both arms after training, problems, seeds' interval,
-    # and what the mean of several calibrations costs before training.
-    start = "**What four bits cost.** After "
-    steps, cost, *others = (expected[i] for i in (4, 8, 6, 5, 0, 11, 12))
-    found, text = figures(start, "docs/evidence.md")
-    assert found == [steps, "1.5", cost, *others, *sampled_cost()]
+    # One sentence of the README: what the mean of several calibrations costs before training, at
+    # temperature 1; then steps, cost, seeds' interval, both arms after training, and problems.
+    after = [expected[i] for i in (4, 8, 11, 12, 6, 5, 0)]
+    before, *ends = sampled_cost()
+    found, text = figures("**What four bits cost.** On ", "docs/evidence.md")
+    assert found == ["1.5", before, *ends, "1", *after]
     assert "calibrated" in text
 
 
