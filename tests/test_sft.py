@@ -238,6 +238,7 @@ def called(**fields):
             {},
             ("rows.jsonl:2", "leaves out the reasoning 't7'", "out of the row"),
         ),
+        (called(thinking=["t7"]), {}, ("rows.jsonl:2", "messages[1].thinking", "string")),
         ({"prompt": "t5"}, {}, ("rows.jsonl:2", "completion", "data.fields.answer")),
         ({"completion": "t5"}, {}, ("rows.jsonl:2", "messages", "data.fields.question")),
         ({"prompt": " ", "completion": "t5"}, {}, ("rows.jsonl:2", "empty", "take the row out")),
@@ -259,6 +260,7 @@ def called(**fields):
         ),
         (chat("t5", "t6", tools="{"), {}, ("rows.jsonl:2", "tools", "JSON")),
         (chat("t5", "t6", tools=[3]), {}, ("rows.jsonl:2", "tools", "schemas")),
+        (chat("t5", "t6", tools=[{"function": {}}]), {}, ("rows.jsonl:2", "tools", "name")),
         (chat("t5", "\ud800"), {}, ("rows.jsonl:2", "Unicode")),
         (
             {"messages": [{"role": "system", "content": "t4"}, *chat("t5", "t6")["messages"]]},

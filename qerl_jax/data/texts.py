@@ -375,9 +375,9 @@ def _messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
         except RequestError as error:
             raise UserError(f"{where}: {error}: correct it, or take the row out") from error
         for name in _REASONING:
-            if isinstance(text := message.get(name), str) and text:
-                check_unicode(text, f"{where}[{number}].{name}")
-                read = dict.fromkeys(_REASONING, text) | read | {name: text}
+            if (text := message.get(name)) is not None:
+                text = text_of(text, f"{where}[{number}].{name}")
+                read = (dict.fromkeys(_REASONING, text) | read | {name: text}) if text else read
         messages.append(read)
     if not messages:
         raise UserError(f"{where} is an empty list: write its messages, or take the row out")
@@ -393,6 +393,7 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]]:
             raise UserError(f"{where}: not JSON ({error}): write a list of JSON schemas") from error
     if not value:
         return []
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise UserError(f"{where} is {value!r:.60}: write a list of JSON schemas of tools")
+    named = isinstance(value, list) and all(isinstance(x, Mapping) and _name_of(x) for x in value)
+    if not named:
+        raise UserError(f"{where} is {value!r:.60}: write a list of JSON schemas with their names")
     return [dict(tool) for tool in value]
