@@ -270,6 +270,11 @@ def test_code_in_place_of_an_import_path_is_named(name, value, path):
         ("steps", "x", "steps='x' is of type str: it takes a whole number"),
         ("environment.function", [], r"function=\[\] is of type list: it takes a text"),
         ("data.source", environment_cases.add, "is of type function: it takes a text"),
+        (
+            "rewards.correctness.function",
+            str.upper,
+            "is of type method_descriptor: it takes a text",
+        ),
         ("rollout.stop", "x", "it takes a tuple"),
         ("rollout.top_p", "x", "it takes a number"),
         ("rewards.correctness", 3, "rewards.correctness=3 is of type int: it takes a table"),

@@ -421,8 +421,12 @@ def test_a_tokenizer_with_more_ids_than_the_embedding(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("adapter_config.json", "{}", r"is an adapter, not a model.*--config.lora.init"),
-        ("config.json", '{"config": {}, "schedule_steps": 3}', "is a run, .*--config.init_from"),
+        ("adapter_config.json", "{}", r"not a model.*--config.lora.init.*teacher.adapter"),
+        (
+            "config.json",
+            '{"config": {}, "schedule_steps": 3}',
+            "is a run.*--config.init_from.*teacher.adapter",
+        ),
         ("other.json", "", r"has no config.json: pass a model folder that transformers"),
         ("config.json", "{", r"config.json: malformed"),
         ("config.json", "[1]", r"config.json: malformed"),

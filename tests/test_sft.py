@@ -197,6 +197,10 @@ def test_tools_and_their_calls(inputs, tmp_path):
         assert prompt == [11, 5, 1, 2]
         assert completion == [11, 12, END, 3, 13, 1, 2, 14, END]
         assert learned == [True] * 3 + [False] * 4 + [True] * 2
+    call["function"]["arguments"] = None
+    template = template.replace("{{ c.function.arguments.x", "t{{ c.function.arguments | length")
+    ((_, completion, _),) = encode(inputs, tmp_path, row, template=template)
+    assert completion[:3] == [11, 0, END]
 
 
 def test_a_null_of_a_table_is_no_value(inputs, tmp_path):
@@ -217,10 +221,13 @@ def test_a_null_of_a_table_is_no_value(inputs, tmp_path):
     assert tool[0] == [5, 6, 1, 2]
 
 
+def call_of(arguments):
+    return {"type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
 def called(**fields):
     """A conversation whose turn is a call of the tool add."""
-    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
-    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call_of("{}")]}
     return {"messages": [{"role": "user", "content": "t5"}, turn | fields]}
 
 
@@ -238,6 +245,10 @@ def called(**fields):
             {},
             ("rows.jsonl:2", "leaves out the reasoning 't7'", "out of the row"),
         ),
+        (called(tool_calls=[call_of("{")]), {}, ("rows.jsonl:2", "'add'", "'{'", "JSON object")),
+        (called(tool_calls=[call_of([1])]), {}, ("rows.jsonl:2", "messages[1]", "JSON object")),
+        (called(function_call={"name": "t1"}), {}, ("rows.jsonl:2", "write it as tool_calls")),
+        (called(thinking=["t7"]), {}, ("rows.jsonl:2", "messages[1].thinking", "string")),
         ({"prompt": "t5"}, {}, ("rows.jsonl:2", "completion", "data.fields.answer")),
         ({"completion": "t5"}, {}, ("rows.jsonl:2", "messages", "data.fields.question")),
         ({"prompt": " ", "completion": "t5"}, {}, ("rows.jsonl:2", "empty", "take the row out")),
@@ -259,6 +270,7 @@ def called(**fields):
         ),
         (chat("t5", "t6", tools="{"), {}, ("rows.jsonl:2", "tools", "JSON")),
         (chat("t5", "t6", tools=[3]), {}, ("rows.jsonl:2", "tools", "schemas")),
+        (chat("t5", "t6", tools=[{"function": {}}]), {}, ("rows.jsonl:2", "tools", "name")),
         (chat("t5", "\ud800"), {}, ("rows.jsonl:2", "Unicode")),
         (
             {"messages": [{"role": "system", "content": "t4"}, *chat("t5", "t6")["messages"]]},

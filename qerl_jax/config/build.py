@@ -104,7 +104,10 @@ def _type_message(name: str, value: Any, now: Any) -> str:
     wrong, row = f"{name}={value!r:.100}", ROWS.get(name)
     functions = value if isinstance(value, list | tuple) else [value]
     takes_functions = name.endswith(".function") or (row is not None and row.function)
-    is_code = [isinstance(one, str) or hasattr(one, "__qualname__") for one in functions]
+    is_code = [
+        isinstance(one, str) or (hasattr(one, "__qualname__") and getattr(one, "__module__", None))
+        for one in functions  # A method of a built-in type has no module.
+    ]
     if takes_functions and functions and all(is_code):
         paths = [
             one if isinstance(one, str) else f"{one.__module__}:{one.__qualname__}"

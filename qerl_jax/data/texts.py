@@ -137,11 +137,13 @@ class SavedSelection(Selection):
     def asked_in(self, evaluation: Sequence[Problem], problems: Sequence[Problem]) -> set[str]:
         """The prompts that hold all that the user of a row of the evaluation says."""
         prompts, asked = {problem.question for problem in problems}, set[str]()
+        together = "\0".join(prompts)  # One search tells of most texts that no prompt holds them.
         for columns in (problem.columns for problem in evaluation):
             turns = columns["messages"][: columns["first"]]
             chat = [(turn["role"], text) for turn in turns if (text := turn["content"].strip())]
-            found = prompts - asked
-            for text in [text for role, text in chat if role == "user"] or [chat[-1][1]]:
+            texts = [text for role, text in chat if role == "user"] or [chat[-1][1]]
+            found = prompts - asked if all(text in together for text in texts) else set()
+            for text in texts:
                 whole = re.compile(rf"(?<!\w){re.escape(text)}(?!\w)")
                 found = {one for one in found if text in one and whole.search(one)}
             asked |= found
@@ -374,10 +376,19 @@ def _messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
             read = read_message(message, number)
         except RequestError as error:
             raise UserError(f"{where}: {error}: correct it, or take the row out") from error
+        for function in (call["function"] for call in read.get("tool_calls", ())):
+            arguments = function["arguments"] = function["arguments"] or {}
+            if not isinstance(arguments, Mapping):
+                raise UserError(
+                    f"{where}[{number}]: a call of {function['name']!r:.60} has the arguments "
+                    f"{arguments!r:.60}: write a JSON object, or its text"
+                )
+        if message.get("function_call"):
+            raise UserError(f"{where}[{number}] has a function_call: write it as tool_calls")
         for name in _REASONING:
-            if isinstance(text := message.get(name), str) and text:
-                check_unicode(text, f"{where}[{number}].{name}")
-                read = dict.fromkeys(_REASONING, text) | read | {name: text}
+            if (text := message.get(name)) is not None:
+                text = text_of(text, f"{where}[{number}].{name}")
+                read = (dict.fromkeys(_REASONING, text) | read | {name: text}) if text else read
         messages.append(read)
     if not messages:
         raise UserError(f"{where} is an empty list: write its messages, or take the row out")
@@ -393,6 +404,7 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]]:
             raise UserError(f"{where}: not JSON ({error}): write a list of JSON schemas") from error
     if not value:
         return []
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise UserError(f"{where} is {value!r:.60}: write a list of JSON schemas of tools")
+    named = isinstance(value, list) and all(isinstance(x, Mapping) and _name_of(x) for x in value)
+    if not named:
+        raise UserError(f"{where} is {value!r:.60}: write a list of JSON schemas with their names")
     return [dict(tool) for tool in value]

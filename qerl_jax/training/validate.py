@@ -175,6 +175,11 @@ def _check_teacher(config: ConfigDict) -> None:
             "rl.dynamic_sampling=true with teacher.rewards=false: it chooses groups by rewards "
             "that are not learned from; leave out one"
         )
+    if config.data.curriculum != "off" and config.rollout.group_size == 1:
+        raise UserError(
+            f"data.curriculum={config.data.curriculum!r} with rollout.group_size=1: no problem is "
+            "solved in a part of one attempt; leave out one"
+        )
 
 
 def _check_mini_batches(config: ConfigDict) -> None:

@@ -159,8 +159,8 @@ def _read_config(path: pathlib.Path) -> tuple[dict[str, Any], ModelConfig]:
 
 def _not_a_model(path: pathlib.Path, what: str, field: str) -> UserError:
     return UserError(
-        f"{path} is {what}, not a model: name its base, and begin from it by --config.{field}; an "
-        "export in the format merged is one model of both"
+        f"{path} is {what}, not a model: name its base, and begin from it by --config.{field}, or "
+        "learn from it by --config.teacher.adapter; an export in the format merged is one model"
     )
 
 
