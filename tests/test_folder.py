@@ -200,12 +200,17 @@ def test_an_evaluation_before_training_does_not_begin_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "left", ["metrics.jsonl", "checkpoints/", "checkpoints/1.orbax-checkpoint-tmp/", "programs/"]
+    "left",
+    [
+        *("metrics.jsonl", "checkpoints/", "checkpoints/1.orbax-checkpoint-tmp/", "programs/"),
+        *("checkpoints/07/", "checkpoints/٣/", "checkpoints/7"),
+    ],
 )
 def test_a_start_that_failed_before_its_first_step_takes_another_config(left, tmp_path):
     with folder.open_run(tmp_path / "a", make_config()):
         path = tmp_path / "a" / left
-        path.mkdir(parents=True) if left.endswith("/") else path.touch()
+        path.parent.mkdir(exist_ok=True)
+        path.mkdir() if left.endswith("/") else path.touch()
     with folder.open_run(tmp_path / "a", make_config(seed=1, steps=20)) as run:
         assert (run.schedule_steps, run.resumed) == (20, False)
     saved = json.loads((tmp_path / "a" / "config.json").read_text())

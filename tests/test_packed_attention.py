@@ -288,7 +288,7 @@ def test_a_window_leaves_blocks_out():
     """Whatever the groups, the blocks that are visited hold all keys that a query sees."""
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        ids, window = random_ids(rng, 1024), int(rng.choice([1, 5, 64, 128, 129, 300]))
+        ids, window = random_ids(rng, 1024), int(rng.choice([1, 2, 5, 64, 128, 129, 130, 300]))
         if seed < 4:
             ids = packed_ids((700 + seed, 100, 200), total=1024)
         positions = row_positions(ids)

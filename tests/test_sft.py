@@ -21,6 +21,7 @@ import qerl_jax.training.loop
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.data.from_config import encode_problems, load_problems
 from qerl_jax.data.prompts import Problem, Prompt, TextRow
+from qerl_jax.data.texts import SavedSelection
 from qerl_jax.evaluation.task_prompts import digest_of_prompts
 from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.memory.report import check_fits, format_plan
@@ -611,6 +612,26 @@ def test_completions_of_questions_that_are_held_out_are_not_learned(inputs, tmp_
     assert "left out 3 problems whose question is held out" in capsys.readouterr().out
     words = "no problems for train, as .*rows.jsonl .*has all of its questions"
     refused(words, read_saved, inputs, tmp_path / "all", *asked, **changes)
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "prompt", "is_asked"),
+    [
+        (["Is 2 > 1?"], "user: Is 2 > 1?Think.", True),  # a question suffix without a space
+        (["= 2, why?"], "1 + 1= 2, why?", True),
+        (["Is 2 > 1"], "Is 2 > 13?", False),
+        (["2 + 2?"], "12 + 2?", False),
+        (["a b", "c"], "c; a b", True),
+        (["a b", "c"], "a b; cd", False),
+        (["a b"], "b a", False),
+        ([" ", ""], "a", False),
+    ],
+)
+def test_the_prompts_that_hold_what_is_evaluated(evaluated, prompt, is_asked):
+    turns = [{"role": "user", "content": text} for text in evaluated]
+    columns = {"messages": [*turns, {"role": "assistant", "content": "x"}], "first": len(turns)}
+    asked = SavedSelection().asked_in([Problem("", "", (), columns)], [Problem(prompt, "x")])
+    assert asked == ({prompt} if is_asked else set())
 
 
 def test_completions_of_gpt_oss_are_refused(inputs, tmp_path):

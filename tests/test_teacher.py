@@ -211,10 +211,11 @@ def test_what_does_not_work_with_a_teacher_is_refused(changes, words):
         validate(config_of(SOURCES | changes))
 
 
-def test_a_curriculum_needs_several_attempts():
+def test_a_curriculum_needs_several_completions_of_a_problem():
     changes = SOURCES | {"teacher.rewards": False, "data.curriculum": "learnability"}
     validate(config_of(changes | {"rollout.group_size": 2}))
-    with pytest.raises(UserError, match="in a part of one attempt"):
+    words = "curriculum='learnability' with rollout.group_size=1"
+    with pytest.raises(UserError, match=words):
         validate(config_of(changes | {"rollout.group_size": 1}))
 
 

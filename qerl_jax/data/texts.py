@@ -7,6 +7,7 @@ template that writes earlier turns in another way once a conversation continues,
 leaves out their reasoning, makes a row of its own for each turn that this changes.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -137,16 +138,23 @@ class SavedSelection(Selection):
     def asked_in(self, evaluation: Sequence[Problem], problems: Sequence[Problem]) -> set[str]:
         """The prompts that hold all that the user of a row of the evaluation says."""
         prompts, asked = {problem.question for problem in problems}, set[str]()
-        together = "\0".join(prompts)  # One search tells of most texts that no prompt holds them.
+        having = collections.defaultdict[str, set[str]](set)  # the prompts with a word
+        for prompt in prompts:
+            for word in re.findall(r"\w+", prompt):
+                having[word].add(prompt)
         for columns in (problem.columns for problem in evaluation):
             turns = columns["messages"][: columns["first"]]
             chat = [(turn["role"], text) for turn in turns if (text := turn["content"].strip())]
-            texts = [text for role, text in chat if role == "user"] or [chat[-1][1]]
-            found = prompts - asked if all(text in together for text in texts) else set()
+            of_user = [text for role, text in chat if role == "user"]
+            texts = of_user or [text for _, text in chat[-1:]]
+            words = {word for text in texts for word in re.findall(r"\w+", text)}
+            found = set.intersection(*sorted((having[word] for word in words), key=len), prompts)
+            found -= asked
             for text in texts:
-                whole = re.compile(rf"(?<!\w){re.escape(text)}(?!\w)")
+                # What comes directly before or after a text does not make its words longer.
+                whole = re.compile(rf"(?!\B\w){re.escape(text)}(?<!\w\B)")
                 found = {one for one in found if text in one and whole.search(one)}
-            asked |= found
+            asked |= found if texts else set()
         return asked
 
 

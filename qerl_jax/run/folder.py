@@ -394,7 +394,7 @@ def read_run(path: Path) -> dict[str, Any] | None:
 
 def saved_steps(checkpoints: Path) -> set[int]:
     """The steps that have a complete checkpoint in a folder, which need not exist."""
-    names = (path.name for path in checkpoints.glob("*"))
+    names = (path.name for path in checkpoints.glob("*") if path.is_dir())
     return {int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)}
 
 

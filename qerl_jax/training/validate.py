@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import ROWS, SPLIT_LOSS, TEACHER, Field, keys_of, learns_from_text
+from qerl_jax.config.fields import (
+    ROWS,
+    SPLIT_LOSS,
+    TEACHER,
+    Field,
+    keys_of,
+    learns_from_rewards,
+    learns_from_text,
+)
 from qerl_jax.config.models import published_format
 from qerl_jax.data.environment_config import environment_functions
 from qerl_jax.data.from_config import mixture_of
@@ -157,11 +165,16 @@ def _check_text(config: ConfigDict) -> None:
 
 def _check_teacher(config: ConfigDict) -> None:
     """Refuses what does not work with a teacher, or without one."""
-    alone = TEACHER.holds(config) and not config.teacher.rewards
+    alone = not learns_from_rewards(config)
     if config.rollout.group_size == 1 and not alone:
         raise UserError(
             "rollout.group_size=1: it must be at least 2, as rewards are compared within a group; "
             "1 is for a teacher alone, teacher.rewards=false"
+        )
+    if config.rollout.group_size == 1 and config.data.curriculum != "off":
+        raise UserError(
+            f"data.curriculum={config.data.curriculum!r} with rollout.group_size=1: no problem is "
+            "solved in a part of one attempt; leave out one"
         )
     if not TEACHER.holds(config):
         return
@@ -174,11 +187,6 @@ def _check_teacher(config: ConfigDict) -> None:
         raise UserError(
             "rl.dynamic_sampling=true with teacher.rewards=false: it chooses groups by rewards "
             "that are not learned from; leave out one"
-        )
-    if config.data.curriculum != "off" and config.rollout.group_size == 1:
-        raise UserError(
-            f"data.curriculum={config.data.curriculum!r} with rollout.group_size=1: no problem is "
-            "solved in a part of one attempt; leave out one"
         )
 
 
