@@ -75,7 +75,7 @@ ARMS: dict[str, dict[str, Any]] = {
     # end helps.
     "nvfp4-lora-temperature": _OFF | {"rollout.temperature": 1.1},
     "nvfp4-lora-entropy": _OFF | {"rl.entropy_coef": 1e-3},
-    # The best rate of the grid of 60 steps, at which 200 steps lose what they had gained.
+    # The best rate of the grid of 60 steps; in 200 steps one of two runs lost what it had gained.
     "nvfp4-lora-lr1e-4": _OFF,
     # From the start to 69 % in minutes, with test problems in place of the held-out ones.
     "speedrun": _OFF,
