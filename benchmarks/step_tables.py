@@ -142,7 +142,7 @@ def long_rows_table(rows: Iterable[dict], published: Iterable[dict]) -> str:
         ("update s", optional("update_s", ".2f")),
         ("tokens/s", optional("tokens_per_s", ",.0f")),
         ("peak GB", "{peak_gb:.1f}"),
-        ("recomputed", lambda row: "" if row["recompute"] == "none" else row["recompute"]),
+        ("recomputed", lambda row: row["recompute"] or "?"),
         ("card", "{device}"),
         ("from", "{origin}"),
     ]
