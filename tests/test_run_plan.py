@@ -25,7 +25,7 @@ from qerl_jax.memory.report import (
 from qerl_jax.memory.run_plan import Device, kernel_of, plan_run
 from qerl_jax.policy import sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
-from qerl_jax.policy.layers import experts
+from qerl_jax.policy.layers import delta
 from qerl_jax.policy.lora import LoraConfig, init
 from qerl_jax.policy.sharding import WHOLE, specs
 from qerl_jax.policy.tensor_parallel import cut, shard_of
@@ -50,6 +50,8 @@ WASTED = COPIED_HEAD | {
     "29561fd022b6d5effd52f49ae65f4628c0ffc235",
     "e0997e029293ef4b90a79e85c29ceb1eda162349",
 }
+# The commit of a step whose recurrent layers had no kernel.
+WITHOUT_KERNEL_OF_CHUNKS = "b3b4db9cb8c76fac2090b3dc399361a7004db652"
 GB = 10**9
 CPU = Device(None, "xla")
 
@@ -78,8 +80,8 @@ def refuse(words, model, *arguments, **options):
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['model']}-{row['format']}")
 def test_the_peak_is_the_measured_one(row, monkeypatch):
-    # The device that plans tells how experts are multiplied, and rows were measured on Hopper GPUs.
-    monkeypatch.setattr(experts, "has_hopper_kernel", lambda: True)
+    if row["commit"] == WITHOUT_KERNEL_OF_CHUNKS:
+        monkeypatch.setattr(delta, "has_kernel", lambda *_: False)
     data, tensor = step.read_mesh(row["mesh"])
     plan, _ = planned(
         row["model"],

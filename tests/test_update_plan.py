@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from refusal import refused
 
-from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.config.models import lora_targets
 from qerl_jax.memory import update_plan
 from qerl_jax.memory.update_plan import (
     RECOMPUTATIONS,
+    Kernels,
     LongestRows,
     plan_update,
     recomputation,
@@ -69,17 +69,17 @@ def test_the_bytes_are_those_of_the_compiled_program(model, layers, tokens, reco
     ],
 )
 def test_the_bytes_of_mixtures_are_about_those_of_the_program(model, layers, recompute, measured):
-    found = of_mixture(model, layers, 8320, recompute)
+    found = of_mixture(model, layers, 8320, recompute, Kernels(layers=False))
     assert 0.93 * measured < found < 1.08 * measured
 
 
-def of_mixture(model, layers, tokens, recompute):
+def of_mixture(model, layers, tokens, recompute, kernels):
     """Returns the planned bytes of an update of the first layers of a mixture."""
     whole, targets = ARCHITECTURES[model], lora_targets(model)
     recurrent = tuple(layer for layer in whole.recurrent_layers if layer < layers)
     config = dataclasses.replace(whole, num_layers=layers, recurrent_layers=recurrent)
     adapter = sizes.fused_adapter_bytes(config, rank=32, targets=targets, itemsize=2)
-    options = {"recompute": recompute, "itemsize": 2, "adapter": adapter}
+    options = {"recompute": recompute, "itemsize": 2, "adapter": adapter, "kernels": kernels}
     return update_memory(config, tokens=tokens, **options).bytes
 
 
@@ -93,19 +93,15 @@ def of_mixture(model, layers, tokens, recompute):
         ("qwen3.6-35b-a3b", 4, 8, True, 4529975752),
     ],
 )
-def test_the_bytes_of_adapters_of_experts_are_planned(
-    model, layers, rank, hopper, measured, monkeypatch
-):
+def test_the_bytes_of_adapters_of_experts_are_planned(model, layers, rank, hopper, measured):
     """The same with adapters of experts, which add 1.1 to 2 GB."""
-    monkeypatch.setattr(dispatch, "supports_device", lambda: hopper)
     whole = ARCHITECTURES[model]
     recurrent = tuple(layer for layer in whole.recurrent_layers if layer < layers)
     config = dataclasses.replace(whole, num_layers=layers, recurrent_layers=recurrent)
     options = {"rank": 32, "targets": lora_targets(model), "expert_rank": rank}
     adapter = sizes.fused_adapter_bytes(config, itemsize=2, **options)
-    found = update_memory(
-        config, tokens=8320, recompute=(), itemsize=2, adapter=adapter, adapts_experts=True
-    )
+    options = {"kernels": Kernels(layers=hopper), "adapts_experts": True}
+    found = update_memory(config, tokens=8320, recompute=(), itemsize=2, adapter=adapter, **options)
     assert 0.98 * measured < found.bytes < 1.15 * measured
 
 
@@ -123,11 +119,8 @@ def test_the_bytes_of_adapters_of_experts_are_planned(
         ("qwen3.5-27b", 8, 4352, ("gate_up_proj",), 4014780752),
     ],
 )
-def test_the_bytes_with_the_kernels_of_a_hopper_gpu(
-    model, layers, tokens, recompute, measured, monkeypatch
-):
-    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
-    found = of_mixture(model, layers, tokens, recompute)
+def test_the_bytes_with_the_kernels_of_a_hopper_gpu(model, layers, tokens, recompute, measured):
+    found = of_mixture(model, layers, tokens, recompute, Kernels())
     assert 0.97 * measured < found < 1.03 * measured
 
 

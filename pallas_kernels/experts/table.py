@@ -56,13 +56,14 @@ def _relative_error():
     return dense_sm90.relative_error()
 
 
-def tile_rows(pairs: int, experts: int) -> int:
+def tile_rows(pairs: int, experts: int, hopper: bool | None = None) -> int:
     """Returns the rows of a tile: at most half of the pairs of an expert, on average.
 
-    The Hopper kernel has tiles of one size, and takes more of them for fewer pairs.
+    The Hopper kernel has tiles of one size, and takes more of them for fewer pairs. `hopper` says
+    whether it multiplies them; None asks the default device.
     """
     rows = MIN_TILE
-    if 4 * rows * experts <= pairs and has_hopper_kernel():
+    if 4 * rows * experts <= pairs and (has_hopper_kernel() if hopper is None else hopper):
         return HOPPER_TILE
     while rows < _MAX_TILE and 4 * rows * experts <= pairs:
         rows *= 2

@@ -17,7 +17,13 @@ from pallas_kernels import fp4_matmul
 from pallas_kernels.attention import HEAD_DIMS
 from qerl_jax.config.fields import learns_from_text
 from qerl_jax.errors import UserError
-from qerl_jax.memory.update_plan import LongestRows, MemoryPlan, plan_update, recomputation
+from qerl_jax.memory.update_plan import (
+    Kernels,
+    LongestRows,
+    MemoryPlan,
+    plan_update,
+    recomputation,
+)
 from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.dequantize import DEQUANTIZE
@@ -69,10 +75,10 @@ class Device:
         """Bytes of the pool that a plan fills."""
         return None if self.pool is None else int(_USABLE * self.pool)
 
-    def attends(self, model: ModelConfig, dtype: jnp.dtype) -> bool:
-        """Whether it has a kernel for packed attention, as every Hopper GPU has."""
-        own = dtype == jnp.bfloat16 and model.head_dim in HEAD_DIMS
-        return own and self.kernel == "mosaic"
+    def update_kernels(self, model: ModelConfig, dtype: jnp.dtype) -> Kernels:
+        """Which of the kernels that every Hopper GPU has compute an update."""
+        own = dtype == jnp.bfloat16 and self.kernel == "mosaic"
+        return Kernels(attention=own and model.head_dim in HEAD_DIMS, layers=own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +302,7 @@ def plan_run(
         buffer_tokens=config.train.buffer_tokens,
         recompute=recomputation(config.train.recompute),
         free=None if free is None else free - gradient,
-        kernel=device.attends(model, compute),
+        kernels=device.update_kernels(model, compute),
         adapts_experts=config.lora.expert_rank > 0 and not full,
         teacher=of_teacher,
     )

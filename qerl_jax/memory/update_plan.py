@@ -8,6 +8,7 @@ same choice. `run_plan.py` is the plan of a whole run.
 import collections
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,16 @@ _TOKENS_OF_A_CALL = 400  # what a call costs besides its tokens: dequantized wei
 _MULTIPLE = 128  # tokens of a tile of the attention kernel
 _CPU_BUFFER = 512  # tokens; on a CPU the mask of the attention is dense
 _CPU_MULTIPLE = 8
+
+
+class Kernels(NamedTuple):
+    """Which kernels of Hopper GPUs compute an update; the others are programs of XLA."""
+
+    attention: bool = True  # packed attention
+    layers: bool = True  # grouped products of experts, chunks of recurrent layers
+
+
+_HOPPER = Kernels()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +90,7 @@ def plan_update(
     buffer_tokens: int,
     recompute: tuple[str, ...] | None,
     free: int | None,
-    kernel: bool = True,
+    kernels: Kernels = _HOPPER,
     adapts_experts: bool = False,
     teacher: ModelConfig | None = None,
 ) -> MemoryPlan:
@@ -87,9 +98,9 @@ def plan_update(
 
     `adapter` and `itemsize` are the bytes of the adapter in the dtype of the computation and of an
     activation. A size of 0 and a recomputation of None are chosen, by the bytes that weights and
-    training state leave `free` on the device; None where they are unknown, as on a CPU. `kernel`
-    says whether the device has one for packed attention, and `adapts_experts` whether routed
-    experts have adapters. A `teacher` passes over every buffer as well.
+    training state leave `free` on the device; None where they are unknown, as on a CPU. `kernels`
+    are those of the device, and `adapts_experts` says whether routed experts have adapters. A
+    `teacher` passes over every buffer as well.
 
     Returns:
         The plan. Without a known memory a buffer is about one group. Where nothing fits, it is the
@@ -112,12 +123,12 @@ def plan_update(
             recompute=again,
             itemsize=itemsize,
             adapter=adapter,
-            kernel=kernel,
+            kernels=kernels,
             adapts_experts=adapts_experts,
         )
         if teacher is None:
             return own
-        options = {"tokens": tokens, "itemsize": itemsize, "kernel": kernel}
+        options = {"tokens": tokens, "itemsize": itemsize, "kernels": kernels}
         passes = update_memory(teacher, recompute=PRODUCTS, adapter=0, **options)
         # At most what one layer or the head takes with its gradient.
         return dataclasses.replace(own, teacher=max(passes.head, passes.layer))
@@ -189,7 +200,7 @@ def update_memory(
     recompute: tuple[str, ...],
     itemsize: int,
     adapter: int,
-    kernel: bool = True,
+    kernels: Kernels = _HOPPER,
     adapts_experts: bool = False,
 ) -> MemoryPlan:
     """Returns the bytes of an update on a buffer of `tokens` positions.
@@ -200,7 +211,8 @@ def update_memory(
     `plan_update`.
     """
     costs = {
-        part: part.memory(model, itemsize, tokens, recompute) for part in kinds.parts_of(model)
+        part: part.memory(model, itemsize, tokens, recompute, kernels.layers)
+        for part in kinds.parts_of(model)
     }
     layers, widths = collections.Counter(kinds.layers_of(model)), {}
     kept_width = model.num_layers * model.embed_dim
@@ -218,7 +230,7 @@ def update_memory(
     states = model.embed_dim * (4 if model.shards == 1 else 6)
     recomputed_width = sum(widths[name] for name in recompute if name != "gate_up_proj")
     layer = itemsize * tokens * (states + recomputed_width)
-    scores = 0 if kernel else max(costs[mixer].scores for mixer, _ in layers)
+    scores = 0 if kernels.attention else max(costs[mixer].scores for mixer, _ in layers)
     mixing = max(costs[mixer].backward for mixer, _ in layers)
     of_mixers = max(costs[mixer].adapter for mixer, _ in layers)
     layer += max(

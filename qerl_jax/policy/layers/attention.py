@@ -120,7 +120,13 @@ def shard(config: ModelConfig, shards: int) -> dict[str, Any]:
     }
 
 
-def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str, ...]) -> Memory:
+def memory(
+    config: ModelConfig,
+    itemsize: int,
+    tokens: int,
+    recompute: tuple[str, ...],
+    hopper: bool | None = None,
+) -> Memory:
     """As in `part.Part`: with a kernel nothing is temporary beside the MLP.
 
     Without it scores, weights and their gradients are, in float32 and as the values are.

@@ -425,10 +425,15 @@ def _run_chunks_bwd(saved, gradients):
 _run_chunks.defvjp(_run_chunks_fwd, _run_chunks_bwd)
 
 
-def has_kernel(dtype: DTypeLike, key_dim: int, value_dim: int) -> bool:
-    """Whether the default device has a kernel for whole rows and buffers of a layer in `dtype`."""
+def has_kernel(dtype: DTypeLike, key_dim: int, value_dim: int, hopper: bool | None = None) -> bool:
+    """Whether a device has a kernel for whole rows and buffers of a layer in `dtype`.
+
+    `hopper` says whether it has the kernels of Hopper GPUs; None asks the default device.
+    """
     if dtype != jnp.bfloat16 or key_dim != 128 or value_dim % 64:
         return False
+    if hopper is not None:
+        return hopper
     what = "the kernel of recurrent layers"
     return dispatch.agrees_on_hopper(_kernel_error, what, "multiplying in float32 instead")
 

@@ -124,7 +124,13 @@ def shard(config: ModelConfig, shards: int) -> dict[str, Any]:
     )
 
 
-def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str, ...]) -> Memory:
+def memory(
+    config: ModelConfig,
+    itemsize: int,
+    tokens: int,
+    recompute: tuple[str, ...],
+    hopper: bool | None = None,
+) -> Memory:
     """As in `part.Part`: the rows of a table are the pairs of tokens, padded to whole tiles.
 
     Without the Hopper kernel XLA keeps gate and up where rows [R, D] were, and what D leaves of
@@ -137,14 +143,17 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     """
     experts = _of(config)
     pairs = tokens * experts.top_k
-    rows = tile_rows(pairs, experts.count) * tile_bound(pairs, experts.count)
+    if hopper is None:
+        hopper = has_hopper_kernel()
+    tile = tile_rows(pairs, experts.count, hopper)
+    rows = tile * tile_bound(pairs, experts.count, tile)
     width, shared = experts.width, experts.shared_width
-    lost = 0 if has_hopper_kernel() else config.embed_dim % (2 * width)
+    lost = 0 if hopper else config.embed_dim % (2 * width)
     again = 2 * width + config.embed_dim if "gate_up_proj" in recompute else 0
     backward = rows * (3 * width + config.embed_dim + again) + tokens * 3 * shared
     # Of it also the packed weights and the products, which XLA gathers.
     block = DENSE_NUMBERS * (itemsize + 1)
-    if has_hopper_kernel():
+    if hopper:
         block = itemsize * min(PART_NUMBERS, experts.count * 2 * width * config.embed_dim)
     padded = 3 * experts.top_k * (max(2 * width, config.embed_dim) + config.embed_dim) // 2
     return Memory(

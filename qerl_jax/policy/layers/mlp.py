@@ -43,7 +43,13 @@ def shard(config: ModelConfig, shards: int) -> dict[str, Any]:
     return {"mlp_dim": width + -width % TILE_ROWS}
 
 
-def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str, ...]) -> Memory:
+def memory(
+    config: ModelConfig,
+    itemsize: int,
+    tokens: int,
+    recompute: tuple[str, ...],
+    hopper: bool | None = None,
+) -> Memory:
     """As in `part.Part`.
 
     The backward pass has the gradients of gate and up; and the larger of their dequantized weights

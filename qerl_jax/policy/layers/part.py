@@ -151,9 +151,17 @@ class Part(Protocol):
         ...
 
     def memory(
-        self, config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str, ...]
+        self,
+        config: ModelConfig,
+        itemsize: int,
+        tokens: int,
+        recompute: tuple[str, ...],
+        hopper: bool | None = None,
     ) -> Memory:
-        """Returns what it adds to an update on a buffer of tokens, and to a prefill."""
+        """Returns what it adds to an update on a buffer of tokens, and to a prefill.
+
+        `hopper` says whether the kernels of Hopper GPUs compute it; None asks the default device.
+        """
         ...
 
 

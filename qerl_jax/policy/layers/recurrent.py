@@ -108,7 +108,13 @@ def shard(config: ModelConfig, shards: int) -> dict[str, Any]:
     return {"recurrent": dataclasses.replace(shapes, key_heads=key_heads, value_heads=value_heads)}
 
 
-def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str, ...]) -> Memory:
+def memory(
+    config: ModelConfig,
+    itemsize: int,
+    tokens: int,
+    recompute: tuple[str, ...],
+    hopper: bool | None = None,
+) -> Memory:
     """As in `part.Part`.
 
     The backward pass has the arrays of the chunks: what the loop reads and returns, and the two
@@ -120,7 +126,7 @@ def memory(config: ModelConfig, itemsize: int, tokens: int, recompute: tuple[str
     what the loop reads, and the products before it.
     """
     shapes, chunk = _shapes(config), delta.CHUNK
-    has_kernel = delta.has_kernel(jnp.bfloat16, shapes.key_dim, shapes.value_dim)
+    has_kernel = delta.has_kernel(jnp.bfloat16, shapes.key_dim, shapes.value_dim, hopper)
     values, keys = (
         (shapes.key_dim + shapes.value_dim, 8) if has_kernel else (3 * shapes.value_dim, 2)
     )
