@@ -408,7 +408,7 @@ def test_a_device_with_memory_for_one_row_or_none(memory):
     memory["bytes_in_use"] = 9 * 10**8 - needed
     assert (plan(prompts=9).batch_sizes, plan(prompts=9).prefill_batch) == ((1,), 1)
     memory["bytes_in_use"] += 1
-    refused(f"no memory for one row of {POSITIONS} positions", plan, prompts=9)
+    refused(f"memory for the policy and one row of {POSITIONS} positions", plan, prompts=9)
 
 
 def test_a_prefill_has_at_most_the_given_number_of_prompts():
