@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention.tiles_sm90 import OPERAND, TILE, meet
+
 _ROWS = 64  # of a state in a warpgroup, and tokens of a chunk
 WIDTH = 128  # rows of a state
 _COLUMNS = 64  # of the states in a CTA
@@ -25,8 +27,6 @@ _STAGES = 2
 _CONSUMERS = 2
 _CONSUMER_REGISTERS = 240
 _PRODUCER_REGISTERS = 24
-_OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_TILE = plgpu.Layout.WGMMA
 
 
 def run(
@@ -91,7 +91,7 @@ def run(
 
 
 def _operand(*shape: int) -> Any:
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=_OPERAND)
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=OPERAND)
 
 
 def _body(
@@ -188,14 +188,8 @@ def _body(
             plgpu.wait_smem_to_gmem(0)
 
 
-def meet(barrier: Any) -> None:
-    """Waits for all threads that arrive at a barrier."""
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
-
-
 def _load(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=_TILE, optimized=False)
+    return plgpu.load(ref, layout=TILE, optimized=False)
 
 
 def _add_product(total: jax.Array | None, a: Any, b: Any, *, simulated: bool) -> jax.Array:

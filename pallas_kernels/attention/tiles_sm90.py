@@ -1,4 +1,4 @@
-"""What the attention kernels share: products of tiles, the pipeline of keys, and its order."""
+"""What kernels of wgmma share, and those of attention: products of tiles, the pipeline of keys."""
 
 import dataclasses
 import types
@@ -33,6 +33,12 @@ PARAMETERS = plgpu.CompilerParams(
 def operand(*shape: int) -> Any:
     """The type of operands of wgmma in shared memory."""
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=OPERAND)
+
+
+def meet(barrier: Any) -> None:
+    """Waits for all threads that arrive at a barrier."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
 
 
 def product(a: Any, b: Any) -> jax.Array:

@@ -20,8 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
-from pallas_kernels.attention.tiles_sm90 import filled, operand
-from pallas_kernels.chunks_sm90 import meet
+from pallas_kernels.attention.tiles_sm90 import filled, meet, operand
 from pallas_kernels.decode.attention import AttentionInputs, AttentionParts
 from pallas_kernels.decode.attention_queries import Chunk, Queries, by_tokens
 from pallas_kernels.decode.row import QUERIES, halves_of, load_row, padded_group, projected
