@@ -16,6 +16,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.linear import PRODUCTS
+from qerl_jax.policy.layers.part import PlannedBuffer
 from qerl_jax.rl.logprobs import logits_chunk
 from qerl_jax.rl.packing import layout
 
@@ -210,10 +211,8 @@ def update_memory(
     products of every layer. `tokens` are the positions of the buffer; the others are as in
     `plan_update`.
     """
-    costs = {
-        part: part.memory(model, itemsize, tokens, recompute, kernels.layers)
-        for part in kinds.parts_of(model)
-    }
+    buffer = PlannedBuffer(itemsize, tokens, recompute, kernels.layers)
+    costs = {part: part.memory(model, buffer) for part in kinds.parts_of(model)}
     layers, widths = collections.Counter(kinds.layers_of(model)), {}
     kept_width = model.num_layers * model.embed_dim
     for (mixer, mlp), count in layers.items():

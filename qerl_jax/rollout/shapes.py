@@ -14,6 +14,7 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.collectives import TENSOR
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers import kinds
+from qerl_jax.policy.layers.part import PlannedBuffer
 from qerl_jax.policy.sharding import mesh_of
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.drafts import lengths_of
@@ -527,7 +528,9 @@ def _layer_bytes(
 ) -> int:
     """Bytes of the temporary arrays of a layer over T tokens of N rows that see S positions."""
     size = compute.itemsize
-    parts = [part.memory(model_config, size, 1, ()) for part in kinds.parts_of(model_config)]
+    parts = [
+        part.memory(model_config, PlannedBuffer(size)) for part in kinds.parts_of(model_config)
+    ]
     of_tokens = sum(part.prefill for part in parts)
     seen = max(
         mixer.seen_bytes(model_config, size, (rows, tokens, positions), extends=extends)
@@ -540,7 +543,7 @@ def _layer_bytes(
 def block_bytes(model_config: ModelConfig, compute: jnp.dtype) -> int:
     """Returns the bytes of the temporary arrays of a layer whatever the number of its tokens."""
     parts = kinds.parts_of(model_config)
-    return max(part.memory(model_config, compute.itemsize, 1, ()).block for part in parts)
+    return max(part.memory(model_config, PlannedBuffer(compute.itemsize)).block for part in parts)
 
 
 def _vocabulary_bytes(model_config: ModelConfig) -> int:

@@ -39,6 +39,7 @@ from qerl_jax.policy.layers.part import (
     Memory,
     NewTokens,
     Own,
+    PlannedBuffer,
     Stack,
     Weight,
     rows_of,
@@ -120,21 +121,15 @@ def shard(config: ModelConfig, shards: int) -> dict[str, Any]:
     }
 
 
-def memory(
-    config: ModelConfig,
-    itemsize: int,
-    tokens: int,
-    recompute: tuple[str, ...],
-    hopper: bool | None = None,
-) -> Memory:
-    """As in `part.Part`: with a kernel nothing is temporary beside the MLP.
+def memory(config: ModelConfig, buffer: PlannedBuffer) -> Memory:
+    """As in `part.Part`: with a kernel nothing is temporary next to the MLP.
 
     Without it scores, weights and their gradients are, in float32 and as the values are.
     """
     # With the log-sum-exp of a query in float32.
-    attention = config.num_heads * config.head_dim + 4 * config.num_heads // itemsize
+    attention = config.num_heads * config.head_dim + 4 * config.num_heads // buffer.itemsize
     kept = {"qkv_proj": sum(_qkv_rows(config)), "attention": attention}
-    scores = (3 * 4 + itemsize) * min(MAX_SCORES, config.num_heads * tokens**2)
+    scores = (3 * 4 + buffer.itemsize) * min(MAX_SCORES, config.num_heads * buffer.tokens**2)
     return Memory(kept | {"o_proj": config.embed_dim}, scores=scores)
 
 

@@ -45,7 +45,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ExpertsConfig, ModelConfig
 from qerl_jax.policy.layers.linear import ROUTES, normed
 from qerl_jax.policy.layers.mlp import gated
-from qerl_jax.policy.layers.part import Array, Memory, Own, Stack, Weight
+from qerl_jax.policy.layers.part import Array, Memory, Own, PlannedBuffer, Stack, Weight
 from qerl_jax.policy.quant import QuantTensor, kernel_weight
 
 
@@ -124,13 +124,7 @@ def shard(config: ModelConfig, shards: int) -> dict[str, Any]:
     )
 
 
-def memory(
-    config: ModelConfig,
-    itemsize: int,
-    tokens: int,
-    recompute: tuple[str, ...],
-    hopper: bool | None = None,
-) -> Memory:
+def memory(config: ModelConfig, buffer: PlannedBuffer) -> Memory:
     """As in `part.Part`: the rows of a table are the pairs of tokens, padded to whole tiles.
 
     Without the Hopper kernel XLA keeps gate and up where rows [R, D] were, and what D leaves of
@@ -142,14 +136,14 @@ def memory(
     is at most half of the pairs.
     """
     experts = _of(config)
+    itemsize, tokens = buffer.itemsize, buffer.tokens
     pairs = tokens * experts.top_k
-    if hopper is None:
-        hopper = has_hopper_kernel()
+    hopper = has_hopper_kernel() if buffer.hopper is None else buffer.hopper
     tile = tile_rows(pairs, experts.count, hopper)
     rows = tile * tile_bound(pairs, experts.count, tile)
     width, shared = experts.width, experts.shared_width
     lost = 0 if hopper else config.embed_dim % (2 * width)
-    again = 2 * width + config.embed_dim if "gate_up_proj" in recompute else 0
+    again = 2 * width + config.embed_dim if "gate_up_proj" in buffer.recompute else 0
     backward = rows * (3 * width + config.embed_dim + again) + tokens * 3 * shared
     # Of it also the packed weights and the products, which XLA gathers.
     block = DENSE_NUMBERS * (itemsize + 1)

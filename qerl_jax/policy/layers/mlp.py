@@ -12,7 +12,7 @@ from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 from qerl_jax.policy.collectives import divided
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers.linear import normed, project
-from qerl_jax.policy.layers.part import Array, Memory, Own, Stack, Weight
+from qerl_jax.policy.layers.part import Array, Memory, Own, PlannedBuffer, Stack, Weight
 
 _GATE_UP = Weight("gate_up_proj", ("gate_proj", "up_proj"), "gate_up_proj", by_rows=True)
 _DOWN = Weight("down_proj", ("down_proj",), "down_proj", by_rows=False)
@@ -43,21 +43,15 @@ def shard(config: ModelConfig, shards: int) -> dict[str, Any]:
     return {"mlp_dim": width + -width % TILE_ROWS}
 
 
-def memory(
-    config: ModelConfig,
-    itemsize: int,
-    tokens: int,
-    recompute: tuple[str, ...],
-    hopper: bool | None = None,
-) -> Memory:
+def memory(config: ModelConfig, buffer: PlannedBuffer) -> Memory:
     """As in `part.Part`.
 
     The backward pass has the gradients of gate and up; and the larger of their dequantized weights
     and of what the gradient of SwiGLU reads and writes. Gate and up that are computed again count
     twice then: an H200 needs that for rows of 16,384 to 120,064 tokens.
     """
-    width = config.mlp_dim
-    swiglu = tokens * width * (5 if "gate_up_proj" in recompute else 1)
+    width, tokens, itemsize = config.mlp_dim, buffer.tokens, buffer.itemsize
+    swiglu = tokens * width * (5 if "gate_up_proj" in buffer.recompute else 1)
     return Memory(
         kept={"gate_up_proj": 2 * width},
         backward=itemsize * (2 * tokens * width + max(swiglu, 2 * width * config.embed_dim)),

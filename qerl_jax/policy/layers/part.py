@@ -71,6 +71,15 @@ class Array(NamedTuple):
     parts: Rows | None = None
 
 
+class PlannedBuffer(NamedTuple):
+    """How a part computes a buffer of an update, for the plan."""
+
+    itemsize: int  # bytes of an activation
+    tokens: int = 1
+    recompute: tuple[str, ...] = ()  # names of `PRODUCTS` that the backward pass computes again
+    hopper: bool | None = None  # whether by kernels of Hopper GPUs; None asks the default device
+
+
 class Memory(NamedTuple):
     """Bytes and numbers of a part, for the plan."""
 
@@ -150,18 +159,8 @@ class Part(Protocol):
         """
         ...
 
-    def memory(
-        self,
-        config: ModelConfig,
-        itemsize: int,
-        tokens: int,
-        recompute: tuple[str, ...],
-        hopper: bool | None = None,
-    ) -> Memory:
-        """Returns what it adds to an update on a buffer of tokens, and to a prefill.
-
-        `hopper` says whether the kernels of Hopper GPUs compute it; None asks the default device.
-        """
+    def memory(self, config: ModelConfig, buffer: PlannedBuffer) -> Memory:
+        """Returns what it adds to an update on a buffer, and to a prefill."""
         ...
 
 

@@ -27,6 +27,7 @@ from qerl_jax.policy.layers.part import (
     Memory,
     NewTokens,
     Own,
+    PlannedBuffer,
     Stack,
     Weight,
     rows_of,
@@ -108,13 +109,7 @@ def shard(config: ModelConfig, shards: int) -> dict[str, Any]:
     return {"recurrent": dataclasses.replace(shapes, key_heads=key_heads, value_heads=value_heads)}
 
 
-def memory(
-    config: ModelConfig,
-    itemsize: int,
-    tokens: int,
-    recompute: tuple[str, ...],
-    hopper: bool | None = None,
-) -> Memory:
+def memory(config: ModelConfig, buffer: PlannedBuffer) -> Memory:
     """As in `part.Part`.
 
     The backward pass has the arrays of the chunks: what the loop reads and returns, and the two
@@ -126,15 +121,15 @@ def memory(
     what the loop reads, and the products before it.
     """
     shapes, chunk = _shapes(config), delta.CHUNK
-    has_kernel = delta.has_kernel(jnp.bfloat16, shapes.key_dim, shapes.value_dim, hopper)
+    has_kernel = delta.has_kernel(jnp.bfloat16, shapes.key_dim, shapes.value_dim, buffer.hopper)
     values, keys = (
         (shapes.key_dim + shapes.value_dim, 8) if has_kernel else (3 * shapes.value_dim, 2)
     )
     heads = 2 * chunk + values + 2 * shapes.key_dim * shapes.value_dim // chunk
     width = shapes.value_heads * heads + keys * shapes.key_heads * shapes.key_dim + shapes.channels
-    backward = 4 * tokens * width
-    if has_kernel and "gate_up_proj" in recompute:
-        backward += itemsize * tokens * (2 * config.mlp_dim + 4 * config.embed_dim)
+    backward = 4 * buffer.tokens * width
+    if has_kernel and "gate_up_proj" in buffer.recompute:
+        backward += buffer.itemsize * buffer.tokens * (2 * config.mlp_dim + 4 * config.embed_dim)
     read = shapes.values * 2 + shapes.value_heads * (3 * chunk + 4 * shapes.key_dim)
     return Memory(
         kept={
@@ -143,8 +138,8 @@ def memory(
             "o_proj": config.embed_dim,
         },
         backward=backward,
-        adapter=0 if has_kernel else 4 * tokens * width,
-        prefill=4 * read + itemsize * 2 * shapes.channels,
+        adapter=0 if has_kernel else 4 * buffer.tokens * width,
+        prefill=4 * read + buffer.itemsize * 2 * shapes.channels,
         spread=1.01 if has_kernel else _SPREAD,
     )
 
