@@ -12,6 +12,7 @@ from refusal import refused
 
 from benchmarks import step
 from benchmarks.rollout.random_policy import random_params
+from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.commands.plan import CARDS
 from qerl_jax.config import models
 from qerl_jax.config.experiments import dapo_math, grpo_gsm8k
@@ -204,6 +205,16 @@ def test_every_preset_starts(model, name):
     assert plan.fits
     assert plan.rollout.rows >= min(4, plan.rollout.all_rows)
     assert plan.peak <= card(name).usable
+
+
+@pytest.mark.parametrize("name", ["rtx-4090", "h200-141gb"])
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "qwen3.6-35b-a3b", "qwen3.5-27b"])
+def test_the_plan_of_a_card_does_not_depend_on_the_device_that_plans(model, name, monkeypatch):
+    plans = []
+    for is_hopper in (False, True):
+        monkeypatch.setattr(dispatch, "supports_device", lambda is_hopper=is_hopper: is_hopper)
+        plans.append(planned(model, card(name), environment__function="tool")[0])
+    assert plans[0] == plans[1]
 
 
 def test_the_target_of_32b_fits_an_h100():
