@@ -162,6 +162,27 @@ def test_all_turns_of_the_assistant_are_learned(inputs, tmp_path):
     assert row[2] == [True, True, False, False, False, False, True, True]
 
 
+@pytest.mark.parametrize(
+    ("unlearned", "prompt", "completion", "learned"),
+    [
+        ([1], [5, 1, 2, 6, END, 3, 7, 1, 2], [8, END], [True] * 2),
+        ([3], [5, 1, 2], [6, END], [True] * 2),
+        (
+            [3, 5],
+            [5, 1, 2],
+            [6, END, 3, 7, 1, 2, 8, END, 3, 9, 1, 2, 10, END, 3, 11, 1, 2, 12, END],
+            [True] * 2 + [False] * 16 + [True] * 2,
+        ),
+    ],
+)
+def test_turns_of_weight_0_are_context(inputs, tmp_path, unlearned, prompt, completion, learned):
+    row = chat(*(f"t{n}" for n in range(5, 13 if 5 in unlearned else 9)))
+    for number, message in enumerate(row["messages"]):
+        message["weight"] = None if number % 2 == 0 else int(number not in unlearned)
+    (found,) = encode(inputs, tmp_path, row)
+    assert found == (prompt, completion, learned)
+
+
 def test_of_a_prompt_with_turns_the_completion_alone_is_learned(inputs, tmp_path):
     messages = chat("t5", "t6", "t7")["messages"]
     (row,) = encode(inputs, tmp_path, {"prompt": messages, "completion": "t8"})
@@ -249,6 +270,8 @@ def called(**fields):
         (called(tool_calls=[call_of("{")]), {}, ("rows.jsonl:2", "'add'", "'{'", "JSON object")),
         (called(tool_calls=[call_of([1])]), {}, ("rows.jsonl:2", "messages[1]", "JSON object")),
         (called(function_call={"name": "t1"}), {}, ("rows.jsonl:2", "write it as tool_calls")),
+        (called(weight=0.5), {}, ("rows.jsonl:2", "messages[1].weight is 0.5", "write 1")),
+        (called(weight=0), {}, ("rows.jsonl:2", "no message of the assistant")),
         (called(thinking=["t7"]), {}, ("rows.jsonl:2", "messages[1].thinking", "string")),
         ({"prompt": "t5"}, {}, ("rows.jsonl:2", "completion", "data.fields.answer")),
         ({"completion": "t5"}, {}, ("rows.jsonl:2", "messages", "data.fields.question")),
