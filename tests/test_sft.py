@@ -18,6 +18,7 @@ from refusal import refused
 
 import qerl_jax
 import qerl_jax.training.loop
+from qerl_jax.config.experiments import sft
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.data.from_config import encode_problems, load_problems
 from qerl_jax.data.prompts import Problem, Prompt, TextRow
@@ -694,6 +695,10 @@ def test_what_a_run_that_samples_needs_is_refused(inputs):
     refused("needs a policy that samples", check_overrides, config, ["teacher.coef"])
     check_overrides(config, ["sft.max_tokens", "eval.problems", "data.path", "lora.rank", "steps"])
     refused("needs rows of text", check_overrides, inputs.config(), ["sft.epochs"])
+    no_rows = sft.get_config()
+    no_rows.sft.rows_per_step = 0
+    line = refused("sft.rows_per_step=0: .* at least 1", validate, no_rows)
+    assert "pass --config.sft.rows_per_step=16" in line
     refused("rewards with sft.rows_per_step", train, config, rewards={"a": (tiny_run.rare, 1.0)})
     refused("sft.rows_per_step.*qerl_jax.train", open_session, config)
     refused(
