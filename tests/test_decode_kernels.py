@@ -676,7 +676,7 @@ def test_recurrent_layers_without_a_kernel_that_agrees_are_not_fused(error, monk
     monkeypatch.setattr(decode, "supports_device", lambda _: True)
     layer.delta_agrees.cache_clear()
     state = jax.ShapeDtypeStruct((3, 2, 128, 128), jnp.float32)
-    warns = pytest.warns(match="recurrent layers without .*(off by 1.0e|NotImplementedError: gone)")
+    warns = pytest.warns(match="delta rule .*(off by 1.0e|NotImplementedError: gone)")
     with contextlib.nullcontext() if error == 0.0 else warns:
         assert decode.supports_state(jnp.dtype("bfloat16"), state) == (error == 0.0)
     layer.delta_agrees.cache_clear()
