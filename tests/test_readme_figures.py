@@ -131,7 +131,7 @@ def test_what_noise_gains():
 
 
 def test_what_the_first_run_learns():
-    found, _ = figures("Right on", "\n\n")
+    found, _ = figures("Of the ", "\n\n")
     learning = read("learning_sums.json")["learning"]
     accuracy, truncated = learning["eval_accuracy"], learning["eval_truncated"]
     after = accuracy["by_seed"]["after"]
