@@ -550,19 +550,16 @@ def _layer_bytes(
     hopper: bool | None,
 ) -> int:
     """Bytes of the temporary arrays of a layer over T tokens of N rows that see S positions."""
-    size = compute.itemsize
-    parts = [
-        part.memory(model_config, PlannedBuffer(size)) for part in kinds.parts_of(model_config)
-    ]
+    buffer = PlannedBuffer(compute.itemsize, hopper=hopper)
+    parts = [part.memory(model_config, buffer) for part in kinds.parts_of(model_config)]
     of_tokens = sum(part.prefill for part in parts)
     seen = max(
-        mixer.seen_bytes(model_config, size, (rows, tokens, positions), extends=extends)
+        mixer.seen_bytes(model_config, buffer, (rows, tokens, positions), extends=extends)
         for mixer in kinds.mixers_of(model_config)
     )
-    states = rows * tokens * size * 4 * model_config.embed_dim
-    return (
-        states + max(rows * tokens * of_tokens, seen) + block_bytes(model_config, compute, hopper)
-    )
+    states = rows * tokens * compute.itemsize * 4 * model_config.embed_dim
+    block = max(part.block for part in parts)
+    return states + max(rows * tokens * of_tokens, seen) + block
 
 
 def block_bytes(model_config: ModelConfig, compute: jnp.dtype, hopper: bool | None = None) -> int:
