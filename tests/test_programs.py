@@ -242,6 +242,10 @@ def test_programs_depend_on_the_kernel_of_the_format(form, differs, monkeypatch)
     for agrees in (True, False):
         monkeypatch.setattr(dispatch, "_supports_mxfp4", lambda _, agrees=agrees: agrees)
         origins.add(executable_cache.origin(packed))
+        dense, found = (
+            executable_cache.origin(policy, shapes=False) for policy in (jnp.zeros(8), packed)
+        )
+        assert (found == dense) == (agrees or not differs)
     assert (len(origins) == 2) == differs
 
 
