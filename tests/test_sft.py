@@ -184,6 +184,19 @@ def test_turns_of_weight_0_are_context(inputs, tmp_path, unlearned, prompt, comp
     assert found == (prompt, completion, learned)
 
 
+@pytest.mark.parametrize("weights", [(1, 1), (True, 1.0), (None, 1), (0.5, 1)])
+def test_only_a_weight_of_0_of_the_assistant_is_kept(inputs, tmp_path, weights):
+    rows = [chat("t5", "t6", "t7", "t8") for _ in range(2)]
+    for number, message in enumerate(rows[1]["messages"]):
+        message["weight"] = weights[number % 2]
+    config = text_config(inputs, data__path=str(tmp_path / "rows.jsonl"), eval__every=0)
+    found = []
+    for row in rows:
+        write_rows(tmp_path / "rows.jsonl", [row])
+        found.append(load_problems(config, {}))
+    assert found[0] == found[1]
+
+
 def test_of_a_prompt_with_turns_the_completion_alone_is_learned(inputs, tmp_path):
     messages = chat("t5", "t6", "t7")["messages"]
     (row,) = encode(inputs, tmp_path, {"prompt": messages, "completion": "t8"})

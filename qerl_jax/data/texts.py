@@ -370,8 +370,8 @@ def _row(ids: Sequence[int], learned: Sequence[bool]) -> TextRow:
 
 
 def _is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether a message is the assistant's, and none with a `weight` of 0."""
-    return message["role"] == "assistant" and message.get("weight") != 0
+    """Whether a message is the assistant's, without the `weight` of 0 that `_messages` keeps."""
+    return message["role"] == "assistant" and "weight" not in message
 
 
 def _messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
@@ -403,13 +403,15 @@ def _messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
             if (text := message.get(name)) is not None:
                 text = text_of(text, f"{where}[{number}].{name}")
                 read = (dict.fromkeys(_REASONING, text) | read | {name: text}) if text else read
-        if not is_missing(weight := message.get("weight")):
+        weight = message.get("weight")
+        if read["role"] == "assistant" and not is_missing(weight):
             if weight not in (0, 1):
                 raise UserError(
                     f"{where}[{number}].weight is {weight!r:.60}: write 1 for a turn to learn, or "
                     "0 for one that is context"
                 )
-            read["weight"] = int(weight)
+            if not weight:  # A weight of 1 is the same as none.
+                read["weight"] = 0
         messages.append(read)
     if not messages:
         raise UserError(f"{where} is an empty list: write its messages, or take the row out")
