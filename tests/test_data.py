@@ -487,6 +487,9 @@ def test_an_error_says_why_no_problem_is_left(tmp_path):
     path = write(tmp_path / "a.jsonl", rows)
     line = refused("a.jsonl: no problems", load_problems, "", path=path, levels=(2,))
     assert "left out 5 with a level other than 2 (remedy: choose other levels" in line
+    other = write(tmp_path / "b.jsonl", [{"question": "q", "answer": "1"}])
+    options = {"eval_path": other, "eval_size": 1}
+    assert line == refused("a.jsonl", load_splits, "", path=path, levels=(2,), **options)
     write(tmp_path / "a.jsonl", [*rows[:3], {"question": "long" * 9, "answer": "1"}])
     line = refused(
         "a.jsonl", load_problems, "", path=path, max_question_chars=9, rewards=[math_answer]
@@ -494,7 +497,6 @@ def test_an_error_says_why_no_problem_is_left(tmp_path):
     assert "no problems for train: left out 3 with an empty answer (remedy: fill" in line
     assert "1 with a question over 9 characters (remedy: raise data.max_question_chars)" in line
     assert "data.levels" not in line
-    other = write(tmp_path / "b.jsonl", [{"question": "q", "answer": "1"}])
     options = {"path": other, "eval_path": path, "eval_size": 2}
     write(tmp_path / "a.jsonl", rows[:3])
     refused("no evaluation problems: left out 3 with an empty answer", load_splits, "", **options)

@@ -167,6 +167,13 @@ def test_a_reward_may_fail_for_some_completions_and_not_apply_to_others(tiny, tm
     assert "reward 'correctness' is missing for 2 of 4 completions: ZeroDivisionError" in shown
 
 
+def test_a_group_of_one_with_a_teacher_alone_has_one_completion(tiny, tmp_path):
+    changes = {"teacher.source": str(tiny.model), "teacher.rewards": False}
+    changes |= {"rollout.group_size": 1}
+    shown = told(tiny.config(changes), workdir=tmp_path / "run")
+    assert "\nrewards of 1 made-up completion, each the answer or" in shown
+
+
 def test_each_reward_gets_a_whole_group(tiny, tmp_path):
     CALLS.clear()
     changes = {"rewards.format.function": "test_dry_run:counted"}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tiny_rollout import compiled, policy, rollout
 
+from pallas_kernels.fp4_matmul import dispatch, self_test
 from qerl_jax.compile import executable_cache, program_cache, run_cache
 from qerl_jax.compile.run_cache import keep_programs, set_cache_folder
 from qerl_jax.system import processor, user_key
@@ -230,6 +231,22 @@ def test_an_edit_of_what_programs_are_traced_from_is_noticed(edited, differs, mo
 
     monkeypatch.setattr(pathlib.Path, "read_bytes", edit)
     assert (executable_cache._sources() != before) == differs
+
+
+@pytest.mark.parametrize(("form", "differs"), [("nvfp4", False), ("mxfp4", True)])
+def test_programs_depend_on_the_kernel_of_the_format(form, differs, monkeypatch):
+    tiles = self_test.random_tiles(np.random.default_rng(0), 64, 128, form)
+    packed = jax.tree.map(jnp.asarray, tiles)
+    monkeypatch.setattr(dispatch, "device_kernel", lambda: "mosaic")
+    origins = set()
+    for agrees in (True, False):
+        monkeypatch.setattr(dispatch, "_supports_mxfp4", lambda _, agrees=agrees: agrees)
+        origins.add(executable_cache.origin(packed))
+        dense, found = (
+            executable_cache.origin(policy, shapes=False) for policy in (jnp.zeros(8), packed)
+        )
+        assert (found == dense) == (agrees or not differs)
+    assert (len(origins) == 2) == differs
 
 
 def test_a_missing_program_is_named(filled):

@@ -110,7 +110,7 @@ def test_what_four_bits_cost():
 
 def test_what_noise_gains():
     calibrated, rounded = "nvfp4-lora", "nvfp4-rounded-lora"
-    expected, unclear = [], []
+    expected, unclear, gains = [], [], []
     for arm in (calibrated, rounded):
         for noise in ("paper", "kl0.01"):
             rows, problems, seeds = differences(f"{arm}-aqn-{noise}", arm)
@@ -119,6 +119,7 @@ def test_what_noise_gains():
             expected += [f"{value:+.1f}" for value in gain] + [str(len(rows))] * few
             expected += [noise[2:]] * noise.startswith("kl")
             unclear += [gain[1] <= 0 <= gain[2]] * (arm == calibrated)
+            gains += [(gain[1] > 0, len(rows))] * (arm == rounded)
     found, text = figures("## What noise gains", "## Claims", "docs/evidence.md")
     assert "no gain differs clearly from 0" in " ".join(text.split())
     assert all(unclear)
@@ -127,11 +128,17 @@ def test_what_noise_gains():
     # The README has no figure of it, and says what these intervals say.
     found, text = figures("**What noise gains.**", "**What was found")
     assert not found
-    assert "no clear gain in calibrated NVFP4" in " ".join(text.split())
+    text = " ".join(text.split())
+    assert "no clear gain in calibrated NVFP4" in text
+    assert "one with the paper's schedule, over problems and from two seeds, and no clear" in text
+    (is_gain, seeds), (is_other_gain, _) = gains
+    assert is_gain
+    assert seeds == 2
+    assert not is_other_gain
 
 
 def test_what_the_first_run_learns():
-    found, _ = figures("Right on", "\n\n")
+    found, _ = figures("Of the ", "\n\n")
     learning = read("learning_sums.json")["learning"]
     accuracy, truncated = learning["eval_accuracy"], learning["eval_truncated"]
     after = accuracy["by_seed"]["after"]

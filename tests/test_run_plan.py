@@ -12,6 +12,8 @@ from refusal import refused
 
 from benchmarks import step
 from benchmarks.rollout.random_policy import random_params
+from pallas_kernels import device as default_device
+from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.commands.plan import CARDS
 from qerl_jax.config import models
 from qerl_jax.config.experiments import dapo_math, grpo_gsm8k
@@ -204,6 +206,17 @@ def test_every_preset_starts(model, name):
     assert plan.fits
     assert plan.rollout.rows >= min(4, plan.rollout.all_rows)
     assert plan.peak <= card(name).usable
+
+
+@pytest.mark.parametrize("name", ["rtx-4090", "h200-141gb"])
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "gpt-oss-20b", "qwen3.6-35b-a3b", "qwen3.5-27b"])
+def test_the_plan_of_a_card_does_not_ask_the_device_that_plans(model, name, monkeypatch):
+    def ask():
+        pytest.fail("the plan asks the default device")
+
+    for module, function in ((dispatch, "supports_device"), (default_device, "cuda_capability")):
+        monkeypatch.setattr(module, function, ask)
+    planned(model, card(name), environment__function="module:Class")
 
 
 def test_the_target_of_32b_fits_an_h100():

@@ -18,6 +18,7 @@ from refusal import refused
 
 import qerl_jax
 import qerl_jax.training.loop
+from qerl_jax.config.experiments import sft
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.data.from_config import encode_problems, load_problems
 from qerl_jax.data.prompts import Problem, Prompt, TextRow
@@ -162,6 +163,40 @@ def test_all_turns_of_the_assistant_are_learned(inputs, tmp_path):
     assert row[2] == [True, True, False, False, False, False, True, True]
 
 
+@pytest.mark.parametrize(
+    ("unlearned", "prompt", "completion", "learned"),
+    [
+        ([1], [5, 1, 2, 6, END, 3, 7, 1, 2], [8, END], [True] * 2),
+        ([3], [5, 1, 2], [6, END], [True] * 2),
+        (
+            [3, 5],
+            [5, 1, 2],
+            [6, END, 3, 7, 1, 2, 8, END, 3, 9, 1, 2, 10, END, 3, 11, 1, 2, 12, END],
+            [True] * 2 + [False] * 16 + [True] * 2,
+        ),
+    ],
+)
+def test_turns_of_weight_0_are_context(inputs, tmp_path, unlearned, prompt, completion, learned):
+    row = chat(*(f"t{n}" for n in range(5, 13 if 5 in unlearned else 9)))
+    for number, message in enumerate(row["messages"]):
+        message["weight"] = None if number % 2 == 0 else int(number not in unlearned)
+    (found,) = encode(inputs, tmp_path, row)
+    assert found == (prompt, completion, learned)
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (True, 1.0), (None, 1), (0.5, 1)])
+def test_only_a_weight_of_0_of_the_assistant_is_kept(inputs, tmp_path, weights):
+    rows = [chat("t5", "t6", "t7", "t8") for _ in range(2)]
+    for number, message in enumerate(rows[1]["messages"]):
+        message["weight"] = weights[number % 2]
+    config = text_config(inputs, data__path=str(tmp_path / "rows.jsonl"), eval__every=0)
+    found = []
+    for row in rows:
+        write_rows(tmp_path / "rows.jsonl", [row])
+        found.append(load_problems(config, {}))
+    assert found[0] == found[1]
+
+
 def test_of_a_prompt_with_turns_the_completion_alone_is_learned(inputs, tmp_path):
     messages = chat("t5", "t6", "t7")["messages"]
     (row,) = encode(inputs, tmp_path, {"prompt": messages, "completion": "t8"})
@@ -249,6 +284,8 @@ def called(**fields):
         (called(tool_calls=[call_of("{")]), {}, ("rows.jsonl:2", "'add'", "'{'", "JSON object")),
         (called(tool_calls=[call_of([1])]), {}, ("rows.jsonl:2", "messages[1]", "JSON object")),
         (called(function_call={"name": "t1"}), {}, ("rows.jsonl:2", "write it as tool_calls")),
+        (called(weight=0.5), {}, ("rows.jsonl:2", "messages[1].weight is 0.5", "write 1")),
+        (called(weight=0), {}, ("rows.jsonl:2", "no message of the assistant")),
         (called(thinking=["t7"]), {}, ("rows.jsonl:2", "messages[1].thinking", "string")),
         ({"prompt": "t5"}, {}, ("rows.jsonl:2", "completion", "data.fields.answer")),
         ({"completion": "t5"}, {}, ("rows.jsonl:2", "messages", "data.fields.question")),
@@ -671,6 +708,10 @@ def test_what_a_run_that_samples_needs_is_refused(inputs):
     refused("needs a policy that samples", check_overrides, config, ["teacher.coef"])
     check_overrides(config, ["sft.max_tokens", "eval.problems", "data.path", "lora.rank", "steps"])
     refused("needs rows of text", check_overrides, inputs.config(), ["sft.epochs"])
+    no_rows = sft.get_config()
+    no_rows.sft.rows_per_step = 0
+    line = refused("sft.rows_per_step=0: .* at least 1", validate, no_rows)
+    assert "pass --config.sft.rows_per_step=16" in line
     refused("rewards with sft.rows_per_step", train, config, rewards={"a": (tiny_run.rare, 1.0)})
     refused("sft.rows_per_step.*qerl_jax.train", open_session, config)
     refused(

@@ -81,6 +81,11 @@ def test_the_last_step_and_the_curves(tmp_path):
     assert "  completion 3.0\n" in text
     assert "completion 2.0" not in text
     assert "(2 of 32 of a step); --config.log.completions=N logs more" in text
+    other = write_run(tmp_path / "other", samples=40)
+    assert "(2 of 32, 32 of 32 of a step); --config" in printed(run, other)
+    assert "(32 of 32 of a step)" in printed(other).splitlines()[-1]
+    assert "logs more" not in printed(other)
+    assert "the run logged 32 of the 32 completions of a step." in page(open_views([str(other)]))
     (run / "summary.json").write_text('{"steps": 3}')
     assert printed(run).startswith("run: finished after step 3")
     # It is extended: summary.json and config.json are those of before.

@@ -77,7 +77,6 @@ needed, after `decode.supports_layer`.
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -102,7 +101,14 @@ from pallas_kernels.decode.row import QUERIES
 from pallas_kernels.device import num_sms
 from pallas_kernels.experts import Gated, combine, mlp, route, step_tile, takes_shared
 from pallas_kernels.experts.combine import ExpertSums
-from pallas_kernels.fp4_matmul import AddRmsNorm, Epilogue, Fp4Tiles, Fp4Weight, Swiglu
+from pallas_kernels.fp4_matmul import (
+    AddRmsNorm,
+    Epilogue,
+    Fp4Tiles,
+    Fp4Weight,
+    Swiglu,
+    dispatch,
+)
 from pallas_kernels.fp4_matmul.mma import dense
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
 
@@ -598,7 +604,8 @@ def _sm90_attention_agrees() -> bool:
 
         return self_test.relative_error(attention_sm90.attend)
 
-    return _agrees("attention without the kernel for Hopper GPUs", relative_error)
+    what = "the kernel of attention for Hopper GPUs"
+    return dispatch.agrees(relative_error, what, "attending without it")
 
 
 @functools.cache
@@ -610,30 +617,19 @@ def _sm90_queries_agree() -> bool:
 
         return self_test.queries_error(attention_sm90.attend_queries)
 
-    return _agrees("attention of several tokens without the kernel for Hopper GPUs", relative_error)
+    what = "the kernel of attention of several tokens for Hopper GPUs"
+    return dispatch.agrees(relative_error, what, "attending without it")
 
 
 @functools.cache
 def _experts_agree() -> bool:
     """Whether the kernels that route tokens and add their experts up agree with the definition."""
-    return _agrees("experts without the kernels that route tokens", self_test.routing_error)
+    what = "the kernel that routes tokens"
+    return dispatch.agrees(self_test.routing_error, what, "computing experts without it")
 
 
 @functools.cache
 def delta_agrees() -> bool:
     """Whether the kernel of the delta rule loads and agrees with the definition."""
-    return _agrees("recurrent layers without their kernel", self_test.delta_error)
-
-
-def _agrees(consequence: str, relative_error: Callable[[], float]) -> bool:
-    """Whether an error is small; warns of the consequence where it is not, or cannot be known."""
-    try:
-        error = relative_error()
-    except Exception as problem:  # Whatever an untested version of jax raises.
-        reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
-    else:
-        if error < 1e-2:
-            return True
-        reason = f"it is off by {error:.1e}"
-    warnings.warn(f"{consequence} ({reason})", stacklevel=3)
-    return False
+    what = "the kernel of the delta rule"
+    return dispatch.agrees(self_test.delta_error, what, "computing recurrent layers without it")

@@ -113,6 +113,12 @@ def device_kernel() -> str:
     return "mma" if supports_mma_device() else "xla"
 
 
+def format_kernel(form: str) -> str:
+    """What multiplies weights of a format in tile order: `device_kernel`, if it agrees for it."""
+    kernel = device_kernel()
+    return kernel if form == "nvfp4" or kernel == "xla" or _supports_mxfp4(kernel) else "xla"
+
+
 def reads_tiles(rows: int) -> bool:
     """Whether products of this many rows read weights in tile order packed.
 
@@ -162,10 +168,9 @@ def implementation_of(
 
     Warns where only x's dtype, or the weight's format, prevents a kernel.
     """
-    kernel = device_kernel()
-    if kernel == "xla" or not isinstance(weight, Fp4Tiles) or not _supports_dtype(x.dtype):
+    if device_kernel() == "xla" or not isinstance(weight, Fp4Tiles):
         return "xla"
-    return kernel if weight.format == "nvfp4" or _supports_mxfp4(kernel) else "xla"
+    return format_kernel(weight.format) if _supports_dtype(x.dtype) else "xla"
 
 
 def _supports_dtype(dtype: jnp.dtype) -> bool:

@@ -85,10 +85,17 @@ def origin(policy: Any, *, shapes: bool = True) -> str:
         if not any(word in name for word in _REPORTS)
     }
     kinds = [d.device_kind for d in jax.devices()]
-    kernels = fp4_matmul.device_kernel(), device.num_sms()
+    packed = jax.tree.leaves(policy, is_leaf=_is_packed)
+    formats = {"nvfp4"} | {leaf.format for leaf in packed if _is_packed(leaf)}
+    # Other policies' files serve this one unless a format of it lacks the kernel of the device.
+    kernels = sorted(set(map(fp4_matmul.format_kernel, formats))), device.num_sms()
     versions = jax.__version__, jaxlib.__version__, jax.devices()[0].client.platform_version
     flags = os.environ.get("XLA_FLAGS", "")
     return f"{_SOURCES} {versions} {kinds} {kernels} {flags} {settings} {arrays} {placement}"
+
+
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, fp4_matmul.Fp4Tiles)
 
 
 def _sources() -> str:

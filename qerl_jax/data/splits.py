@@ -145,6 +145,7 @@ def load_splits(
     else:
         problems, evaluation = _load_hub(config, held_out_size)
     if separate:
+        _nonempty(problems, _too_few(config, "train", 0, separate=True))
         problems = _remove_questions(problems, config.training.asked_in(separate, problems))
         evaluation = separate
     if train:

@@ -2,9 +2,10 @@
 
 The chat template writes a row as it writes what the policy samples: the prompt with the beginning
 of the assistant's turn, then the turn, of which the tokens up to its end token are learned. Of a
-conversation all turns of the assistant are learned, with what stands between them as context. A
-template that writes earlier turns in another way once a conversation continues, as that of Qwen3
-leaves out their reasoning, makes a row of its own for each turn that this changes.
+conversation all turns of the assistant are learned, but those with a `weight` of 0, as in OpenAI's
+format; what stands between them is context. A template that writes earlier turns in another way
+once a conversation continues, as that of Qwen3 leaves out their reasoning, makes a row of its own
+for each turn that this changes.
 """
 
 import collections
@@ -80,7 +81,7 @@ class TextSelection(Selection):
         if completion is not ABSENT:
             start = len(chat)
             chat += _messages(completion, "assistant", f"{where}: {answer}")
-        learned = [i for i in range(start, len(chat)) if chat[i]["role"] == "assistant"]
+        learned = [i for i in range(start, len(chat)) if _is_learned(chat[i])]
         if not learned or not learned[0]:
             raise UserError(
                 f"{where}: {name} has no message of the assistant after another one, which the "
@@ -219,7 +220,7 @@ class _Writer:
         rows: list[TextRow] = []
         text, ids, learned, opening = "", list[int](), list[bool](), ""
         for index in range(first, len(chat)):
-            if chat[index]["role"] != "assistant":
+            if not _is_learned(chat[index]):
                 continue
             before, turn = self._turn(chat[: index + 1], arguments, where)
             if not opening:
@@ -368,6 +369,11 @@ def _row(ids: Sequence[int], learned: Sequence[bool]) -> TextRow:
     return TextRow(tuple(ids[:start]), tuple(ids[start:]), tuple(learned[start:]))
 
 
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message is the assistant's, without the `weight` of 0 that `_messages` keeps."""
+    return message["role"] == "assistant" and "weight" not in message
+
+
 def _messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
     """Reads messages of a chat, or a text, which is a message of the role."""
     if not isinstance(value, list | tuple):
@@ -397,6 +403,15 @@ def _messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
             if (text := message.get(name)) is not None:
                 text = text_of(text, f"{where}[{number}].{name}")
                 read = (dict.fromkeys(_REASONING, text) | read | {name: text}) if text else read
+        weight = message.get("weight")
+        if read["role"] == "assistant" and not is_missing(weight):
+            if weight not in (0, 1):
+                raise UserError(
+                    f"{where}[{number}].weight is {weight!r:.60}: write 1 for a turn to learn, or "
+                    "0 for one that is context"
+                )
+            if not weight:  # A weight of 1 is the same as none.
+                read["weight"] = 0
         messages.append(read)
     if not messages:
         raise UserError(f"{where} is an empty list: write its messages, or take the row out")

@@ -75,8 +75,8 @@ class Device:
         """Bytes of the pool that a plan fills."""
         return None if self.pool is None else int(_USABLE * self.pool)
 
-    def update_kernels(self, model: ModelConfig, dtype: jnp.dtype) -> Kernels:
-        """Which of the kernels that every Hopper GPU has compute an update."""
+    def layer_kernels(self, model: ModelConfig, dtype: jnp.dtype) -> Kernels:
+        """Which of the kernels that every Hopper GPU has compute layers."""
         own = dtype == jnp.bfloat16 and self.kernel == "mosaic"
         return Kernels(attention=own and model.head_dim in HEAD_DIMS, layers=own)
 
@@ -302,7 +302,7 @@ def plan_run(
         buffer_tokens=config.train.buffer_tokens,
         recompute=recomputation(config.train.recompute),
         free=None if free is None else free - gradient,
-        kernels=device.update_kernels(model, compute),
+        kernels=device.layer_kernels(model, compute),
         adapts_experts=config.lora.expert_rank > 0 and not full,
         teacher=of_teacher,
     )
@@ -411,6 +411,7 @@ def _plan_rollout(
         turns=turn_config(config),
         copies=(policy_copy, dense_copy),
         free=free,
+        hopper=device.layer_kernels(model, compute).layers,
     )
 
 
@@ -423,6 +424,7 @@ def plan_rollout(
     turns: TurnConfig | None,
     copies: tuple[int, int],
     free: int | None,
+    hopper: bool | None = None,
 ) -> RolloutPlan:
     """Plans the memory of a rollout.
 
@@ -435,6 +437,7 @@ def plan_rollout(
         copies: bytes of the trained parameters in the dtype of the policy, and of the dense copy of
             packed weights.
         free: bytes that weights and training state leave; None does not compare with the device.
+        hopper: whether the kernels of Hopper GPUs compute layers; None asks the default device.
 
     Returns:
         The largest rollout that fits; one of no rows, with the bytes of one, if none does.
@@ -453,6 +456,7 @@ def plan_rollout(
         compute=compute,
         free=None if free is None else max(0, free - policy_copy - dense_copy),
         reply_tokens=turns.longest_reply if turns else 0,
+        hopper=hopper,
     )
     prefilled = prefill_bytes(
         model,
@@ -461,6 +465,7 @@ def plan_rollout(
         dtype=dtype,
         compute=compute,
         shared=engine.shared_tokens > 0,
+        hopper=hopper,
     )
     row, all_rows = kept_bytes(model, positions, dtype), num_prompts * longest.group_size
     history = history_bytes(positions) if uses_drafts(engine, model, compute) else 0
@@ -469,11 +474,12 @@ def plan_rollout(
         "reply_tokens": turns.longest_reply if turns else 0,
         "positions": positions,
         "compute": compute,
+        "hopper": hopper,
     }
     moving = moved_bytes(model, dtype=dtype, **sizes_of_rows)
     sampling = max(1, rows) * logits_bytes(model)
     sampling += draft_bytes(model, engine, rows=max(1, rows), compute=compute)
-    decoding = max(moving, sampling, block_bytes(model, compute))
+    decoding = max(moving, sampling, block_bytes(model, compute, hopper))
     waiting = all_rows - rows
     if waiting:
         decoding += prefill * (

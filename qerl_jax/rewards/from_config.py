@@ -54,10 +54,16 @@ def check_rewards(config: ConfigDict) -> None:
     """Validates the table of rewards of a config.
 
     Raises:
-        UserError: a reward has the name of something else, lacks a key or has another one, or no
-            reward has a weight.
+        UserError: there is no reward, one has the name of something else, lacks a key or has
+            another one, or none has a weight.
     """
     rewards = config.rewards.to_dict()
+    if not rewards:
+        raise UserError(
+            "sft.rows_per_step=0: without a reward it must be at least 1, as a run learns from "
+            "rewards or from rows of text: pass --config.sft.rows_per_step=16, or "
+            "--config.rewards.NAME.function=package.module:function"
+        )
     for name, reward in rewards.items():
         _check_name(name)
         keys = reward.keys() if isinstance(reward, dict) else set()
@@ -87,8 +93,8 @@ def _check_name(name: str) -> None:
 def _check_weights(weights: Mapping[str, float]) -> None:
     if not any(weights.values()):
         raise UserError(
-            f"no reward has a weight ({', '.join(weights) or 'no rewards'}), nothing can be "
-            "learned: set one, such as rewards.correctness.weight=1"
+            f"no reward has a weight ({', '.join(weights)}), nothing can be learned: set one, such "
+            "as rewards.correctness.weight=1"
         )
 
 

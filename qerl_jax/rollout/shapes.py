@@ -311,6 +311,7 @@ def fit_rows(
     compute: jnp.dtype,
     free: int | None,
     reply_tokens: int = 0,
+    hopper: bool | None = None,
 ) -> tuple[int, int]:
     """Decides how many rows decode together, and how many prompts are in one prefill.
 
@@ -324,6 +325,7 @@ def fit_rows(
         compute: dtype of the computation.
         free: bytes of the device that a rollout may take; None does not compare with the device.
         reply_tokens: largest number of tokens of what an environment writes to rows; 0 without one.
+        hopper: as in `block_bytes`.
 
     Returns:
         The two numbers; the first is 0 where a prefill of one prompt leaves no memory for a row.
@@ -361,6 +363,7 @@ def fit_rows(
             dtype=dtype,
             compute=compute,
             shared=engine.shared_tokens > 0,
+            hopper=hopper,
         )
         fitting = (free - prompt_bytes) // row
         while fitting > 0:
@@ -372,6 +375,7 @@ def fit_rows(
                 positions=positions,
                 dtype=dtype,
                 compute=compute,
+                hopper=hopper,
             )
             drafting = draft_bytes(model_config, engine, rows=fitting, compute=compute)
             if fitting * row + max(prompt_bytes, moving, drafting) <= free:
@@ -447,6 +451,7 @@ def prefill_bytes(
     dtype: jnp.dtype,
     compute: jnp.dtype,
     shared: bool = False,
+    hopper: bool | None = None,
 ) -> int:
     """Returns the bytes of one prefill, as they were measured to 1 % from 128 rows on.
 
@@ -457,9 +462,11 @@ def prefill_bytes(
         dtype: dtype of the cache.
         compute: dtype of the computation.
         shared: whether prompts are extended from tokens that they share.
+        hopper: as in `block_bytes`.
     """
     keys_and_values = position_bytes(model_config, dtype) + position_bytes(model_config, compute)
-    layer = _layer_bytes(model_config, num_prompts, width, width, compute=compute, extends=shared)
+    options = {"compute": compute, "extends": shared, "hopper": hopper}
+    layer = _layer_bytes(model_config, num_prompts, width, width, **options)
     kept = num_prompts * (width * keys_and_values + state_bytes(model_config))
     return kept + layer + num_prompts * _vocabulary_bytes(model_config)
 
@@ -472,6 +479,7 @@ def moved_bytes(
     positions: int,
     dtype: jnp.dtype,
     compute: jnp.dtype,
+    hopper: bool | None = None,
 ) -> int:
     """Returns the bytes of the largest change of the cache between two chunks.
 
@@ -486,18 +494,30 @@ def moved_bytes(
         positions: cache positions of a row.
         dtype: dtype of the cache.
         compute: dtype of the computation.
+        hopper: as in `block_bytes`.
     """
     if not reply_tokens:
         arrays = jax.tree.leaves(kinds.row_shapes(model_config, positions, dtype))
         return rows * max(array.size * array.dtype.itemsize for array in arrays)
     extending = extend_bytes(
-        model_config, rows=rows, reply_tokens=reply_tokens, positions=positions, compute=compute
+        model_config,
+        rows=rows,
+        reply_tokens=reply_tokens,
+        positions=positions,
+        compute=compute,
+        hopper=hopper,
     )
     return max(extending, kept_bytes(model_config, positions, dtype))
 
 
 def extend_bytes(
-    model_config: ModelConfig, *, rows: int, reply_tokens: int, positions: int, compute: jnp.dtype
+    model_config: ModelConfig,
+    *,
+    rows: int,
+    reply_tokens: int,
+    positions: int,
+    compute: jnp.dtype,
+    hopper: bool | None = None,
 ) -> int:
     """Returns the bytes of the largest extension of rows by what environments wrote.
 
@@ -509,9 +529,11 @@ def extend_bytes(
         reply_tokens: largest number of tokens of what an environment writes.
         positions: cache positions of a row.
         compute: dtype of the computation.
+        hopper: as in `block_bytes`.
     """
+    options = {"compute": compute, "extends": True, "hopper": hopper}
     return max(
-        _layer_bytes(model_config, count, width, positions, compute=compute, extends=True)
+        _layer_bytes(model_config, count, width, positions, **options)
         + count * _vocabulary_bytes(model_config)
         for count, width in extensions(rows, reply_tokens)
     )
@@ -525,25 +547,28 @@ def _layer_bytes(
     *,
     compute: jnp.dtype,
     extends: bool,
+    hopper: bool | None,
 ) -> int:
     """Bytes of the temporary arrays of a layer over T tokens of N rows that see S positions."""
-    size = compute.itemsize
-    parts = [
-        part.memory(model_config, PlannedBuffer(size)) for part in kinds.parts_of(model_config)
-    ]
+    buffer = PlannedBuffer(compute.itemsize, hopper=hopper)
+    parts = [part.memory(model_config, buffer) for part in kinds.parts_of(model_config)]
     of_tokens = sum(part.prefill for part in parts)
     seen = max(
-        mixer.seen_bytes(model_config, size, (rows, tokens, positions), extends=extends)
+        mixer.seen_bytes(model_config, buffer, (rows, tokens, positions), extends=extends)
         for mixer in kinds.mixers_of(model_config)
     )
-    states = rows * tokens * size * 4 * model_config.embed_dim
-    return states + max(rows * tokens * of_tokens, seen) + block_bytes(model_config, compute)
+    states = rows * tokens * compute.itemsize * 4 * model_config.embed_dim
+    block = max(part.block for part in parts)
+    return states + max(rows * tokens * of_tokens, seen) + block
 
 
-def block_bytes(model_config: ModelConfig, compute: jnp.dtype) -> int:
-    """Returns the bytes of the temporary arrays of a layer whatever the number of its tokens."""
-    parts = kinds.parts_of(model_config)
-    return max(part.memory(model_config, PlannedBuffer(compute.itemsize)).block for part in parts)
+def block_bytes(model_config: ModelConfig, compute: jnp.dtype, hopper: bool | None = None) -> int:
+    """Returns the bytes of the temporary arrays of a layer whatever the number of its tokens.
+
+    `hopper` says whether kernels of Hopper GPUs compute it; None asks the default device.
+    """
+    buffer = PlannedBuffer(compute.itemsize, hopper=hopper)
+    return max(part.memory(model_config, buffer).block for part in kinds.parts_of(model_config))
 
 
 def _vocabulary_bytes(model_config: ModelConfig) -> int:

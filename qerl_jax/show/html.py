@@ -163,10 +163,10 @@ def _completions(
 
 
 def _note(view: View) -> str:
-    count = view.setting("log.completions")
+    more = (view.logged != view.sampled) * "; --config.log.completions=N logs more"
     return (
-        f"{view.name}: the run logged {count} of the {view.sampled} completions of a step; "
-        "--config.log.completions=N logs more."
+        f"{view.name}: the run logged {view.logged} of the {view.sampled} completions of a step"
+        f"{more}."
     )
 
 

@@ -81,10 +81,9 @@ def _steps_with_completions(logged: Sequence[int]) -> str:
 
 
 def _advice(views: Sequence[View]) -> str:
-    counts = [view.setting("log.completions") for view in views]
-    sampled = [view.sampled for view in views]
-    text = ", ".join(f"{count} of {total}" for count, total in zip(counts, sampled, strict=True))
-    return f" ({text} of a step); --config.log.completions=N logs more"
+    text = ", ".join(f"{view.logged} of {view.sampled}" for view in views)
+    more = any(view.logged != view.sampled for view in views)
+    return f" ({text} of a step)" + more * "; --config.log.completions=N logs more"
 
 
 def _curve_lines(views: Sequence[View], columns: int, blocks: str) -> list[str]:

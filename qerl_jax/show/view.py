@@ -86,6 +86,12 @@ class View:
             return None
         return math.prod(counts)
 
+    @property
+    def logged(self) -> Any:
+        """Number of completions of a step that the run logs; None where the config lacks it."""
+        count, sampled = self.setting("log.completions"), self.sampled
+        return count if sampled is None or not is_number(count) else min(count, sampled)
+
     def setting(self, name: str, default: Any = None) -> Any:
         """A field of the config, such as 'model.source', where it is a text or a number."""
         value: Any = self.config

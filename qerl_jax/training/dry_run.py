@@ -276,7 +276,10 @@ def _try_rewards(
     with Scoring(rewards, len(ended), time_limit=config.reward_time_limit) as scoring:
         scoring.add({i: one.to_score() for i, one in enumerate(ended) if not one.has_failed})
         scores = scoring.finish()
-    made_up = f"{len(ended)} made-up completions, which are the answer or the question of a problem"
+    made_up = (
+        f"{len(ended)} made-up completion{'s' * (len(ended) != 1)}, each the answer or the "
+        "question of a problem"
+    )
     for name, values in scores.parts.items():
         errors = [error for error in scores.errors if error.startswith(f"reward {name!r} ")]
         if errors and np.isnan(values).all():

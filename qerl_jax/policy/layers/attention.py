@@ -209,10 +209,10 @@ def _limits(own: Own) -> dict[str, Any]:
 
 
 def seen_bytes(
-    config: ModelConfig, itemsize: int, sizes: tuple[int, int, int], *, extends: bool
+    config: ModelConfig, buffer: PlannedBuffer, sizes: tuple[int, int, int], *, extends: bool
 ) -> int:
     """As in `part.Mixer`: scores, their weights, and the keys and values that they are made of."""
-    rows, tokens, positions = sizes
+    (rows, tokens, positions), itemsize = sizes, buffer.itemsize
     plain = not config.sinks and not config.window  # cuDNN has neither.
     if not extends and itemsize == 2 and config.head_dim <= _CUDNN_DIM and plain:
         return 0
@@ -221,7 +221,8 @@ def seen_bytes(
     # Whatever the dtype of the cache is: float8 needs the newest device.
     shape = rows, config.num_kv_heads, positions, config.head_dim
     cache = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
-    if extends and itemsize == 2 and decode.supports_layer(jnp.dtype(jnp.bfloat16), cache):
+    by_kernel = decode.supports_layer(jnp.dtype(jnp.bfloat16), cache, buffer.hopper)
+    if extends and itemsize == 2 and by_kernel:
         # The queries in another order, and their results in float32.
         return rows * tokens * config.num_heads * 6 * config.head_dim + itemsize * own
     # The keys and values of the rows; and again as they are stored, with half of the bits at most

@@ -226,7 +226,12 @@ class Mixer(Part, Protocol):
         ...
 
     def seen_bytes(
-        self, config: ModelConfig, itemsize: int, sizes: tuple[int, int, int], *, extends: bool
+        self,
+        config: ModelConfig,
+        buffer: PlannedBuffer,
+        sizes: tuple[int, int, int],
+        *,
+        extends: bool,
     ) -> int:
         """Returns the bytes of temporary arrays that depend on what tokens see.
 

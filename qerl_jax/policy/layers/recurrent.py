@@ -188,7 +188,7 @@ def mix_extend(
 
 
 def seen_bytes(
-    config: ModelConfig, itemsize: int, sizes: tuple[int, int, int], *, extends: bool
+    config: ModelConfig, buffer: PlannedBuffer, sizes: tuple[int, int, int], *, extends: bool
 ) -> int:
     """As in `part.Mixer`: the states of the rows."""
     shapes = _shapes(config)
