@@ -75,6 +75,9 @@ ARMS: dict[str, dict[str, Any]] = {
     # end helps.
     "nvfp4-lora-temperature": _OFF | {"rollout.temperature": 1.1},
     "nvfp4-lora-entropy": _OFF | {"rl.entropy_coef": 1e-3},
+    # W4A8, simulated: in rollouts, with truncated importance weights; and in rollout and update.
+    "nvfp4-lora-fp8-rollout": _OFF | {"rollout.dequantize": "fp8", "aqn.correction": "tis"},
+    "nvfp4-lora-fp8-both": _OFF | {"rollout.dequantize": "fp8_both"},
     # The best rate of the grid of 60 steps; in 200 steps one of two runs lost what it had gained.
     "nvfp4-lora-lr1e-4": _OFF,
     # From the start to 69 % in minutes, with test problems in place of the held-out ones.

@@ -395,6 +395,13 @@ def _project(
     """
     x, xa_partials = activations
     weight, adapter = projection
+    if isinstance(weight, fp4_matmul.fp8.Fp8Weight):
+        with jax.named_scope("linears"):
+            y = fp4_matmul.fp8.product(x, weight)
+        if adapter is not None:
+            with jax.named_scope("lora"):
+                y = y + fp4_matmul.lora_product(x, adapter, xa_partials).astype(jnp.float32)
+        return (y if bias is None else y + bias).astype(dtype or x.dtype)
     with jax.named_scope("linears"):
         if isinstance(weight, Fp4Weight | Fp4Tiles):
             return fp4_matmul.fp4_matmul(

@@ -1,5 +1,6 @@
 """y = x W^T for a frozen weight W in 4 bits (NVFP4, MXFP4 or NF4), with LoRA and bias."""
 
+from pallas_kernels.fp4_matmul import fp8
 from pallas_kernels.fp4_matmul.api import dense, fp4_matmul
 from pallas_kernels.fp4_matmul.dispatch import (
     KERNEL_VARIABLE,
@@ -44,6 +45,7 @@ __all__ = [
     "dot",
     "format_of",
     "fp4_matmul",
+    "fp8",
     "from_tiles",
     "load_kernel",
     "lora_product",

@@ -595,8 +595,10 @@ FIELDS: tuple[Section | Field, ...] = (
         "auto",
         "Used where no kernel reads the packed weights. 'once' dequantizes the weights once per "
         "rollout, which needs memory for a dense copy while it lasts; 'step' does not, and is "
-        "slower. 'auto': 'once' where the copy takes at most a third of the memory.",
-        choices=("auto", "once", "step"),
+        "slower. 'auto': 'once' where the copy takes at most a third of the memory. "
+        "'fp8' rounds weights and activations of a rollout to e4m3, 'fp8_both' those of the "
+        "update, too.",
+        choices=("auto", "once", "step", "fp8", "fp8_both"),
         read_if=Condition(
             "packed weights: model.format other than 'bf16'", lambda c: c.model.format != "bf16"
         ),

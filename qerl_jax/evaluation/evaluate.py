@@ -11,6 +11,7 @@ again but not generated again.
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -565,7 +566,9 @@ def _fit(job: _Job, max_rows: int) -> tuple[int, int]:
 
 def _engine(job: _Job) -> EngineConfig:
     return EngineConfig(
-        dequantize=dequantize_mode(job.policy.model.params),
+        dequantize=dequantize_mode(
+            job.policy.model.params, os.environ.get("QERL_EVALUATE_DEQUANTIZE", "auto")
+        ),
         kv_cache_dtype=job.task.kv_cache_dtype,
     )
 

@@ -127,7 +127,7 @@ def check_sampler(sampler: Sampler, key: jax.Array, policy: Policy, *, remedy: s
         turns=turns,
         copies=(
             sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(adapter)),
-            dense if engine.dequantize == "once" else dense // model.num_layers,
+            dense if engine.dequantize != "step" else dense // model.num_layers,
         ),
         free=None,
     )

@@ -28,6 +28,7 @@ from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.dequantize import DEQUANTIZE
 from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.policy.quant import rounds_to_fp8
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.config import (
     EngineConfig,
@@ -501,6 +502,9 @@ def _dequantize(
 ) -> tuple[str, int]:
     """How a rollout dequantizes weights that no kernel reads, and the bytes of its dense copy."""
     compute, format = jnp.dtype(config.model.dtype), config.model.format
+    if rounds_to_fp8(config.rollout.dequantize):
+        copy = sizes.dense_layers_bytes(model, compute.itemsize)
+        return config.rollout.dequantize, copy
     by_kernel = format in _KERNEL_FORMATS and compute == jnp.bfloat16
     if format == "bf16" or (by_kernel and device.kernel == "mosaic"):
         return "once", 0

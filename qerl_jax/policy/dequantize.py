@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from pallas_kernels import device
+from pallas_kernels.fp4_matmul import fp8
 from qerl_jax.policy import transformer
-from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.quant import EVERY, QuantTensor, to_fp8
 from qerl_jax.policy.sharding import COLUMNS, ROWS, WHOLE, mesh_of, on_mesh
 
 DEQUANTIZE = "dequantize"  # name of the program
@@ -34,6 +36,8 @@ def dequantization(params: dict, *, rows: int = 0) -> Dequantization | None:
     if not packed:
         return None
     mesh, static = mesh_of(params), {"dtype": params["embed_tokens"].dtype}
+    if rows == EVERY:
+        return Dequantization(to_fp8_weights, static, packed)
     if mesh is None:
         return Dequantization(dequantize, static, packed)
     specs = (jax.tree.leaves(weight)[0].sharding.spec for weight in packed)
@@ -58,6 +62,12 @@ def dequantized(params: dict, programs: Mapping[Any, Callable[..., Any]], *, row
 def dequantize(packed: list[QuantTensor | jax.Array], *, dtype: jnp.dtype) -> list[jax.Array]:
     """Returns the dense weights [N, K] of `transformer.packed_weights`."""
     return [transformer.dense_weight(weight, dtype) for weight in packed]
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def to_fp8_weights(packed: list[QuantTensor], *, dtype: jnp.dtype) -> list[fp8.Fp8Weight]:
+    """Returns the weights [N, K] of `transformer.packed_weights`, rounded to e4m3."""
+    return [to_fp8(weight, device.product_dtype(dtype)) for weight in packed]
 
 
 @functools.cache

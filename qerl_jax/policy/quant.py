@@ -181,6 +181,21 @@ def dequantize(weight: QuantTensor, dtype: DTypeLike) -> jax.Array:
     return fp4_matmul.dequantize(rows, dtype)
 
 
+EVERY = -1  # as a number of rows: all packed weights are rounded to e4m3
+
+
+def to_fp8(weight: QuantTensor, dtype: DTypeLike) -> fp4_matmul.fp8.Fp8Weight:
+    """Returns an NVFP4 weight [N, K] rounded to e4m3, its numbers stored in `dtype`."""
+    stored = checkpoint_order(weight)
+    rows = fp4_matmul.Fp4Weight(stored.packed, stored.scales, stored.global_scale)
+    return fp4_matmul.fp8.from_fp4(rows, dtype)
+
+
+def rounds_to_fp8(dequantize: str) -> bool:
+    """Whether a rollout that dequantizes so rounds weights and activations to e4m3."""
+    return dequantize in ("fp8", "fp8_both")
+
+
 def tile_order(weight: QuantTensor) -> QuantTensor:
     """Returns the weight in the order of the kernels for GPUs, or the weight itself.
 

@@ -32,7 +32,7 @@ from qerl_jax.policy.layers.kinds import Layer
 from qerl_jax.policy.layers.linear import PRODUCTS, ROUTES, rms_norm
 from qerl_jax.policy.layers.part import Kept, NewTokens, Own
 from qerl_jax.policy.lora import Lora
-from qerl_jax.policy.quant import QuantTensor, dequantize, kernel_weight
+from qerl_jax.policy.quant import EVERY, QuantTensor, dequantize, kernel_weight
 
 
 @struct.dataclass
@@ -378,6 +378,8 @@ def packed_weights(params: dict, *, rows: int = 0) -> list[QuantTensor | jax.Arr
     """
     packed: list = [leaf for path, leaf in _leaves(params)[0] if _is_packed(path, leaf, rows)]
     head, dtype = params.get("lm_head", params["embed_tokens"]), params["embed_tokens"].dtype
+    if rows == EVERY:
+        return packed
     if packed and not isinstance(head, QuantTensor) and device.product_dtype(dtype) != dtype:
         packed.append(head)
     return packed
@@ -430,6 +432,8 @@ def _leaves(params):
 def _is_packed(path, leaf, rows):
     if not isinstance(leaf, QuantTensor):
         return False
+    if rows == EVERY:
+        return True
     # A grouped product reads the tiles of experts a part at a time, however many rows it has.
     reads_tiles = fp4_matmul.reads_tiles(rows) or path[-1].key in kinds.STACKS
     return leaf.tiles is None or not reads_tiles

@@ -140,6 +140,7 @@ def calibrated_base(
         print(f"calibrating on completions of {len(chosen)} training prompts", flush=True)
         sampling = config.copy_and_resolve_references()
         with sampling.unlocked():
+            sampling.rollout.dequantize = "auto"  # The text is that of bf16 arithmetic.
             sampling.sft.rows_per_step = 0  # A run that learns from text samples here alone.
         plan = plan_run(sampling, checkpoint.config, this_device()).rollout
         engine = EngineConfig(

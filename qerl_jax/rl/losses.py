@@ -356,6 +356,8 @@ def policy_loss(
             importance = jnp.minimum(_exp(difference), config.tis_cap)
             loss = loss * importance
             metrics["tis_weight"] = (masked(importance, in_loss).sum(), count)
+            capped = (difference > jnp.log(config.tis_cap)).astype(jnp.float32)
+            metrics["tis_capped"] = (masked(capped, in_loss).sum(), count)
     if ref_logprobs is not None:
         kl = k3(logprobs, jax.lax.stop_gradient(masked(ref_logprobs, in_loss)))
         metrics["kl"] = (kl.sum(), count)
@@ -449,6 +451,11 @@ def _rollout_difference(
     return difference, {
         "logprob_diff_mean": (distance.sum(), has_record.sum().astype(jnp.float32)),
         "logprob_diff_max": _max(distance, has_record),
+        # k3 of KL(policy that sampled | old policy), in nats a token.
+        "rollout_kl": (
+            (jnp.expm1(difference) - difference).sum(),
+            has_record.sum().astype(jnp.float32),
+        ),
     }
 
 

@@ -17,6 +17,7 @@ from qerl_jax.compile.operation import Operation, abstract, commit, tree_signatu
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.dequantize import DEQUANTIZE, dequantization
 from qerl_jax.policy.policy import Policy
+from qerl_jax.policy.quant import EVERY
 from qerl_jax.rl import data_parallel, train_step
 from qerl_jax.rl.losses import custom_loss_digest
 from qerl_jax.rl.packing import PackedBuffer, empty_buffer
@@ -73,6 +74,7 @@ def operations(
     update_config: UpdateConfig,
     optimizer: OptimizerConfig,
     mesh: Mesh | None = None,
+    fp8: bool = False,
 ) -> dict[str, Operation]:
     """Returns the operations that the updates of a run need, by name.
 
@@ -89,15 +91,18 @@ def operations(
         update_config: static options.
         optimizer: options of the optimizer.
         mesh: mesh of the run, which holds all arrays, or None for one device.
+        fp8: whether products round weights and activations to e4m3.
     """
     frozen = {name: policy for name, policy in passes.items() if policy is not None}
     state, params, noise, frozen = abstract(commit((state, params, noise, frozen)))
-    dequantize = dequantization(params) if mesh is None and _widens(params) else None
+    rows = EVERY if fp8 else 0
+    widens = fp8 or (mesh is None and _widens(params))
+    dequantize = dequantization(params, rows=rows) if widens else None
     table = {}
     if dequantize is not None:
         table[DEQUANTIZE] = Operation.of_shapes(DEQUANTIZE, *dequantize)
         dense = abstract(table[DEQUANTIZE].eval_shape(), params["embed_tokens"].sharding)
-        params = transformer.dequantize_params(params, lambda _: dense)
+        params = transformer.dequantize_params(params, lambda _: dense, rows=rows)
     buffer, bare = _buffers(
         buffer_tokens, mesh, update_config, has_reference="buffer_logprobs" in passes
     )
@@ -137,6 +142,8 @@ def operations(
     identity: tuple = update_config, buffer_tokens, tree_signature((state, noise, frozen))
     if names_function(update_config.loss.objective):
         identity = *identity, custom_loss_digest(update_config.loss.objective, buffer_tokens)
+    if fp8:
+        identity = *identity, "fp8"
     if mesh is not None:
         identity = *identity, tuple(mesh.shape.items())
     keys = {name: (name, *identity) for name in arguments}

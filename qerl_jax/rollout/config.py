@@ -194,7 +194,10 @@ class EngineConfig:
             chunk_steps=(self.chunk_steps >= 1, "at least 1"),
             max_rows=(self.max_rows >= 0, "at least 0"),
             kv_cache_bytes=(self.kv_cache_bytes >= 0, "at least 0"),
-            dequantize=(self.dequantize in ("once", "step"), "'once' or 'step'"),
+            dequantize=(
+                self.dequantize in ("once", "step", "fp8", "fp8_both"),
+                "'once', 'step', 'fp8' or 'fp8_both'",
+            ),
             prompt_width=(self.prompt_width >= 0, "at least 0"),
             shared_tokens=(self.shared_tokens >= 0, "at least 0"),
             num_prompts=(self.num_prompts >= 0, "at least 0"),

@@ -28,6 +28,7 @@ from qerl_jax.policy.dequantize import DEQUANTIZE, dequantization
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.part import NewTokens
 from qerl_jax.policy.policy import Policy
+from qerl_jax.policy.quant import EVERY, rounds_to_fp8
 from qerl_jax.policy.sharding import abstract_on, head_sharding, mesh_of
 from qerl_jax.rollout import decode, tensor_parallel
 from qerl_jax.rollout.decode import DecodeConfig
@@ -65,9 +66,9 @@ def operations(
         return abstract(tree, sharding) if mesh is None else abstract_on(tree, mesh)
 
     functions = decode if mesh is None else tensor_parallel.functions(mesh)
-    rows = shapes.batch_sizes[0]
+    rows = EVERY if rounds_to_fp8(config.dequantize) else shapes.batch_sizes[0]
     dense_weights = None if config.dequantize == "step" else dequantization(params, rows=rows)
-    cache = rows, shapes.cache_positions, dtype
+    cache = shapes.batch_sizes[0], shapes.cache_positions, dtype
     histories = shapes.histories or ()
     # A run samples with a head in 4 bits and evaluates without: the same keys, other programs.
     structure = digest((params, lora))

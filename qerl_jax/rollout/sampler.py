@@ -24,6 +24,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.dequantize import dequantized
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.policy import Policy
+from qerl_jax.policy.quant import EVERY, rounds_to_fp8
 from qerl_jax.rollout import programs
 from qerl_jax.rollout.completions import Completions, Rollout
 from qerl_jax.rollout.config import (
@@ -299,7 +300,8 @@ class Sampler:
         shapes, config = self._plan(policy, len(prompts), longest)
         key, policy = commit((sharding.replicate_like(key, policy.params), policy))
         table = Programs(programs.operations(key, policy, shapes, config), self.executables)
-        dense = dequantized(policy.params, table, rows=shapes.batch_sizes[0])
+        rows_read = EVERY if rounds_to_fp8(config.dequantize) else shapes.batch_sizes[0]
+        dense = dequantized(policy.params, table, rows=rows_read)
         size = self.group_size
         identities = rows_of(ids, size).astype(np.int32).tolist()
         if isinstance(turns, Sessions):  # Requests bring the prompts.

@@ -15,6 +15,7 @@ from qerl_jax.policy.collectives import TENSOR
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.layers import kinds
 from qerl_jax.policy.layers.part import PlannedBuffer
+from qerl_jax.policy.quant import EVERY, rounds_to_fp8
 from qerl_jax.policy.sharding import mesh_of
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, TurnConfig
 from qerl_jax.rollout.drafts import lengths_of
@@ -559,7 +560,8 @@ def bytes_left(params: dict, *, engine: EngineConfig) -> int | None:
     if "bytes_limit" not in memory:
         return None
     free = int(_FREE_FRACTION * memory["bytes_limit"]) - memory["bytes_in_use"]
-    return max(0, free - (dense_bytes(params) if engine.dequantize != "step" else 0))
+    rows = EVERY if rounds_to_fp8(engine.dequantize) else _MANY_ROWS
+    return max(0, free - (dense_bytes(params, rows) if engine.dequantize != "step" else 0))
 
 
 def dequantize_mode(params: dict, mode: str = "auto") -> str:
@@ -577,9 +579,9 @@ def dequantize_mode(params: dict, mode: str = "auto") -> str:
     return "once" if fits else "step"
 
 
-def dense_bytes(params: dict) -> int:
+def dense_bytes(params: dict, rows: int = _MANY_ROWS) -> int:
     """Returns the bytes that `dequantize_params` makes dense for many rows, of one device."""
-    packed, mesh = transformer.packed_weights(params, rows=_MANY_ROWS), mesh_of(params)
+    packed, mesh = transformer.packed_weights(params, rows=rows), mesh_of(params)
     numbers = sum(math.prod(leaf.shape) for leaf in packed)
     shards = 1 if mesh is None else mesh.shape[TENSOR]
     return numbers // shards * device.product_dtype(params["embed_tokens"].dtype).itemsize

@@ -143,4 +143,5 @@ def _update_operations(
         update_config=setup.update,
         optimizer=setup.method.optimizer_config,
         mesh=setup.mesh,
+        fp8=config.rollout.get("dequantize") == "fp8_both",
     )

@@ -36,6 +36,7 @@ from qerl_jax.policy.dequantize import dequantized
 from qerl_jax.policy.kl_control import KlTarget, SigmaState
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
+from qerl_jax.policy.quant import EVERY
 from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.rewards.scored import Scores
 from qerl_jax.rl.advantages import custom_advantages, gdpo_advantages, group_advantages
@@ -189,7 +190,8 @@ def take_step(
     packed = _pack_mini_batches(setup, batch, jax.random.fold_in(key, KEY_MINI_BATCHES))
     mini_batches = [deal_buffers(buffers, setup.mesh) for buffers in packed]
     divisor = np.float32(temperature)  # of the logits, an argument of every program
-    params = dequantized(setup.params, programs)
+    rows = EVERY if config.rollout.dequantize == "fp8_both" else 0
+    params = dequantized(setup.params, programs, rows=rows)
     kl = functools.partial(_noise_kl, setup, trainable, programs, params, batch, divisor, noise)
     noise_state, metrics = _measure_noise(setup, progress, kl, sigma=sigma)
     train_noise = noise if config.aqn.correction == "noisy_forward" else None

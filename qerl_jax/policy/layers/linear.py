@@ -29,6 +29,13 @@ def linear(
     if isinstance(weight, QuantTensor):
         with jax.named_scope("linears"):
             return fp4_matmul.fp4_matmul(x, kernel_weight(weight), lora=adapter, bias=bias)
+    if isinstance(weight, fp4_matmul.fp8.Fp8Weight):
+        with jax.named_scope("linears"):
+            y = fp4_matmul.fp8.product(x, weight)
+        if adapter is not None:
+            with jax.named_scope("lora"):
+                y = y + fp4_matmul.lora_product(x, adapter).astype(jnp.float32)
+        return (y if bias is None else y + bias).astype(x.dtype)
     with jax.named_scope("linears"):
         y = fp4_matmul.dot(x, weight)
     if adapter is not None:
