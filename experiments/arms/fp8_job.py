@@ -58,7 +58,7 @@ def figures(folder: pathlib.Path) -> dict:
     right = [0] * (1 + max(row["problem"] for row in rows))
     for row in rows:
         right[row["problem"]] += row["correct"] is True
-    return gsm8k._evaluation_figures(folder) | {"right": right}
+    return (gsm8k._evaluation_figures(folder) or {}) | {"right": right}
 
 
 def main() -> None:
