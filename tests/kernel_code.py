@@ -106,7 +106,7 @@ def product(config: TileConfig, m: int, n: int, k: int, options: dict) -> tuple[
     def run(x, weight, arrays):
         return sm90.matmul(x, weight, config=config, num_sms=SMS, **static, **arrays)
 
-    return run, (array(m, k), tiles(n, k), arrays)
+    return run, (array(m, k // 2 if config.e4m3 else k), tiles(n, k), arrays)
 
 
 def normalized(ptx: str) -> str:

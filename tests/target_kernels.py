@@ -40,7 +40,7 @@ from pallas_kernels.experts import route
 from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.experts.mma import GroupedConfig
 from pallas_kernels.experts.route import Router, Scores
-from pallas_kernels.fp4_matmul import lora_shrink, mma
+from pallas_kernels.fp4_matmul import e4m3, lora_shrink, mma
 from pallas_kernels.fp4_matmul.mma import dense
 from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
 
@@ -234,6 +234,8 @@ def cases(target):
         squares = jnp.abs(normal(partials, m, dtype=FLOAT32))
         run = functools.partial(norms.swiglu, eps=1e-6)
         yield f"swiglu {m} {k}", run, normal(m, 2 * k), squares, normal(32, k)
+    if target >= 89:
+        yield from rounding_cases(normal)
     for count, m, heads, head_dim in (
         (2, 3, 2, 128),
         (3, 17, 2, 64),
@@ -277,6 +279,24 @@ def cases(target):
         attend = attention.attend_whole if whole else attention.attend
         name = f"attend {group} {positions} {head_dim} {jnp.dtype(dtype)}"
         yield name, functools.partial(attend, eps=1e-6, num_sms=132), inputs
+
+
+def rounding_cases(normal):
+    """As `cases`, of the kernels that round rows to e4m3."""
+    m, k = 37, 384
+    a = normal(40, k)
+    yield "round_rows", lora_shrink.round_rows, normal(m, k), a
+    product = e4m3.Scaled(normal(m, k), jnp.exp2(jnp.arange(m, dtype=FLOAT32) % 5))
+    run = functools.partial(norms.add_rmsnorm, rounded_eps=1e-2)
+    yield "add_rmsnorm, rounded", run, normal(m, k), product, normal(k, dtype=FLOAT32), a
+    run = functools.partial(norms.swiglu, eps=1e-6, rounds=True)
+    squares = jnp.abs(normal(3, m, dtype=FLOAT32))
+    yield "swiglu, rounded", run, normal(m, 2 * k), squares, a
+    shape = 2, m, 3
+    weights, largest = (normal(*shape, dtype=FLOAT32) for _ in range(2))
+    parts = attention.AttentionParts(normal(*shape, 128, dtype=FLOAT32), jnp.abs(weights), largest)
+    run = functools.partial(attention.merge_parts, dtype=jnp.bfloat16, rounds=True)
+    yield "merge_parts, rounded", run, parts, a
 
 
 def several_cases(target):

@@ -25,6 +25,7 @@ from pallas_kernels.decode import (
 )
 from pallas_kernels.decode import attention_products as products
 from pallas_kernels.decode.attention import AttentionInputs, AttentionParts
+from pallas_kernels.fp4_matmul import e4m3, lora_shrink
 from qerl_jax.policy.layers.attention import attend_from, attend_to_cache, rotate
 from qerl_jax.policy.layers.linear import rms_norm
 
@@ -609,6 +610,64 @@ def test_merge_parts(rows, count, rank, interpret):
     expected /= np.sum(of_part * wide(weights), axis=0)[..., None]
     assert_close(attended, expected.reshape(rows, -1))
     assert_xa_partials(xa_partials, attended, a)
+
+
+def assert_rounded(rounded, x, xa_partials, a):
+    """Asserts that rows are x in e4m3, and that partials are of x times their powers of two.
+
+    Returns these powers [M].
+    """
+    expected, power = e4m3.rounded(x), 1 / wide(rounded.inverse)
+    np.testing.assert_array_equal(rounded.inverse, expected.inverse)
+    same = np.asarray(rounded.pairs).view(np.uint16) == np.asarray(expected.pairs).view(np.uint16)
+    assert same.mean() > 0.99  # x may be off by its last bit
+    numbers = wide(e4m3.of_pairs(rounded.pairs)) / power[:, None]
+    error = np.linalg.norm(numbers - e4m3.in_register_order(wide(x)), axis=1)
+    size = np.linalg.norm(wide(x), axis=1)
+    assert (error < 0.04 * size + 1e-30).all()
+    if a is not None:
+        product = wide(xa_partials).sum(axis=0)[:, : len(a)]
+        assert_close(product, power[:, None] * (wide(x) @ wide(a).T), 1e-2)
+    return power
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(("rows", "rank"), [(70, 40), (130, 0)])
+def test_kernels_that_round_to_e4m3(rows, rank, interpret):
+    """Rows of any size, some of which begin with zeros."""
+    width, eps, run = 384, 1e-2, {"interpret": interpret}
+    size = jnp.exp2(jnp.arange(rows, dtype=jnp.float32) % 40 - 20)[:, None]
+    x, y = ((size * draw(i, rows, width)).astype(jnp.bfloat16) for i in (1, 2))
+    x, y = (z.at[::3, :20].set(0) for z in (x, y))
+    a = draw(3, rank, width) if rank else None
+
+    rounded = lora_shrink.round_rows(x, a, **run)
+    assert_rounded(rounded[0], x, rounded[1], a)
+
+    scale = draw(4, width, dtype=jnp.float32)
+    inverse = jnp.exp2(jnp.arange(rows, dtype=jnp.float32) % 5)
+    product = e4m3.Scaled((y / inverse[:, None]).astype(jnp.bfloat16), inverse)
+    norm = norms.add_rmsnorm(x, product, scale, a, rounded_eps=eps, **run)
+    unrounded = norms.add_rmsnorm(x, e4m3.unscaled(product), scale, a, interpret=True)
+    np.testing.assert_array_equal(norm.residual, unrounded.residual)
+    power = assert_rounded(norm.scaled, unrounded.scaled, norm.xa_partials, a)
+    mean = wide(norm.square_partials).sum(axis=0) + eps
+    assert_close(mean, power**2 * (wide(unrounded.square_partials).sum(axis=0) + eps), 1e-5)
+
+    squares = square_partials_of(jnp.abs(draw(5, rows, dtype=jnp.float32)))
+    gate_up = jnp.concatenate([draw(6, rows, width), y], axis=1)
+    rounded = norms.swiglu(gate_up, squares, a, eps=0.0, rounds=True, **run)
+    hidden, _ = norms.swiglu(gate_up, squares, a, eps=0.0, interpret=True)
+    assert_rounded(rounded[0], hidden, rounded[1], a)
+
+    parts = AttentionParts(
+        draw(7, 2, rows, 3, 128, dtype=jnp.float32),
+        1 + jnp.abs(draw(8, 2, rows, 3, dtype=jnp.float32)),
+        draw(9, 2, rows, 3, dtype=jnp.float32),
+    )
+    merge = functools.partial(attention.merge_parts, dtype=jnp.bfloat16)
+    rounded = merge(parts, a, rounds=True, **run)
+    assert_rounded(rounded[0], merge(parts, a, interpret=True)[0], rounded[1], a)
 
 
 def delta_inputs(rows, key_heads, ratio, window, partials):

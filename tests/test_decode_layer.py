@@ -13,7 +13,7 @@ from warpgroup_kernel import BACKENDS, assert_close, normal, use_decode_kernels,
 
 from pallas_kernels import decode, device, fp4_matmul
 from pallas_kernels.decode import attention, attention_sm90, layer, norms
-from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, cases, dispatch, lora_shrink, mma
+from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, cases, dispatch, e4m3, lora_shrink, mma
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ExpertsConfig, RecurrentConfig
@@ -126,11 +126,11 @@ def packed_policy(down, form):
         return config, arguments, traced_step(config, *arguments)[0]
 
 
-def traced_step(config, *arguments):
+def traced_step(config, *arguments, **options):
     """A decode step that is traced anew, as the test has chosen its kernels since the last one."""
     jax.clear_caches()
     run = transformer.decode_step if arguments[2].ndim == 1 else transformer.decode_positions
-    return jax.jit(functools.partial(run, config=config))(*arguments)
+    return jax.jit(functools.partial(run, config=config, **options))(*arguments)
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
@@ -185,6 +185,32 @@ def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
     # Once each, as the layers share a trace.
     assert called == ([o_proj, gate_up_proj] if with_norm else [gate_up_proj])
     assert_close(actual, wide(expected), 2e-2)
+
+
+def test_a_step_in_e4m3(monkeypatch):
+    """Plain operations stand in for the FP4 kernel, and do not round weights."""
+    config, arguments, expected = packed_policy("packed", "nvfp4")
+    products = []
+
+    def product(x, weight, *, b, xa_partials):
+        products.append(weight.shape)
+        dense = e4m3.in_register_order(fp4_matmul.dense(weight, jnp.bfloat16))
+        y = fp4_matmul.dot(e4m3.of_pairs(x.pairs).astype(jnp.bfloat16), dense)
+        xa = fp4_matmul.sum_xa_partials(xa_partials, x.pairs, b)
+        return y + fp4_matmul.dot(xa, b)
+
+    use_decode_kernels(monkeypatch, True)
+    monkeypatch.setattr(dispatch, "supports_e4m3", lambda *_: True)
+    monkeypatch.setattr(dispatch, "run_e4m3", product)
+    monkeypatch.setattr(layer, "_FEWEST_E4M3_ROWS", 8)
+    actual = traced_step(config, *arguments, rounds=True)[0]
+    # Once for the layers after the first one, whose residual comes from no product.
+    heads = config.num_heads * config.head_dim
+    outputs = heads + 2 * config.num_kv_heads * config.head_dim
+    embed, mlp = config.embed_dim, config.mlp_dim
+    assert products == [(outputs, embed), (embed, heads), (2 * mlp, embed), (embed, mlp)] * 2
+    error = np.linalg.norm(wide(actual) - wide(expected)) / np.linalg.norm(wide(expected))
+    assert 1e-2 < error < 6e-2
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
@@ -279,6 +305,11 @@ PLAIN = "add_rmsnorm fp4 attend merge_parts fp4 add_rmsnorm fp4 swiglu fp4"
         (72, "mosaic", "add_rmsnorm fp4 attention_sm90 fp4 add_rmsnorm fp4+SwiGLU lora_shrink fp4"),
         pytest.param(136, "mosaic", PLAIN, marks=pytest.mark.slow),
         (32, "mma", PLAIN),
+        (
+            *(128, "e4m3"),
+            "add_rmsnorm e4m3 attention_sm90 round_rows e4m3 add_rmsnorm e4m3 swiglu e4m3",
+        ),
+        pytest.param(136, "e4m3", PLAIN.replace("fp4", "e4m3"), marks=pytest.mark.slow),
     ],
 )
 def test_the_kernels_of_a_layer(rows, kernel, expected, monkeypatch):
@@ -299,8 +330,10 @@ def test_the_kernels_of_a_layer(rows, kernel, expected, monkeypatch):
 
     monkeypatch.setattr(layer, "_sm90_attention_agrees", lambda: True)
     monkeypatch.setattr(dispatch, "supports_mma_device", lambda: kernel == "mma")
-    monkeypatch.setattr(dispatch, "supports_device", lambda: kernel == "mosaic")
+    monkeypatch.setattr(dispatch, "supports_device", lambda: kernel != "mma")
     for module, name, label in (
+        (dispatch, "run_e4m3", "e4m3"),
+        (lora_shrink, "round_rows", "round_rows"),
         (norms, "add_rmsnorm", "add_rmsnorm"),
         (norms, "swiglu", "swiglu"),
         (attention, "attend", "attend"),
@@ -323,7 +356,7 @@ def test_the_kernels_of_a_layer(rows, kernel, expected, monkeypatch):
     weights["qkv_bias"] = array(outputs)
     cache, angle = array(rows, 4, 2048, 128), array(rows, 64, dtype=jnp.float32)
     jax.eval_shape(
-        functools.partial(layer.decode_layer.__wrapped__, eps=1e-6),
+        functools.partial(layer.decode_layer.__wrapped__, eps=1e-6, rounds=kernel == "e4m3"),
         weights,
         adapters,
         (array(rows, embed),) * 2,

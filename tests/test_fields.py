@@ -27,6 +27,7 @@ from qerl_jax.rewards import from_config
 from qerl_jax.rl.advantages import ADVANTAGES, SCALES
 from qerl_jax.rl.losses import AGGREGATIONS, KL_GRADS, LOSSES
 from qerl_jax.rl.train_step import OptimizerConfig, make_optimizer
+from qerl_jax.rollout.config import ACTIVATIONS
 from qerl_jax.rollout.head import HEAD_FORMATS
 from qerl_jax.rollout.shapes import _CACHE_DTYPES
 from qerl_jax.run.folder import config_dict, flatten
@@ -67,6 +68,7 @@ IMPLEMENTED = {
     "lora.targets": ALL_PROJECTIONS,
     "rollout.temperature_schedule": tuple(CURVES),
     "rollout.kv_cache_dtype": ("", *_CACHE_DTYPES),
+    "rollout.activations": ACTIVATIONS,
     "rollout.head_format": HEAD_FORMATS,
     "aqn.schedule": (*aqn.SCHEDULES, kl_control.SCHEDULE),
     "aqn.form": aqn.FORMS,

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import kernel_code
 import numpy as np
+import ptx
 import pytest
 from h200 import array, tiles
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import api, autotune, cases, layout, sm90, tiling, timeline
+from pallas_kernels.fp4_matmul import api, autotune, cases, e4m3, layout, sm90, tiling, timeline
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 pytestmark = pytest.mark.aot
@@ -215,13 +216,13 @@ def test_sizes_that_fill_no_tile(build_product):
     build_product(TileConfig(40), 33, 136, 176, {})
 
 
-def operands_of_wgmma(ptx, codes, scales, rows):
-    """The operands of the 8 wgmma instructions of a tile in every thread, [8, 128, 4].
+def operands_of_wgmma(code, codes, scales, rows, count):
+    """The operands of the first wgmma instructions of a tile in every thread, [count, 128, 4].
 
     Runs the generated instructions from the loads of codes and scales on, on arrays of 128 threads,
     which have two `rows` each.
     """
-    lines = [line.strip() for line in ptx.splitlines()]
+    lines = [line.strip() for line in code.splitlines()]
     first = next(i for i, line in enumerate(lines) if "wgmma.mma_async" in line)
     # Two loads of codes; those before them are of x A^T and of mean squares.
     start = [i for i in range(first) if lines[i].startswith("ld.shared.v4")][-2]
@@ -229,49 +230,33 @@ def operands_of_wgmma(ptx, codes, scales, rows):
         4: [codes.reshape(64, 4, 4)[row, np.arange(128) % 4] for row in rows],
         len(scales) // 64: [scales.reshape(64, -1)[row] for row in rows],
     }
+    threads, everyone = ptx._Block(None, None, [], ()), np.ones(128, bool)
     opaque = re.compile(r"{ \.reg \.b32 all; activemask\.b32 all; and\.b32 (\S+), all, (\d+); }")
-    registers = {target: np.uint32(int(value)) for target, value in opaque.findall(ptx)}
     moved = re.compile(r"mov\.b32 (%\S+), (\d+);")
-    registers |= {target: np.uint32(int(value)) for target, value in moved.findall(ptx)}
-
-    def value(name):
-        return registers[name] if name in registers else np.uint32(int(name) % 2**32)
-
-    functions = {
-        "and": np.bitwise_and,
-        "or": np.bitwise_or,
-        "xor": np.bitwise_xor,
-        "shl": np.left_shift,
-    }
+    for target, value in opaque.findall(code) + moved.findall(code):
+        threads.put(target, np.uint32(int(value)), everyone)
+    known = re.compile(r"(and|or|xor|add|shl|shf|mov|mul|fma|mad|cvt)\.\S+")
     operands = []
     for line in lines[start:]:
         if load := re.match(r"ld\.shared(?:\.v\d)?\.b32\s+{?([^}]*?)}?, \[", line):
             names = load[1].split(", ")
-            registers |= dict(zip(names, memory[len(names)].pop(0).T, strict=True))
-        elif product := re.match(
-            r"{.*mov\.b32 {low, high}, (\S+);.*{(\w+), \w+};.*mul\.rn\.bf16x2 (\S+), (\S+), scale",
-            line,
-        ):
-            source, half, target, factor = product.groups()
-            scale = registers[source] >> (16 if half == "high" else 0) & 0xFFFF
-            parts = [
-                (registers[factor] >> shift << 16).view(np.float32) * (scale << 16).view(np.float32)
-                for shift in (0, 16)
-            ]
-            low, high = (part.view(np.uint32) >> 16 for part in parts)
-            registers[target] = low | high << 16
-        elif shift := re.match(r"shf\.l\.wrap\.b32 (\S+), (\S+), (\S+), (\d+);", line):
-            target, word, _, left = shift.groups()
-            word, left = registers[word], int(left)
-            registers[target] = word << left | word >> (32 - left)
-        elif simple := re.match(r"(and|or|xor|shl)\.b32\s+(\S+), (\S+), (\S+);", line):
-            operation, target, a, b = simple.groups()
-            if a in registers:
-                registers[target] = functions[operation](value(a), value(b)).astype(np.uint32)
+            for name, words in zip(names, memory[len(names)].pop(0).T, strict=True):
+                threads.put(name, words, everyone)
+            continue
         for words in re.findall(r"wgmma\.mma_async\S+ {[^}]*}, {([^}]*)}, ", line):
-            operands.append(np.stack([registers[name] for name in words.split(", ")], axis=-1))
-        if len(operands) == 8:
-            return np.stack(operands)
+            operands.append(
+                np.stack([threads.get(name, "u32") for name in words.split(", ")], axis=-1)
+            )
+        if len(operands) >= count:
+            return np.stack(operands[:count])
+        for statement in line.strip("{} ").split(";") if "wgmma" not in line else ():
+            name, *_ = statement.split() or [""]
+            names = re.findall(r"\{[^}]*\}|[^,\s]+", statement.strip()[len(name) :])
+            sources = re.findall(r"[%\w]+", " ".join(names[1:]))
+            if known.fullmatch(name) and all(
+                x in threads.registers or x[0].isdigit() for x in sources
+            ):
+                threads.execute(name, names, everyone)
     raise AssertionError(f"found {len(operands)} products")
 
 
@@ -301,14 +286,14 @@ def test_the_generated_dequantization_is_exact(
         lambda x, weight, extra: product(x, weight, **extra),
         *(array(16, 1024), tiles(1024, 1024, form), extra),
     )
-    (ptx,) = tmp_path.glob("*.ptx")
+    (file,) = tmp_path.glob("*.ptx")
     # a0..a3 of step j: rows r, r + 8 of columns 16 j + 2 c, + 1; then the same of 16 j + 8 + 2 c.
     thread = np.arange(128)
     eight = thread // 32 * (8 if paired else 16) + thread % 32 // 4
     rows = eight, eight + (32 if paired else 8)
     with np.errstate(under="ignore"):
         words = (np.asarray(array)[0, 0] for array in (packed.codes, packed.scales))
-        operands = operands_of_wgmma(ptx.read_text(), *words, rows)
+        operands = operands_of_wgmma(file.read_text(), *words, rows, 8)
     expected = np.asarray(fp4.dequantize(weight, jnp.float32)) / layout.UNIT
     expected *= np.asarray(packed.divisor)[:, None]
     for step, part, odd in itertools.product(range(8), range(4), range(2)):
@@ -316,6 +301,45 @@ def test_the_generated_dequantization_is_exact(
         bits = operands[step, :, part] >> 16 * odd & 0xFFFF
         actual = (bits.astype(np.uint32) << 16).view(np.float32)
         np.testing.assert_array_equal(actual, expected[rows[part % 2], columns])
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_generated_rounding_is_to_the_nearest_number(
+    paired, compile_for_h200, tmp_path, monkeypatch
+):
+    rng = np.random.default_rng(0)
+    codes = jnp.asarray(rng.integers(0, 256, (64, 64), np.uint8))
+    scales = jnp.asarray(rng.integers(1, 127, (64, 8), np.uint8).view(jnp.float8_e4m3fn))
+    weight = fp4.Fp4Weight(codes, scales, jnp.ones(64))
+    packed = fp4.to_tiles(weight)
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    config = TileConfig(16, warpgroups_n=1, e4m3=True)
+    extra = {}
+    if paired:
+        partials = {"xa_partials": array(8, 16, 32, dtype=jnp.float32), "b": array(1024, 64)}
+        extra = partials | {"epilogue": fp4.Swiglu(array(8, 16, dtype=jnp.float32), 0.0)}
+    compile_for_h200(
+        lambda x, weight, extra: sm90.matmul(x, weight, config=config, num_sms=132, **extra),
+        *(array(16, 512), tiles(1024, 1024), extra),
+    )
+    (file,) = tmp_path.glob("*.ptx")
+    thread = np.arange(128)
+    eight = thread // 32 * (8 if paired else 16) + thread % 32 // 4
+    rows = eight, eight + (32 if paired else 8)
+    words = (np.asarray(array)[0, 0] for array in (packed.codes, packed.scales))
+    operands = operands_of_wgmma(file.read_text(), *words, rows, 4)
+    exact = e4m3.in_register_order(fp4.dequantize(weight, jnp.float32)) / layout.E4M3_UNIT
+    nearest = np.asarray(exact.astype(jnp.float8_e4m3fn), np.float32)
+    exact = np.asarray(exact)
+    # a0..a3 of step j: four numbers of the rows r, r + 8 from column 32 j + 4 c on; then the same
+    # 16 columns later.
+    for step, part, i in itertools.product(range(4), range(4), range(4)):
+        columns = 32 * step + 16 * (part // 2) + thread % 4 * 4 + i
+        actual = (operands[step, :, part] >> 8 * i & 0xFF).astype(np.uint8)
+        actual = actual.view(jnp.float8_e4m3fn).astype(np.float32)
+        place = rows[part % 2], columns
+        # Another number in e4m3 may be as near.
+        np.testing.assert_array_equal(abs(actual - exact[place]), abs(nearest - exact)[place])
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -1,5 +1,6 @@
 """The Hopper kernel, simulated on a CPU with a search for races, against float64."""
 
+import dataclasses
 import functools
 import types
 
@@ -20,7 +21,7 @@ from simulated_kernel import (
 )
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import dispatch, lora_shrink, sm90, tiling
+from pallas_kernels.fp4_matmul import dispatch, e4m3, layout, lora_shrink, sm90, tiling
 from pallas_kernels.fp4_matmul.sm90 import producer, xa_partials
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
@@ -102,6 +103,35 @@ def test_kernel(variant, dtype, simulated):
     shape, config, rank, blocks = VARIANTS[variant]
     assert config.problem() is None
     check_kernel(sm90.matmul, shape, config, rank, dtype=dtype, num_sms=blocks, interpret=simulated)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "an adapter",
+        "the next stage dequantized ahead",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("split tiles", "slices")),
+    ],
+)
+def test_rows_in_e4m3(variant, simulated):
+    (m, n, k), config, rank, blocks = VARIANTS[variant]
+    weight, x = random_weight(n, k), normal(m, k).astype(jnp.float8_e4m3fn)
+    extra = {"xa": normal(m, rank, seed=1), "b": normal(n, rank, seed=2), "bias": normal(n)}
+    y = sm90.matmul(
+        e4m3.pairs(e4m3.in_register_order(x)),
+        fp4.to_tiles(weight),
+        config=dataclasses.replace(config, e4m3=True),
+        num_sms=blocks,
+        interpret=simulated,
+        **extra,
+    )
+
+    exact = fp4.dequantize(weight._replace(global_scale=jnp.ones(n)), jnp.float32)
+    rounded = (exact / layout.E4M3_UNIT).astype(jnp.float8_e4m3fn)
+    values = float64(rounded) * layout.E4M3_UNIT / float64(weight.global_scale)[:, None]
+    assert 0.02 < relative_error(values, float64(fp4.dequantize(weight, jnp.float32))) < 0.03
+    expected = float64(x) @ values.T + float64(extra["xa"]) @ float64(extra["b"]).T
+    assert relative_error(y, expected + float64(extra["bias"])) < ROUNDING
 
 
 def test_a_producer_that_awaits_arrivals(simulated, monkeypatch):

@@ -36,7 +36,7 @@ from pallas_kernels.decode.row import (
     padded_group,
     projected,
 )
-from pallas_kernels.fp4_matmul import lora_shrink
+from pallas_kernels.fp4_matmul import e4m3, lora_shrink
 from pallas_kernels.warpgroup import WARPS, Layout, Warpgroup
 
 # A block is requested while the one before is computed, unless its registers would leave an SM
@@ -514,19 +514,20 @@ def merge_parts(
     gates: jax.Array | None = None,
     sinks: jax.Array | None = None,
     heads: int | None = None,
+    rounds: bool = False,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array | e4m3.Rounded, jax.Array | None]:
     """Adds up the parts of `attend`, and computes the LoRA shrink of the next product.
 
     Returns [M, N H] in a dtype, times the sigmoid of the gates [M, N H] if there are any, and
     partials of its x A^T with A [R, N H], as in `norms.DeferredNorm`, or None without A. The number
     N of heads is that of the parts, unless these are [K, M, G]. Sinks [N] are one more score of
-    each head, without a value.
+    each head, without a value. With `rounds` the result is in e4m3, for N H a multiple of 128.
     """
     count, m, head_dim = len(parts.sums), parts.sums.shape[-3], parts.sums.shape[-1]
     heads = parts.sums.shape[2] if heads is None else heads
 
-    def compute_tile(refs, tile):
+    def attended_of(refs, tile):
         sink = None
         if sinks is not None:
             sink = _LOG2_E * refs["sinks"][tile.index].astype(jnp.float32)
@@ -557,6 +558,13 @@ def merge_parts(
             gate = tile.load(refs["gates"]).astype(jnp.float32)
             opened = attended.astype(jnp.float32) / (1.0 + jnp.exp2(-_LOG2_E * gate))
             attended = opened.astype(dtype)
+        return attended
+
+    def compute_tile(refs, tile):
+        attended = attended_of(refs, tile)
+        if rounds:
+            powers = tile.powers(functools.partial(attended_of, refs))
+            return tile.round(attended, powers, refs["pairs"], refs["inverse"])
 
         @pl.when(tile.first)
         def store():
@@ -570,10 +578,14 @@ def merge_parts(
         parts._asdict()
         | ({} if gates is None else {"gates": gates})
         | ({} if sinks is None else {"sinks": sinks}),
-        {"attended": jax.ShapeDtypeStruct((m, heads * head_dim), dtype)},
+        lora_shrink.rounded_shapes(m, heads * head_dim)
+        if rounds
+        else {"attended": jax.ShapeDtypeStruct((m, heads * head_dim), dtype)},
         a,
         (m, heads * head_dim),
         block=head_dim,
         interpret=interpret,
     )
+    if rounds:
+        return e4m3.Rounded(outs["pairs"], outs["inverse"]), outs["xa_partials"]
     return outs["attended"], outs["xa_partials"]

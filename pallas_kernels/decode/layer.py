@@ -102,7 +102,16 @@ from pallas_kernels.decode.row import QUERIES
 from pallas_kernels.device import num_sms
 from pallas_kernels.experts import Gated, combine, mlp, route, step_tile, takes_shared
 from pallas_kernels.experts.combine import ExpertSums
-from pallas_kernels.fp4_matmul import AddRmsNorm, Epilogue, Fp4Tiles, Fp4Weight, Swiglu
+from pallas_kernels.fp4_matmul import (
+    AddRmsNorm,
+    Epilogue,
+    Fp4Tiles,
+    Fp4Weight,
+    Swiglu,
+    dispatch,
+    e4m3,
+    lora_shrink,
+)
 from pallas_kernels.fp4_matmul.mma import dense
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
 
@@ -112,7 +121,7 @@ Adapter = tuple[jax.Array, jax.Array]
 class Activations(NamedTuple):
     """The input of a product."""
 
-    x: jax.Array  # bfloat16 [M, K]
+    x: jax.Array | e4m3.Rounded  # bfloat16 [M, K]
     # float32 [P, M, R'] whose sum over P is x A^T of the product's adapter, or None where the
     # product has no adapter or is to compute x A^T itself.
     xa_partials: jax.Array | None = None
@@ -138,6 +147,7 @@ class Own(NamedTuple):
     eps: float  # epsilon of the norms
     axis: str | None  # axis of a mesh whose devices have the layer together
     window: int  # number of positions that a token sees, 0 for all
+    rounds: bool = False  # whether the inputs of products are e4m3
 
     def projection(self, name: str) -> Projection:
         """A projection of the layer."""
@@ -176,11 +186,13 @@ class Kind(NamedTuple):
 _PLAIN = Kind()
 # The residual and what is still to be added to it: the first kernel of a layer adds the last
 # product of the layer before, or what its experts computed.
-Residual = tuple[jax.Array, jax.Array | ExpertSums]
+Residual = tuple[jax.Array, jax.Array | ExpertSums | e4m3.Scaled]
+# Rows from which products in e4m3 are faster.
+_FEWEST_E4M3_ROWS = 64
 
 
 # One jit: the layers share a trace and a lowering.
-@functools.partial(jax.jit, static_argnames=("eps", "kind", "axis"))
+@functools.partial(jax.jit, static_argnames=("eps", "kind", "axis", "rounds"))
 def decode_layer(
     layer: dict[str, Any],
     adapters: dict[str, Adapter],
@@ -192,6 +204,7 @@ def decode_layer(
     eps: float,
     kind: Kind = _PLAIN,
     axis: str | None = None,
+    rounds: bool = False,
 ) -> tuple[Residual, tuple[jax.Array, ...], jax.Array | None]:
     """One transformer layer over new tokens of rows, where `decode.supports_layer`.
 
@@ -218,17 +231,32 @@ def decode_layer(
         kind: what the layer is, besides its arrays.
         axis: axis of a mesh whose devices have the layer together: the results of o_proj and of
             down_proj, adapters included, are parts that are added up along it. None on one device.
+        rounds: whether the inputs of products, and their weights, are rounded to e4m3 where that is
+            faster.
 
     Returns:
         The residual and what is still to be added to it, what the rows keep, and the experts of
         the tokens, int32 [M, k] or None.
     """
-    own = Own(layer, adapters, eps, axis, kind.window)
+    rounds = rounds and _supports_e4m3(layer, adapters, len(residual[0]), kind, axis)
+    own = Own(layer, adapters, eps, axis, kind.window, rounds)
     mixed, kept = MIXERS[kind.mixer](own, residual, kept, lengths, angles)
     if kind.experts is None:
         return _gated_mlp(own, mixed), kept, None
     residual, routes = _mixture(own, mixed, kind.experts)
     return residual, kept, routes
+
+
+def _supports_e4m3(
+    layer: dict[str, Any], adapters: dict[str, Adapter], rows: int, kind: Kind, axis: str | None
+) -> bool:
+    """Whether products in e4m3 compute a layer of this many rows, and are faster."""
+    if kind.mixer != "attention" or kind.experts is not None or axis is not None:
+        return False
+    names = "qkv_proj", "o_proj", "gate_up_proj", "down_proj"
+    return rows >= _FEWEST_E4M3_ROWS and all(
+        dispatch.supports_e4m3(layer[name], adapters.get(name)) for name in names
+    )
 
 
 def _mix_by_recurrence(
@@ -271,9 +299,9 @@ def _mix_by_attention(
     """The mixer of a layer with attention, and the updated keys and values."""
     keys, values = kept
     layer, qkv, o = own.layer, own.projection("qkv_proj"), own.projection("o_proj")
-    norm = _norm(*residual, layer["input_layernorm"], qkv)
+    norm = _norm(*residual, layer["input_layernorm"], qkv, eps=own.eps if own.rounds else None)
     inputs = AttentionInputs(
-        qkv=_project(Activations(norm.scaled, norm.xa_partials), qkv),
+        qkv=_deferred_product(norm, qkv),
         square_partials=norm.square_partials,
         cosines=angles[0],
         sines=angles[1],
@@ -300,8 +328,8 @@ def _gated_mlp(own: Own, mixed: Mixed) -> tuple[jax.Array, jax.Array]:
     """The MLP of a layer without experts: the residual and what is still to be added to it."""
     gate_up, down = own.projection("gate_up_proj"), own.projection("down_proj")
     norm = _output(own, mixed, gate_up)
-    hidden = _mlp(norm, gate_up, down, own.eps)
-    return norm.residual, _sum(_project(hidden, down), own.axis)
+    y = _project(_mlp(norm, gate_up, down, own.eps), down)
+    return norm.residual, y if own.rounds else _sum(y, own.axis)
 
 
 def _mixture(own: Own, mixed: Mixed, experts: Experts) -> tuple[Residual, jax.Array]:
@@ -347,6 +375,7 @@ def _gated(own: Own, gate_up: str, down: str) -> Gated:
 def _route(norm: DeferredNorm, layer: dict[str, Any], router: route.Router) -> route.Routing:
     """The experts of the tokens after a norm."""
     assert norm.logit_partials is not None, "the norm has the router's product"
+    assert not isinstance(norm.scaled, e4m3.Rounded)
     gate, bias = layer.get("shared_gate"), layer.get("router_bias")
     scores = route.Scores(norm.scaled, norm.square_partials, norm.logit_partials, gate, bias)
     with jax.named_scope("router"):
@@ -358,6 +387,8 @@ def _route(norm: DeferredNorm, layer: dict[str, Any], router: route.Router) -> r
 def total(residual: Residual) -> jax.Array:
     """Returns the residual [M, D] with all that is to be added to it."""
     x, y = residual
+    if isinstance(y, e4m3.Scaled):
+        y = e4m3.unscaled(y)
     return x + (combine.total(y) if isinstance(y, ExpertSums) else y)
 
 
@@ -368,14 +399,18 @@ def _sum(x: jax.Array, axis: str | None) -> jax.Array:
 
 def _norm(
     x: jax.Array,
-    y: jax.Array | ExpertSums,
+    y: jax.Array | ExpertSums | e4m3.Scaled,
     scale: jax.Array,
     reader: Projection | None,
     router: jax.Array | None = None,
+    *,
+    eps: float | None = None,
 ) -> DeferredNorm:
-    """The norm of x + y, which a projection reads, or a router, or both."""
+    """The norm of x + y, which a projection reads, or a router, or both; with epsilon in e4m3."""
     a = None if reader is None else reader.a
     with jax.named_scope("norms"):
+        if eps is not None:
+            return norms.add_rmsnorm(x, y, scale, a, rounded_eps=eps)
         if router is None:
             return norms.add_rmsnorm(x, y, scale, a)
         return norms.add_rmsnorm(x, y, scale, a, router=router)
@@ -396,6 +431,11 @@ def _project(
     x, xa_partials = activations
     weight, adapter = projection
     with jax.named_scope("linears"):
+        if isinstance(x, e4m3.Rounded):
+            assert isinstance(weight, Fp4Tiles)
+            b = None if adapter is None else dispatch.padded(adapter[1], len(adapter[0]))
+            y = dispatch.run_e4m3(x, weight, b=b, xa_partials=xa_partials)
+            return e4m3.Scaled(y, x.inverse)
         if isinstance(weight, Fp4Weight | Fp4Tiles):
             return fp4_matmul.fp4_matmul(
                 x, weight, lora=adapter, xa_partials=xa_partials, bias=bias, epilogue=epilogue
@@ -416,10 +456,17 @@ def _project(
     return y if bias is None else y + bias
 
 
+def _deferred_product(norm: DeferredNorm, projection: Projection) -> jax.Array:
+    """The product of a norm, which lacks the norm's factor."""
+    y = _project(Activations(norm.scaled, norm.xa_partials), projection)
+    return y.rows if isinstance(y, e4m3.Scaled) else y
+
+
 def _supports(activations: Activations, projection: Projection, epilogue: Epilogue) -> bool:
     """Whether a product ends with an epilogue."""
     x, xa_partials = activations
     weight, adapter = projection
+    assert not isinstance(x, e4m3.Rounded)
     return fp4_matmul.supports(x, weight, lora=adapter, xa_partials=xa_partials, epilogue=epilogue)
 
 
@@ -443,7 +490,9 @@ def _attention(
     with jax.named_scope("attention"):
         if not unsplit:
             parts, keys, values = attention.attend(inputs, window=window, **options)
-            merged = attention.merge_parts(parts, o.a, dtype=inputs.qkv.dtype, sinks=sinks)
+            merged = attention.merge_parts(
+                parts, o.a, dtype=inputs.qkv.dtype, sinks=sinks, rounds=own.rounds
+            )
             return Activations(*merged), keys, values
         if supports_sm90_attention(inputs.keys, inputs.num_heads):
             from pallas_kernels.decode import attention_sm90
@@ -451,6 +500,8 @@ def _attention(
             attended, keys, values = attention_sm90.attend(inputs, **options)
         else:
             attended, keys, values = attention.attend_whole(inputs, **options)
+        if own.rounds:
+            return Activations(*lora_shrink.round_rows(attended, o.a)), keys, values
         return Activations(attended), keys, values
 
 
@@ -461,7 +512,7 @@ def _attention_of_several(
     with jax.named_scope("attention"):
         written = attention_queries.write(inputs, eps=own.eps)
         count = len(inputs.qkv) // len(inputs.lengths)
-        limits = {"sinks": own.layer.get("sinks"), "window": own.window}
+        limits = {"sinks": own.layer.get("sinks"), "window": own.window, "rounds": own.rounds}
         merged = _attend_queries(written, count, inputs.num_heads, o.a, **limits)
         return Activations(*merged), written.keys, written.values
 
@@ -474,7 +525,8 @@ def _attend_queries(
     *,
     sinks: jax.Array | None = None,
     window: int = 0,
-) -> tuple[jax.Array, jax.Array | None]:
+    rounds: bool = False,
+) -> tuple[Any, jax.Array | None]:
     """Attention of some tokens of each row [M, N H], and partials of x A^T or None."""
     attend = attention_queries.attend
     if window:
@@ -484,7 +536,7 @@ def _attend_queries(
 
         attend = attention_sm90.attend_queries
     parts = attend(inputs, count=count, num_sms=num_sms())
-    options = {"dtype": inputs.queries.dtype, "heads": num_heads}
+    options = {"dtype": inputs.queries.dtype, "heads": num_heads, "rounds": rounds}
     return attention.merge_parts(parts, a, sinks=sinks, **options)
 
 
@@ -553,6 +605,8 @@ def _output(own: Own, mixed: Mixed, gate_up: Projection) -> DeferredNorm:
     if own.axis is not None:
         # The sum lies between the product and the norm, which one kernel would compute.
         return _norm(residual, _sum(_project(attended, o), own.axis), scale, gate_up)
+    if own.rounds:
+        return _norm(residual, _project(attended, o), scale, gate_up, eps=own.eps)
     epilogue = AddRmsNorm(residual, scale)
     fused = _supports(attended, o, epilogue) and _supports(
         # The scaled sum has the size of the residual.
@@ -568,6 +622,11 @@ def _output(own: Own, mixed: Mixed, gate_up: Projection) -> DeferredNorm:
 
 def _mlp(norm: DeferredNorm, gate_up: Projection, down: Projection, eps: float) -> Activations:
     """SwiGLU of the product of gate and up, which the down projection reads."""
+    if isinstance(norm.scaled, e4m3.Rounded):
+        y = _deferred_product(norm, gate_up)
+        with jax.named_scope("mlp"):
+            options = {"eps": eps, "rounds": True}
+            return Activations(*norms.swiglu(y, norm.square_partials, down.a, **options))
     activations = Activations(norm.scaled, norm.xa_partials)
     epilogue = Swiglu(norm.square_partials, eps)
     if _supports(activations, gate_up, epilogue):

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import warp_mma
 from pallas_kernels.experts import combine
 from pallas_kernels.experts.combine import ExpertSums
-from pallas_kernels.fp4_matmul import lora_shrink
+from pallas_kernels.fp4_matmul import e4m3, lora_shrink
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
 from pallas_kernels.warpgroup import WARPS, Layout
 
@@ -35,12 +35,14 @@ class DeferredNorm(NamedTuple):
 
     residual: jax.Array  # bfloat16 [M, D]
     # bfloat16 [M, D], the residual times the scale of the norm. It lacks the factor, and so does a
-    # product with it.
-    scaled: jax.Array
+    # product with it. In e4m3 the factor takes the rows' powers of two away.
+    scaled: jax.Array | e4m3.Rounded
     # float32 [P, M, R'] whose sum over P is `scaled` A^T, or None where no kernel has computed
     # them. Columns after R are zero.
     xa_partials: jax.Array | None
-    square_partials: jax.Array  # float32 [P, M] whose sum over P is the mean square of the residual
+    # float32 [P, M] whose sum over P is the mean square of the residual, in e4m3 of the residual
+    # times its rows' powers of two.
+    square_partials: jax.Array
     # float32 [P, M, E'] whose sum over P is the product of `scaled` with a router, which lacks the
     # factor; or None without one.
     logit_partials: jax.Array | None = None
@@ -78,41 +80,62 @@ def _partials_layout(rows: int) -> Layout:
 
 def add_rmsnorm(
     x: jax.Array,
-    y: jax.Array | ExpertSums,
+    y: jax.Array | ExpertSums | e4m3.Scaled,
     scale: jax.Array,
     a: jax.Array | None,
     *,
     router: jax.Array | None = None,
+    rounded_eps: float | None = None,
     interpret: bool = False,
 ) -> DeferredNorm:
     """Adds y to the residual x, and computes the LoRA shrink of the next product.
 
     x and y are bfloat16 [M, D], the scale of the norm is float32 [D], A bfloat16 [R, D], or None,
     and the router bfloat16 [E, D], or None. y may also be what experts are still to be added up.
-    The sum's RMSNorm lacks its factor.
+    The sum's RMSNorm lacks its factor. With the norm's epsilon in `rounded_eps` it is in e4m3, for
+    D a multiple of `lora_shrink.COLUMNS`.
     """
     columns = x.shape[1]
     pad = functools.partial(lora_shrink.padded, width=lora_shrink.COLUMNS)
     x, scale = pad(x), pad(scale)
     if isinstance(y, ExpertSums):
         y = y._replace(rows=pad(y.rows), shared=y.shared if y.shared is None else pad(y.shared))
+    elif isinstance(y, e4m3.Scaled):
+        y = y._replace(rows=pad(y.rows))
     else:
         y = pad(y)
     m, width = x.shape
 
-    def compute_tile(refs, tile):
+    def both(refs, tile):
         residual, added = _float32(tile.load(refs["x"])), refs["y"]
-        is_sum = isinstance(added, ExpertSums)
-        residual += combine.load(tile, added) if is_sum else _float32(tile.load(added))
+        if isinstance(added, ExpertSums):
+            residual += combine.load(tile, added)
+        elif isinstance(added, e4m3.Scaled):
+            inverse = tile.over_columns(tile.load_rows(added.inverse))
+            residual += _float32(tile.load(added.rows)) * inverse
+        else:
+            residual += _float32(tile.load(added))
         residual = residual.astype(x.dtype)
-        scaled = (_float32(residual) * tile.load_columns(refs["scale"])).astype(x.dtype)
+        return residual, (_float32(residual) * tile.load_columns(refs["scale"])).astype(x.dtype)
+
+    def compute_tile(refs, tile):
+        residual, scaled = both(refs, tile)
+        unrounded, power = scaled, None
+        if rounded_eps is not None:
+            power, inverse = tile.powers(lambda tile: both(refs, tile)[1])
+            scaled = tile.round(scaled, (power, inverse), refs["pairs"], refs["inverse"])
 
         @pl.when(tile.first)
         def store():
             tile.store(refs["residual"], residual)
-            tile.store(refs["scaled"], scaled)
             counted = _float32(tile.once(residual))
             squares = jnp.sum(counted * counted, axis=1) / columns
+            if power is None or rounded_eps is None:
+                tile.store(refs["scaled"], unrounded)
+            else:
+                # The reader of the sum adds epsilon, without the square of the power of two.
+                eps = jnp.where(tile.index == 0, rounded_eps, 0.0)
+                squares = (squares + eps) * power * power - eps
             tile.threads.store(refs["square_partials"].at[tile.index, tile.rows], squares)
 
         return scaled
@@ -120,9 +143,12 @@ def add_rmsnorm(
     partials = pl.cdiv(width, lora_shrink.COLUMNS), m
     results = {
         "residual": jax.ShapeDtypeStruct(x.shape, x.dtype),
-        "scaled": jax.ShapeDtypeStruct(x.shape, x.dtype),
         "square_partials": jax.ShapeDtypeStruct(partials, jnp.float32),
     }
+    if rounded_eps is None:
+        results["scaled"] = results["residual"]
+    else:
+        results |= lora_shrink.rounded_shapes(m, width)
     operands: dict[str, Any] = {"x": x, "y": y, "scale": scale}
     outs = lora_shrink.shrink_tiles(
         "add_rmsnorm",
@@ -133,6 +159,9 @@ def add_rmsnorm(
         (m, width),
         interpret=interpret,
     )
+    if rounded_eps is not None:
+        outs["scaled"] = e4m3.Rounded(outs.pop("pairs"), outs.pop("inverse"))
+        return DeferredNorm(**outs)
     for name in ("residual", "scaled"):
         outs[name] = outs[name][:, :columns]
     return DeferredNorm(**outs)
@@ -144,13 +173,15 @@ def swiglu(
     a: jax.Array | None,
     *,
     eps: float,
+    rounds: bool = False,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array | e4m3.Rounded, jax.Array | None]:
     """SwiGLU of a product that lacks its norm's factor, and the LoRA shrink of the next product.
 
     The product is bfloat16 [M, 2 F], first of the gate, and the norm's partial mean squares are
     float32 [P, M]. A is bfloat16 [R, F], or None. Returns bfloat16 [M, F], and the partials of its
-    x A^T as in `DeferredNorm`, or None without A.
+    x A^T as in `DeferredNorm`, or None without A. With `rounds` the former is in e4m3, for F a
+    multiple of 2 `lora_shrink.COLUMNS`.
     """
     # With 18944 columns, tiles of 128 columns take 4.9 us at 32 rows where tiles of 256 take 6.2,
     # and both take equally long at 8 rows. Larger tiles leave fewer partials, and their reader
@@ -164,13 +195,19 @@ def swiglu(
     m, width = gate_up.shape[0], gate_up.shape[1] // 2
     dtype = gate_up.dtype
 
-    def compute_tile(refs, tile):
+    def hidden_of(refs, tile):
         gate, up = (_float32(tile.load(refs["gate_up"], offset)) for offset in (0, width))
         factor = tile.over_columns(_norm_factors(tile, refs["square_partials"], eps))
         # Rounded where the product would be, had it the factor.
         gate, up = (_float32((half * factor).astype(dtype)) for half in (gate, up))
         active = (gate / (1.0 + jnp.exp2(-_LOG2_E * gate))).astype(dtype)
-        hidden = (_float32(active) * up).astype(dtype)
+        return (_float32(active) * up).astype(dtype)
+
+    def compute_tile(refs, tile):
+        hidden = hidden_of(refs, tile)
+        if rounds:
+            powers = tile.powers(functools.partial(hidden_of, refs))
+            return tile.round(hidden, powers, refs["pairs"], refs["inverse"])
 
         @pl.when(tile.first)
         def store():
@@ -182,12 +219,16 @@ def swiglu(
         "swiglu",
         compute_tile,
         {"gate_up": gate_up, "square_partials": square_partials},
-        {"hidden": jax.ShapeDtypeStruct((m, width), dtype)},
+        lora_shrink.rounded_shapes(m, width)
+        if rounds
+        else {"hidden": jax.ShapeDtypeStruct((m, width), dtype)},
         a,
         (m, width),
         block=block,
         interpret=interpret,
     )
+    if rounds:
+        return e4m3.Rounded(outs["pairs"], outs["inverse"]), outs["xa_partials"]
     return outs["hidden"][:, :outputs], outs["xa_partials"]
 
 

@@ -16,6 +16,7 @@ from pallas_kernels.decode.delta import DeltaInputs
 from pallas_kernels.experts import combine, route
 from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.experts.route import Router, Scores
+from pallas_kernels.fp4_matmul import e4m3
 
 
 def relative_error(attend: Callable, *, head_dim: int = 128) -> float:
@@ -103,6 +104,7 @@ def routing_error(*, interpret: bool = False) -> float:
         add = functools.partial(norms.add_rmsnorm, interpret=interpret)
         norm = add(x, shared, scale, None, router=weights)
         assert norm.logit_partials is not None
+        assert not isinstance(norm.scaled, e4m3.Rounded)
         scores = Scores(norm.scaled, norm.square_partials, norm.logit_partials, shared[:1] / 16)
         found = route.route(scores, router, interpret=interpret)
         place = jnp.arange(len(rows), dtype=jnp.int32)[::-1].reshape(m, router.top_k)

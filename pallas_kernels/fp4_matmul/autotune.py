@@ -34,7 +34,7 @@ from jax import lax
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels import timing
 from pallas_kernels.device import exit_unless_hopper
-from pallas_kernels.fp4_matmul import cases, tiling
+from pallas_kernels.fp4_matmul import cases, dispatch, e4m3, layout, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
 
@@ -80,7 +80,7 @@ def compiler_reports() -> Iterator[Callable[[jax.stages.Lowered], int]]:
         yield spilled_bytes
 
 
-def shortlist(m: int, n: int, k: int, *, rank: int, num_sms: int) -> list:
+def shortlist(m: int, n: int, k: int, *, rank: int, num_sms: int, e4m3: bool = False) -> list:
     """The best tilings by the cost model, each in all its depths, and the best of every kind.
 
     The tiling that the shape has now is one of them: another replaces it only if it is faster in
@@ -94,16 +94,18 @@ def shortlist(m: int, n: int, k: int, *, rank: int, num_sms: int) -> list:
         """The fields of a tiling that the cost model considers."""
         return dataclasses.replace(config, in_flight=0, ahead=False)
 
-    found = tiling.candidates(m, n, k, rank=rank, num_sms=num_sms)
+    options = {"rank": rank, "num_sms": num_sms, "e4m3": e4m3}
+    found = tiling.candidates(m, n, k, **options)
     ranked = sorted(found, key=cost)
     best = list(dict.fromkeys(map(cut, ranked)))[:_CANDIDATES]
     chosen = [config for config in ranked if cut(config) in best]
     kinds = {}
     for config in ranked:
         kind = config.stream_k, config.split, config.slices, config.warpgroups > 3
+        kind = *kind, config.multicast
         kinds.setdefault(kind, config)
     chosen += [config for config in kinds.values() if cost(config) < 1.4 * cost(ranked[0])]
-    chosen.append(tiling.choose(m, n, k, rank=rank, num_sms=num_sms))
+    chosen.append(tiling.choose(m, n, k, **options))
     return list(dict.fromkeys(chosen))
 
 
@@ -153,16 +155,53 @@ def decode_product(
     return product, product_by_xla, [adapters, [xa_partials] * count, [swiglu] * count]
 
 
-def tune(layer: str, m: int, n: int, k: int, *, num_sms: int) -> tuple[TileConfig, float]:
-    """The fastest tiling of a `decode_product`, and its seconds."""
+def product_of_e4m3(
+    m: int, n: int, k: int, *, rank: int, count: int
+) -> tuple[Callable, Callable, list]:
+    """As `decode_product`, of rows in e4m3: the tokens are `e4m3.pairs`."""
+
+    def rounded(x):
+        return e4m3.Rounded(x, jnp.ones(m))
+
+    def product(x, weight, *adapter, config):
+        b, xa_partials = adapter or (None, None)
+        return dispatch.run_e4m3(rounded(x), weight, config, b=b, xa_partials=xa_partials)
+
+    def product_by_xla(x, weight, *adapter):
+        codes = layout.from_tiles(dataclasses.replace(weight, divisor=jnp.ones(n)))
+        # XLA would leave out a conversion to e4m3 and back.
+        dense = lax.reduce_precision(fp4.dequantize(codes, jnp.float32) / layout.E4M3_UNIT, 5, 3)
+        numbers = e4m3.of_pairs(x).astype(jnp.float32)
+        y = jnp.dot(numbers, e4m3.in_register_order(dense).T) * layout.E4M3_UNIT / weight.divisor
+        if not adapter:
+            return y
+        b, xa_partials = adapter
+        return y + fp4.dot(fp4.sum_xa_partials(xa_partials, x, b), b, jnp.float32)
+
+    if m > tiling.MAX_ROWS_OF_PARTIALS:
+        return product, product_by_xla, []
+    adapters = [b for _, b in cases.random_adapters(count, rank, n, k)]
+    return product, product_by_xla, [adapters, [cases.random_xa_partials(m, k, rank)] * count]
+
+
+def tune(
+    layer: str, m: int, n: int, k: int, *, num_sms: int, in_e4m3: bool = False
+) -> tuple[TileConfig, float]:
+    """The fastest tiling of a `decode_product`, or of `product_of_e4m3`, and its seconds."""
     rank = cases.rank_of(layer, _RANK)
     with sole_use():
         args = cases.random_operands(m, n, k)
-        product, by_xla, others = decode_product(layer, m, n, k, rank=rank, count=len(args[0]))
+        sizes = {"rank": rank, "count": len(args[0])}
+        if in_e4m3:
+            args[0] = [jax.jit(e4m3.rounded)(x).pairs for x in args[0]]
+            product, by_xla, others = product_of_e4m3(m, n, k, **sizes)
+        else:
+            product, by_xla, others = decode_product(layer, m, n, k, **sizes)
         args += others
         jax.block_until_ready(args)
-    configs = shortlist(m, n, k, rank=tiling.padded_rank(rank), num_sms=num_sms)
-    if others and others[-1][0] is not None:  # SwiGLU wants all tokens in one tile.
+    rank = tiling.padded_rank(rank)
+    configs = shortlist(m, n, k, rank=rank, num_sms=num_sms, e4m3=in_e4m3)
+    if others and isinstance(others[-1][0], fp4.Swiglu):  # SwiGLU wants all tokens in one tile.
         configs = [config for config in configs if config.tile_m >= m]
 
     results = measured(configs, product, by_xla, args)
@@ -254,18 +293,22 @@ def main() -> None:
     parser.add_argument(
         "--out", type=timing.user_path, help="table; by default the device's table in tuned/"
     )
+    parser.add_argument(
+        "--e4m3", action="store_true", help="products of rows in e4m3, in a table of their own"
+    )
     args = parser.parse_args()
     device = jax.devices()[0]
     exit_unless_hopper()
     name = device.device_kind.lower().replace(" ", "_")
-    path = args.out or tiling.TUNED / f"{name}.json"
+    path = args.out or tiling.TUNED / f"{name}{'_e4m3' if args.e4m3 else ''}.json"
     tuned = set()
     for layer, m, n, k in cases.products(args):
         if (m, n, k) in tuned:
             continue
         tuned.add((m, n, k))
         print(f"{layer} M {m}", flush=True)
-        config, seconds = tune(layer, m, n, k, num_sms=device.core_count)
+        options = {"num_sms": device.core_count, "in_e4m3": args.e4m3}
+        config, seconds = tune(layer, m, n, k, **options)
         print(f"{layer} M {m}: {1e6 * seconds:.2f} us  {config}", flush=True)
         entry = {"n": n, "k": k, "m": m, "config": config.to_json()}
         with sole_use():

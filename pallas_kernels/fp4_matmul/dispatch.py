@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import device
-from pallas_kernels.fp4_matmul import mma_schedule, reference, self_test, tiling
+from pallas_kernels.fp4_matmul import e4m3, mma_schedule, reference, self_test, tiling
 from pallas_kernels.fp4_matmul.epilogues import AddRmsNorm, Epilogue, Swiglu
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
@@ -24,6 +24,7 @@ from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 _MAX_RANK = 512  # rank of an adapter inside the kernel; no larger one was tried
+_MAX_RANK_OF_E4M3 = 256  # the same in e4m3
 KERNEL_VARIABLE = "QERL_FP4_KERNEL"  # environment: "mosaic", "mma" or "xla"
 
 
@@ -181,7 +182,7 @@ def fits_adapter(m: int, n: int, k: int, rank: int, config: TileConfig | None = 
     if rank > _MAX_RANK:
         return False
     if config is not None:
-        return rank <= config.block_k
+        return rank <= config.most_ranks
     return tiling.fits_adapter(m, n, k, rank=rank, num_sms=device.num_sms())
 
 
@@ -332,6 +333,54 @@ def run(
     return kernel().matmul(
         x, weight, config=tiles, num_sms=device.num_sms(), b=b, epilogue=epilogue, **options
     )
+
+
+def supports_e4m3(weight: Any, lora: tuple[jax.Array, jax.Array] | None) -> bool:
+    """Whether `run_e4m3` multiplies by a weight [N, K] with an adapter on the default device."""
+    if not isinstance(weight, Fp4Tiles) or weight.format != "nvfp4" or device_kernel() != "mosaic":
+        return False
+    if not _e4m3_agrees():
+        return False
+    fits = weight.inputs % tiling.TILE_COLUMNS == 0 and weight.shape[0] % tiling.TILE_ROWS == 0
+    return fits and (lora is None or tiling.padded_rank(len(lora[0])) <= _MAX_RANK_OF_E4M3)
+
+
+def _e4m3_agrees() -> bool:
+    """Whether products of rows in e4m3 agree with the definition on the default device."""
+    what, instead = "the FP4 kernel with rows in E4M3", "multiplying bfloat16 instead"
+    return agrees_on_hopper(_error_of_e4m3, what, instead)
+
+
+def _error_of_e4m3():
+    return self_test.relative_error_of_e4m3(kernel().matmul)
+
+
+def run_e4m3(
+    x: e4m3.Rounded,
+    weight: Fp4Tiles,
+    config: TileConfig | None = None,
+    *,
+    b: jax.Array | None = None,
+    xa_partials: jax.Array | None = None,
+) -> jax.Array:
+    """The product [M, N] of rows in e4m3, where `supports_e4m3`: `e4m3.Scaled.rows`.
+
+    B [N, R''] comes with partials of x A^T, float32 [S, M, R'], of x times the rows' powers of two.
+    A config of None is looked up.
+    """
+    m, (n, k), num_sms = len(x.pairs), weight.shape, device.num_sms()
+    rank = 0 if b is None else b.shape[1]
+    if config is None:
+        config = tiling.choose(m, n, k, rank=rank, num_sms=num_sms, e4m3=True)
+    options: dict[str, Any] = {}
+    if b is not None and xa_partials is not None:
+        options["b"] = b
+        few = m <= tiling.MAX_ROWS_OF_PARTIALS and len(xa_partials) >= tiling.MIN_PARTIALS
+        if few and tiling.supports_xa_partials(config):
+            options["xa_partials"] = xa_partials
+        else:
+            options["xa"] = reference.sum_xa_partials(xa_partials, x.pairs, b)
+    return kernel().matmul(x.pairs, weight, config=config, num_sms=num_sms, **options)
 
 
 def _shrinks_to_partials(config, columns):

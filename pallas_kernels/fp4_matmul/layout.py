@@ -45,6 +45,11 @@ SCALE_MASK = 0x0FF00FF0
 SCALE_BITS = 0x70007000
 # Factor of the dequantized weight, over the row's divisor: 2^126 / 2^107.
 UNIT = 2.0**19
+# The same of a weight that is rounded to e4m3: code times scale is at most 2688, 21 of these units.
+# Smaller units would leave the range of bfloat16, in which code and scale are multiplied.
+E4M3_UNIT = 2.0**7
+# Added to the bits of two scales, it makes bfloat16 of 2^119 times the scales.
+E4M3_SCALE_BITS = 0x76007600
 
 # Bytes of the 8 smallest E4M3 numbers: zero and the subnormal ones. Later bytes are E4M3 + 24.
 _SUBNORMAL = (0, 8, 16, 20, 24, 26, 28, 30)

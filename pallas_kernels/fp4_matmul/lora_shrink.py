@@ -17,10 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import warp_mma, warpgroup
+from pallas_kernels.fp4_matmul import e4m3
 from pallas_kernels.fp4_matmul.tiling import PARTIAL_COLUMNS
 from pallas_kernels.warpgroup import WARPS, Layout
 
@@ -28,6 +31,34 @@ COLUMNS = 128  # columns of x of a CTA
 _RANK = PARTIAL_COLUMNS  # rows of A of a CTA, at most
 _WARP_COLUMNS = 32  # columns of a warp, before it continues with those after the other warps'
 _VECTOR = 8  # columns that a thread reads at a time
+
+
+def round_rows(
+    x: jax.Array, a: jax.Array | None, *, interpret: bool = False
+) -> tuple[e4m3.Rounded, jax.Array | None]:
+    """Rounds x [M, K] in bfloat16, K a multiple of COLUMNS, and multiplies it by A [R, K].
+
+    The partials are those of `shrink`, of x times the powers of two; None without A.
+    """
+
+    def load(refs, tile):
+        def value(tile):
+            return tile.load(refs["x"])
+
+        return tile.round(value(tile), tile.powers(value), refs["pairs"], refs["inverse"])
+
+    m, k = x.shape
+    results = rounded_shapes(m, k)
+    outs = shrink_tiles("round_rows", load, {"x": x}, results, a, (m, k), interpret=interpret)
+    return e4m3.Rounded(outs["pairs"], outs["inverse"]), outs["xa_partials"]
+
+
+def rounded_shapes(m: int, k: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The results of `Tile.round` by name, for x [M, K]."""
+    return {
+        "pairs": jax.ShapeDtypeStruct((m, k // 2), jnp.bfloat16),
+        "inverse": jax.ShapeDtypeStruct((m,), jnp.float32),
+    }
 
 
 def shrink(x: jax.Array, a: jax.Array, *, interpret: bool = False) -> jax.Array:
@@ -84,8 +115,8 @@ class Tile:
         return lax.broadcast_in_dim(numbers, (self.rows.size, self.width), (1,))
 
     def load_head(self, ref: Any) -> jax.Array:
-        """Loads the rows of an array [M, width]."""
-        return self.threads.load(ref.at[self.rows], self.layout)
+        """Loads the rows of an array [M, width], or its first columns."""
+        return self.threads.load(ref.at[self.rows, pl.ds(0, self.width)], self.layout)
 
     def load_rows(self, ref: Any) -> jax.Array:
         """Loads the rows of a vector."""
@@ -99,6 +130,29 @@ class Tile:
         """Writes the tile of an array."""
         self.threads.store(ref.at[self.rows, self.columns()], value)
 
+    def powers(self, value: Callable[["Tile"], jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """`e4m3.powers` of the rows, of which `value` computes any tile: the same in all CTAs."""
+        first = dataclasses.replace(self, column=0, width=e4m3.SAMPLE, index=0, repeated=None)
+        return e4m3.powers(value(first))
+
+    def round(
+        self, value: jax.Array, powers: tuple[jax.Array, jax.Array], pairs: Any, inverses: Any
+    ) -> jax.Array:
+        """Stores the tile as `e4m3.Rounded`; returns it times the powers of two, in bfloat16."""
+        power, inverse = powers
+        value = (value.astype(jnp.float32) * self.over_columns(power)).astype(jnp.bfloat16)
+
+        @pl.when(self.first)
+        def store():
+            columns = pl.ds(lax.div(self.column, 2), self.width // 2)
+            self.threads.store(pairs.at[self.rows, columns], _rounded_pairs(self, value))
+
+        @pl.when((self.index == 0) & self.first)
+        def store_inverses():
+            self.threads.store(inverses.at[self.rows], inverse)
+
+        return value
+
     def once(self, value: jax.Array) -> jax.Array:
         """Sets columns to zero that another tile counts."""
         if self.repeated is None:
@@ -108,26 +162,76 @@ class Tile:
 
 
 @functools.cache
-def tile_layout(rows: int, width: int) -> Layout:
+def tile_layout(rows: int, width: int, vector: int = _VECTOR) -> Layout:
     """How a tile lies in registers.
 
-    A thread has eight columns of a row, a warp 32 columns of eight rows. With fewer rows, threads
-    share a row; with less than 128 columns, warps share columns.
+    A thread has eight columns of a row (`vector`), a warp 32 columns of eight rows. With fewer
+    rows, threads share a row; with less than 128 columns, warps share columns.
     """
     rows = min(rows, warp_mma.ROWS)
-    warps = min(WARPS, width // _WARP_COLUMNS)
+    columns = _WARP_COLUMNS // _VECTOR * vector  # of a warp
+    warps = min(WARPS, width // columns)
     shared_rows = (plgpu.Replicated(warp_mma.ROWS // rows),) if rows < warp_mma.ROWS else ()
     if warps == 1:
-        tiling = ((rows, _WARP_COLUMNS), (_VECTOR,))
+        tiling = ((rows, columns), (vector,))
         warp_dims, row = (plgpu.Replicated(WARPS),), -3
     else:
-        tiling = ((rows, warps * _WARP_COLUMNS), (_WARP_COLUMNS,), (_VECTOR,))
+        tiling = ((rows, warps * columns), (columns,), (vector,))
         shared = (plgpu.Replicated(WARPS // warps),) if warps < WARPS else ()
         warp_dims, row = (-3, *shared), -4
     lane_dims = (*shared_rows, *((row,) if rows > 1 else ()), -2)
     return plgpu.Layout.TILED(
         plgpu.Tiling(tiling), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1
     )
+
+
+def _rounded_pairs(tile: Tile, value: jax.Array) -> jax.Array:
+    """A tile [rows, width] of bfloat16 as `e4m3.pairs` [rows, width / 2]."""
+    rows, width = value.shape
+    if tile.threads.simulated:
+        return e4m3.pairs(e4m3.in_register_order(value.astype(jnp.float8_e4m3fn)))
+    layout = tile_layout(rows, width // 2, vector=_VECTOR // 2)
+    result = plgpu.ShapeDtypeStruct((rows, width // 2), value.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(tile.layout,), return_type=result)
+    def rounded(_, value):
+        i32 = ir.IntegerType.get_signless(32)
+        odd = arith.andi(mgpu.utils.thread_idx(), mgpu.utils.c(1, i32))
+        odd = arith.cmpi(arith.CmpIPredicate.eq, odd, mgpu.utils.c(1, i32))
+        registers = []
+        for register in value.registers.flat:
+            pairs = warp_mma.words(register)
+            first, second = (_rounded_words(*pairs[i : i + 2]) for i in (0, 2))
+            # Of 16 columns the thread with the first eight has the first eight numbers, two by two
+            # of its own columns and of those of the other thread.
+            other = mgpu.utils.shfl_bfly(arith.select(odd, first, second), 1)
+            own = arith.select(odd, second, first)
+            words = [
+                mgpu.utils.inline_ptx(
+                    "prmt.b32 $0, $1, $2, $3;",
+                    own,
+                    other,
+                    arith.select(odd, *(mgpu.utils.c(x, i32) for x in selectors)),
+                    result_types=i32,
+                )
+                for selectors in ((0x1054, 0x5410), (0x3276, 0x7632))
+            ]
+            kind = ir.VectorType.get((_VECTOR // 2,), ir.BF16Type.get())
+            registers.append(vector.bitcast(kind, warp_mma.vector_of(words)))
+        return warp_mma.array(registers, layout, result.shape)
+
+    return rounded(value)
+
+
+def _rounded_words(*words: Any) -> Any:
+    """Two pairs of bfloat16 as four numbers in e4m3."""
+    halves = "".join(
+        f"shl.b32 low, ${i + 1}, 16; and.b32 high, ${i + 1}, 0xFFFF0000; "
+        f"cvt.rn.satfinite.e4m3x2.f32 pair{i}, high, low; "
+        for i in range(2)
+    )
+    code = f"{{ .reg .b16 pair<2>; .reg .b32 low, high; {halves}mov.b32 $0, {{pair0, pair1}}; }}"
+    return mgpu.utils.inline_ptx(code, *words, result_types=ir.IntegerType.get_signless(32))
 
 
 def tile_rows(m: int) -> int:

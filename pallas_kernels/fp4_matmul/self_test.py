@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.fp4_matmul import layout, reference, tiling
+from pallas_kernels.fp4_matmul import e4m3, layout, reference, tiling
 from pallas_kernels.fp4_matmul.epilogues import AddRmsNorm, Swiglu
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.mma_schedule import MmaConfig
@@ -95,6 +95,33 @@ def relative_error_of_mma(matmul: Callable, form: str) -> float:
         expected += xa.astype(np.float64) @ inputs.b.astype(np.float64).T
         # One has several parts of the columns, an odd number of tiles of rows, and several steps.
         configs = MmaConfig(64, 256, 3, split=2), MmaConfig(128, 128, 2)
+        results = [threads.submit(run, config).result() for config in configs]
+    return max(_error(y, expected) for y in results)
+
+
+def relative_error_of_e4m3(matmul: Callable) -> float:
+    """The largest relative error of small products of rows in e4m3, by `sm90.matmul`."""
+    inputs = _inputs(np.random.default_rng(0), "nvfp4")
+    x, weight = inputs.x.astype(jnp.float8_e4m3fn), inputs.weight
+    xa = np.random.default_rng(1).normal(0, 1, (_M, inputs.b.shape[1])).astype(jnp.bfloat16)
+
+    def run(config):
+        def product(x, weight, **operands):
+            pairs = e4m3.pairs(e4m3.in_register_order(x))
+            return matmul(pairs, weight, config=config, num_sms=8, **operands)
+
+        y = jax.jit(product)(x, weight, xa=xa, b=inputs.b, bias=inputs.bias)
+        return np.asarray(y, np.float64)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:  # as in `relative_error`
+        ones = np.ones_like(weight.divisor)
+        dense = threads.submit(dequantized, dataclasses.replace(weight, divisor=ones)).result()
+        dense = (dense / layout.E4M3_UNIT).astype(jnp.float8_e4m3fn).astype(np.float64)
+        dense *= layout.E4M3_UNIT / weight.divisor.astype(np.float64)[:, None]
+        expected = x.astype(np.float64) @ dense.T + inputs.bias.astype(np.float64)
+        expected += xa.astype(np.float64) @ inputs.b.astype(np.float64).T
+        config = TileConfig(16, warpgroups_n=2, stages=4, stream_k=True, e4m3=True)
+        configs = config, dataclasses.replace(config, multicast=True)
         results = [threads.submit(run, config).result() for config in configs]
     return max(_error(y, expected) for y in results)
 

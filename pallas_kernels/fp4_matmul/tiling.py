@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import pathlib
@@ -32,6 +33,7 @@ _CLUSTERS = {3: 36, 4: 28, 5: 20, 6: 14, 7: 14, 8: 14}
 _JSON_NAMES = {"warpgroups_n": "rows", "stream_k": "stream"}
 # Registers for the threads at the same position of all warpgroups.
 _REGISTERS = 512
+_MULTICAST = True
 _HELPER_REGISTERS, _MOST_HELPER_REGISTERS = 32, 40
 
 
@@ -58,6 +60,9 @@ class TileConfig:
             split along K, and added up through shared memory. Not with stream_k.
         ahead: whether the first columns of the next stage are dequantized while the products of
             this one run.
+        e4m3: whether the tokens are e4m3, and the weight is rounded to it, in place of bfloat16.
+        multicast: whether CTAs come in twos, a cluster, with other outputs of the same tokens. Each
+            copies half of the tokens to both. Not with `split`, SwiGLU, and partials of x A^T.
     """
 
     tile_m: int
@@ -69,6 +74,8 @@ class TileConfig:
     in_flight: int = 0
     split: int = 1
     ahead: bool = False
+    e4m3: bool = False
+    multicast: bool = False
 
     @classmethod
     def from_json(cls, choices: dict) -> "TileConfig":
@@ -79,6 +86,9 @@ class TileConfig:
     def to_json(self) -> dict:
         """The choices by the names that tables and results of benchmarks use."""
         choices = dataclasses.asdict(self)
+        for name in ("e4m3", "multicast"):
+            if not choices[name]:
+                del choices[name]
         return {_JSON_NAMES.get(field, field): value for field, value in choices.items()}
 
     @property
@@ -94,7 +104,13 @@ class TileConfig:
     def stage_bytes(self) -> int:
         """Bytes of shared memory of a stage: codes, scales and tokens."""
         tiles = self.warpgroups_n * self.block_k // TILE_COLUMNS
-        return tiles * (TILE_ROWS * TILE_COLUMNS // 2 + 512) + self.tile_m * self.block_k * 2
+        tokens = self.tile_m * self.block_k * (1 if self.e4m3 else 2)
+        return tiles * (TILE_ROWS * TILE_COLUMNS // 2 + 512) + tokens
+
+    @property
+    def most_ranks(self) -> int:
+        """Columns of x A^T, which is bfloat16, that the space for a stage's tokens holds."""
+        return self.block_k // 2 if self.e4m3 else self.block_k
 
     @property
     def receivers(self) -> int:
@@ -116,7 +132,7 @@ class TileConfig:
         operands = self.in_flight + 1 + self.ahead if self.in_flight else self.products
         # Parts for the cluster take some, as ptxas was seen to need.
         kept = max(0, self.tile_m - 64) * 3 // 4 if self.split > 1 else 0
-        return self.tile_m // 2 + 16 * operands + kept + 39 + self.slices
+        return self.tile_m // 2 + (8 if self.e4m3 else 16) * operands + kept + 39 + self.slices
 
     def problem(self) -> str | None:
         """Why the kernel cannot be built like this, or None."""
@@ -133,6 +149,8 @@ class TileConfig:
             return f"in_flight is {self.in_flight}, expected 0 to {self.products - 1}"
         if self.ahead and (self.products < 4 or self.in_flight < 1 or self.stages < 2):
             return f"ahead needs 2 stages of 4 products, of which not all are in flight, got {self}"
+        if self.multicast and (self.split > 1 or self.tile_m % 16):
+            return f"with multicast tile_m is a multiple of 16, and split is 1, got {self}"
         if self.warpgroups > 7:
             return f"{self.warpgroups} consumer warpgroups, expected at most 7, with xa_partials 6"
         if self.smem_bytes() > SMEM_LIMIT:
@@ -179,7 +197,9 @@ def padded_rank(rank: int) -> int:
 
 
 @functools.cache
-def choose(m: int, n: int, k: int, *, rank: int = 0, num_sms: int = NUM_SMS) -> TileConfig:
+def choose(
+    m: int, n: int, k: int, *, rank: int = 0, num_sms: int = NUM_SMS, e4m3: bool = False
+) -> TileConfig:
     """The tiling of a product [M, K] x [N, K]^T with an adapter.
 
     For a shape in a table it is the measured tiling of the next larger M of the table, or beyond
@@ -192,16 +212,17 @@ def choose(m: int, n: int, k: int, *, rank: int = 0, num_sms: int = NUM_SMS) -> 
         k: number of inputs.
         rank: number of columns of the adapter's B, 0 without an adapter.
         num_sms: number of SMs of the device.
+        e4m3: whether the tokens are e4m3.
 
     Raises:
         ValueError: no tiling takes the adapter, see `fits_adapter`.
     """
     for entry in _tuned(num_sms):
         config = TileConfig.from_json(entry["config"])
-        fits = (entry["n"], entry["k"]) == (n, k) and config.block_k >= rank
+        fits = (entry["n"], entry["k"], config.e4m3) == (n, k, e4m3) and config.most_ranks >= rank
         if fits and (entry["m"] >= m or entry["m"] >= _LARGE):
             return _narrowed(config, m)
-    found = list(candidates(m, n, k, rank=rank, num_sms=num_sms))
+    found = list(candidates(m, n, k, rank=rank, num_sms=num_sms, e4m3=e4m3))
     if not found:
         raise ValueError(f"no tiling for M {m}, N {n}, K {k} takes an adapter of rank {rank}")
     return min(found, key=lambda config: cost(config, m, n, k, num_sms))
@@ -272,7 +293,7 @@ def _tables() -> dict[str, dict]:
 
 
 def candidates(
-    m: int, n: int, k: int, *, rank: int = 0, num_sms: int = NUM_SMS
+    m: int, n: int, k: int, *, rank: int = 0, num_sms: int = NUM_SMS, e4m3: bool = False
 ) -> Iterator[TileConfig]:
     """The tilings that fit into shared memory and, by estimate, into registers."""
     helpers = helper_warpgroups(rank > 0 and m <= MAX_ROWS_OF_PARTIALS)
@@ -285,41 +306,48 @@ def candidates(
                 if warpgroups_n > row_tiles:
                     continue
                 tiles = m_tiles * -(-row_tiles // warpgroups_n)
-                cuts = [(False, 1)]
+                cuts = [(False, 1, False)]
                 if tiles % num_sms and m <= 512:
                     cuts += [
-                        (True, 1),
-                        *((False, split) for split in _splits(tiles, num_sms)),
+                        (True, 1, False),
+                        *((False, split, False) for split in _splits(tiles, num_sms)),
                     ]
+                # The copies of tokens bind the products of many rows in e4m3.
+                if _MULTICAST and e4m3 and m > MAX_ROWS_OF_PARTIALS and slices == 1:
+                    cuts += [(False, 1, True), (True, 1, True)]
                 for block_k in (128, 256, 512, 1024):
-                    if block_k % (128 * slices) or block_k < rank or block_k > 128 * steps:
+                    if block_k % (128 * slices) or block_k > 128 * steps:
                         continue
                     products = 2 * block_k // (TILE_COLUMNS * slices)
-                    for in_flight, ahead in _DEPTHS.get(products, ((0, False),)):
-                        for stream_k, split in cuts:
-                            # With clusters and the longest stages the producer would spill.
-                            if split * block_k > TILE_COLUMNS * steps or (
-                                split > 1 and block_k > 512
-                            ):
-                                continue
-                            base = TileConfig(
-                                tile_m=tile_m,
-                                warpgroups_n=warpgroups_n,
-                                slices=slices,
-                                block_k=block_k,
-                                stages=1,
-                                stream_k=stream_k,
-                                in_flight=in_flight,
-                                split=split,
-                                ahead=ahead,
-                            )
-                            deepest = dataclasses.replace(base, stages=_stages(base))
-                            if (
-                                deepest.stages >= 2
-                                and deepest.problem() is None
-                                and deepest.registers() <= compute_registers(warpgroups, helpers)
-                            ):
-                                yield deepest
+                    depths = _DEPTHS.get(products, ((0, False),))
+                    for (in_flight, ahead), (stream_k, split, multicast) in itertools.product(
+                        depths, cuts
+                    ):
+                        # With clusters and the longest stages the producer would spill.
+                        if split * block_k > TILE_COLUMNS * steps or (split > 1 and block_k > 512):
+                            continue
+                        base = TileConfig(
+                            tile_m=tile_m,
+                            warpgroups_n=warpgroups_n,
+                            slices=slices,
+                            block_k=block_k,
+                            stages=1,
+                            stream_k=stream_k,
+                            in_flight=in_flight,
+                            split=split,
+                            ahead=ahead,
+                            e4m3=e4m3,
+                            multicast=multicast,
+                        )
+                        if base.most_ranks < rank:
+                            continue
+                        deepest = dataclasses.replace(base, stages=_stages(base))
+                        if (
+                            deepest.stages >= 2
+                            and deepest.problem() is None
+                            and deepest.registers() <= compute_registers(warpgroups, helpers)
+                        ):
+                            yield deepest
 
 
 def _splits(tiles: int, num_sms: int) -> list[int]:
@@ -377,10 +405,12 @@ def cost(config: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     traffic of all CTAs, plus start, end and the sums across CTAs. Its numbers are fitted to 295
     measured tilings of the products of a 7B model.
     """
+    members = 2 if config.multicast else 1
     m_tiles, row_tiles = -(-m // config.tile_m), -(-n // TILE_ROWS)
-    n_tiles, steps = -(-row_tiles // config.warpgroups_n), -(-k // config.block_k)
+    n_tiles = -(-row_tiles // (config.warpgroups_n * members))
+    steps = -(-k // config.block_k)
     tiles = m_tiles * n_tiles
-    blocks = min(tiles * (steps if config.stream_k else config.split), num_sms)
+    blocks = min(tiles * (steps if config.stream_k else config.split), num_sms // members)
     rounds = -(-tiles // blocks)
     split = tiles % blocks if config.stream_k else 0
     longest = rounds * steps
@@ -390,10 +420,12 @@ def cost(config: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
         longest = tiles // blocks * steps + -(-split * steps // blocks)
     per_warpgroup = config.block_k / (TILE_COLUMNS * config.slices)  # tiles [64, 128] of a stage
     narrow = max(config.tile_m, 16)
-    issue = config.warpgroups * ((260 + 2.5 * narrow) * per_warpgroup + 53)
-    multiply = config.warpgroups * 4.2 * narrow * per_warpgroup
-    receive = (config.warpgroups_n * 36 + 2 * config.tile_m) * config.block_k / 27
-    wait = (260 + 2.3 * narrow) * per_warpgroup + 340
+    unpack, bits = (340, 8) if config.e4m3 else (260, 16)
+    issue = config.warpgroups * ((unpack + 2.5 * narrow * bits / 16) * per_warpgroup + 53)
+    multiply = config.warpgroups * 4.2 * narrow * bits / 16 * per_warpgroup
+    tokens = bits / 8 * config.tile_m / members
+    receive = (config.warpgroups_n * 36 + tokens) * config.block_k / 27
+    wait = (unpack + 2.3 * narrow * bits / 16) * per_warpgroup + 340
     traffic = 0.5625 * n * k * (m_tiles if m > 4096 else 1) + 2 * m * (n + k)
     memory = traffic / (11.7 * num_sms)
     end = (3.5 + 8 * (config.slices - 1)) * config.tile_m * rounds

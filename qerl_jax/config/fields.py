@@ -567,6 +567,14 @@ FIELDS: tuple[Section | Field, ...] = (
         choices=("", "bfloat16", "float8"),
     ),
     Field(
+        "rollout.activations",
+        "",
+        "'float8' rounds the inputs of products in a rollout, and the weights in NVFP4 that they "
+        "multiply, to E4M3: on a Hopper GPU, in layers with attention and a dense MLP, where at "
+        "least 64 rows decode. The sampling policy is then a rounded one.",
+        choices=("", "float8"),
+    ),
+    Field(
         "rollout.head_format",
         "",
         "'': the policy's head. 'nvfp4' makes a copy in 4 bits for rollouts, a quarter of the "

@@ -398,6 +398,7 @@ def _plan_rollout(
         max_rows=max_rows,
         kv_cache_bytes=config.rollout.kv_cache_bytes,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
+        activations=config.rollout.get("activations", ""),  # Runs of earlier versions lack it.
         dequantize=dequantize,
     )
     # Of a card that is not there.

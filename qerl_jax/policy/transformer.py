@@ -227,6 +227,7 @@ def decode_step(
     cache: Cache,
     *,
     config: ModelConfig,
+    rounds: bool = False,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
     """Appends one token to every row.
 
@@ -237,6 +238,7 @@ def decode_step(
         tokens: int32 [B] new tokens.
         cache: what the rows keep; every row has at least one position that is not filled.
         config: the architecture.
+        rounds: whether products take rows and weights in e4m3 where a kernel does that faster.
 
     Returns:
         float32 logits [B, V] after the token, the cache with the token, and the experts that the
@@ -245,7 +247,8 @@ def decode_step(
     angles = rotary_angles(cache.lengths[:, None], config)
     x = embed(params["embed_tokens"], tokens, config)
     if _is_fused(config, x.dtype, cache):
-        x, layers, routes = _fused_layers(params, lora_layers, x, cache, angles, config=config)
+        arguments = params, lora_layers, x, cache, angles
+        x, layers, routes = _fused_layers(*arguments, config=config, rounds=rounds)
         # A head for a few rows is slow in some libraries, and never faster than for 16.
         x = jnp.pad(x, ((0, max(0, 16 - len(tokens))), (0, 0)))
     else:
@@ -300,6 +303,7 @@ def decode_positions(
     cache: Cache,
     *,
     config: ModelConfig,
+    rounds: bool = False,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
     """Computes what follows each of several new tokens of every row.
 
@@ -313,6 +317,7 @@ def decode_positions(
             last position of the cache are not kept, and their logits are undefined.
         cache: what the rows keep. A row of length 0 has ended, or waits: it keeps the first token.
         config: the architecture.
+        rounds: whether products take rows and weights in e4m3 where a kernel does that faster.
 
     Returns:
         float32 logits [B, T, V] after each token, the cache with the tokens, and the experts that
@@ -329,7 +334,8 @@ def decode_positions(
         return whole_vocabulary(x, config), cache, _stacked(routes)
     angles = rotary_angles(positions.reshape(-1, 1), config)
     x = embed(params["embed_tokens"], tokens.reshape(-1), config)
-    x, layers, routes = _fused_layers(params, lora_layers, x, cache, angles, config=config)
+    arguments = params, lora_layers, x, cache, angles
+    x, layers, routes = _fused_layers(*arguments, config=config, rounds=rounds)
     x = jnp.pad(x, ((0, max(0, 16 - len(x))), (0, 0)))  # as in `decode_step`
     x = logits(params, rms_norm(x, params["norm"], config.norm_eps))
     x = whole_vocabulary(x[: tokens.size], config).reshape(*tokens.shape, -1)
@@ -520,7 +526,7 @@ def _is_fused(config, dtype, cache, count=1):
     )
 
 
-def _fused_layers(params, lora_layers, x, cache, angles, *, config):
+def _fused_layers(params, lora_layers, x, cache, angles, *, config, rounds):
     """`_decode_layer` over all layers, by the fused kernels of `pallas_kernels.decode`.
 
     Roundings differ: the factor of an RMSNorm multiplies the result of a projection, not its input.
@@ -550,6 +556,7 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
             eps=config.norm_eps,
             kind=Kind(mixer, None if shapes is None else Experts(*shapes), own_config.window),
             axis=TENSOR if config.shards > 1 else None,
+            rounds=rounds,
         )
         layers.append(tree.unflatten(leaves))
         routes.append(chosen)

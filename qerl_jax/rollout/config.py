@@ -10,6 +10,8 @@ from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
 
+ACTIVATIONS = "", "float8"  # see `EngineConfig.activations`
+
 
 class Tokenizer(Protocol):
     """The part of a tokenizer that the engine uses."""
@@ -154,6 +156,8 @@ class EngineConfig:
         kv_cache_bytes: memory for keys and values, which also bounds the rows. 0 sets no bound
             besides max_rows, and where max_rows is 0 takes the free memory of the device.
         kv_cache_dtype: dtype of the stored keys and values, see `shapes.cache_dtype`.
+        activations: 'float8' rounds the inputs of products, and the weights that these read, to
+            E4M3 where that is faster, see `pallas_kernels.decode.layer`; '' does not.
         dequantize: 'once' dequantizes the packed weights once per rollout, which needs memory for a
             dense copy; 'step' does so in each decode step. Weights that a kernel reads packed, for
             as many rows, are not dequantized in either case.
@@ -179,6 +183,7 @@ class EngineConfig:
     max_rows: int = 0
     kv_cache_bytes: int = 0
     kv_cache_dtype: str = ""
+    activations: str = ""
     dequantize: str = "once"
     prompt_width: int = 0
     shared_tokens: int = 0
@@ -194,6 +199,7 @@ class EngineConfig:
             chunk_steps=(self.chunk_steps >= 1, "at least 1"),
             max_rows=(self.max_rows >= 0, "at least 0"),
             kv_cache_bytes=(self.kv_cache_bytes >= 0, "at least 0"),
+            activations=(self.activations in ACTIVATIONS, "'' or 'float8'"),
             dequantize=(self.dequantize in ("once", "step"), "'once' or 'step'"),
             prompt_width=(self.prompt_width >= 0, "at least 0"),
             shared_tokens=(self.shared_tokens >= 0, "at least 0"),

@@ -48,6 +48,7 @@ class DecodeConfig:
     # environments.
     turn_limit: int | None = None
     records_routes: bool = False  # whether samples have the experts of tokens
+    rounds: bool = False  # whether products take E4M3, see `EngineConfig.activations`
 
 
 def decode_config(
@@ -67,6 +68,7 @@ def decode_config(
         dequantize=engine.dequantize,
         turn_limit=None if turns is None else turns.next_turn(0, 0, sampling.max_new_tokens),
         records_routes=engine.records_routes and model.experts is not None,
+        rounds=engine.activations == "float8",
     )
 
 
@@ -347,7 +349,7 @@ def decode_chunk(
     def step(carry, _):
         cache, counts, last, ended = carry
         logits, cache, routes = transformer.decode_step(
-            params, lora_layers, last, cache, config=config.model
+            params, lora_layers, last, cache, config=config.model, rounds=config.rounds
         )
         samples = _sample(key, logits, rows, counts, temperature, config)
         if config.records_routes:
@@ -422,7 +424,7 @@ def draft_chunk(
         tokens = jnp.concatenate([last[:, None], jnp.maximum(draft, 0)], axis=1)
         cache = Cache(layers=layers, lengths=lengths)
         logits, cache, routes = transformer.decode_positions(
-            params, lora_layers, tokens, cache, config=config.model
+            params, lora_layers, tokens, cache, config=config.model, rounds=config.rounds
         )
         flat = logits.reshape(-1, logits.shape[-1]), jnp.repeat(rows, positions)
         numbers = (counts[:, None] + spread).reshape(-1)

@@ -30,6 +30,7 @@ def consume(kernel: Kernel, *, warpgroup: Any, registers: int) -> None:
         registers=registers,
         block=block,
         row=row,
+        row_of_tile=row + schedule.first_row(),
         k_slice=k_slice,
     )
     begun = jnp.int32(0)
@@ -64,7 +65,7 @@ def _consume_work_tile(consumer: Consumer, index: Any, done: Any) -> Any:
     tile_m = schedule.config.tile_m
     tile, first, count = schedule.work_tile(consumer.block, index)
     m_tile, n_tile = schedule.coordinates(tile)
-    row_tile = schedule.row_tile(n_tile, consumer.row)
+    row_tile = schedule.row_tile(n_tile, consumer.row_of_tile)
     row_start = consumer.row_start(row_tile)
     divisor = epilogue.load_divisors(consumer, row_start)
     bias = epilogue.load_bias(consumer, row_tile)
@@ -83,7 +84,8 @@ def _consume_work_tile(consumer: Consumer, index: Any, done: Any) -> Any:
     residual = None
     if schedule.stores_whole_tiles:
         residual = epilogue.load_residual(consumer, token, tile_m, row_tile)
-    value *= over_tokens(layout.UNIT / divisor, tile_m)
+    unit = layout.E4M3_UNIT if schedule.config.e4m3 else layout.UNIT
+    value *= over_tokens(unit / divisor, tile_m)
     if gmem.b is not None:
         with jax.named_scope("add adapter"):
             value = mainloop.add_adapter(consumer, value, b, slot, first, row_start)

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fp4_matmul.sm90 import synchronize
 from pallas_kernels.fp4_matmul.sm90.schedule import TileSchedule
 from pallas_kernels.fp4_matmul.sm90.xa_partials import XaPartials
 
@@ -17,7 +18,7 @@ from pallas_kernels.fp4_matmul.sm90.xa_partials import XaPartials
 class GlobalMemory:
     """References to operands and results; None where the product has no such array."""
 
-    x: Any  # bfloat16 [M, K], tokens
+    x: Any  # bfloat16 [M, K], tokens, or [M, K / 2] pairs of e4m3
     codes: Any  # uint32 codes of the weight in tile order
     scales: Any  # uint32 scales of the weight in tile order
     divisor: Any  # float32 [N], divisors of the weight's rows
@@ -76,7 +77,14 @@ class Consumer(Kernel):
     registers: int  # number of registers of each of its threads
     block: Any  # index of the CTA
     row: Any  # index of the warpgroup along the outputs
+    row_of_tile: Any  # the same in a tile of several CTAs
     k_slice: Any  # index of the warpgroup along the columns of a stage
+
+    def release(self, slot):
+        """Tells the producers that fill a slot that this warpgroup has read it."""
+        if self.schedule.members > 1:
+            synchronize.meet()  # One thread arrives for the warpgroup.
+        plgpu.barrier_arrive(self.smem.empty.at[slot])
 
     def row_start(self, row_tile):
         """The first row of a row tile in the weight; beyond the weight, that of the last one."""

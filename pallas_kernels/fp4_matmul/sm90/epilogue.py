@@ -75,7 +75,7 @@ def _add_rmsnorm(
     scale = load_rows(gmem.scale.at[pl.ds(consumer.row_start(row_tile), TILE_ROWS)])
     total, scaled, sums = add_rmsnorm.add(value, residual, scale)
     sums *= 1 / gmem.scale.shape[0]
-    if schedule.n_tiles * schedule.config.warpgroups_n > schedule.row_tiles:
+    if schedule.n_tiles * schedule.rows > schedule.row_tiles:
         inside = jnp.broadcast_to(row_tile < schedule.row_tiles, sums.shape)
         sums = jnp.where(inside, sums, jnp.zeros_like(sums))
     count = add_rmsnorm.PARTIALS_OF_ROW_TILE

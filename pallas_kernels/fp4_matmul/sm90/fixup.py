@@ -87,7 +87,7 @@ def publish_partial(consumer: Consumer, value: jax.Array, tile: Any) -> None:
     """Writes the partial sum of a split tile to this CTA's slot of global memory."""
     schedule, block = consumer.schedule, consumer.block
     slot = schedule.partial_slot(block, tile) if schedule.split_tiles else block
-    plgpu.store(consumer.gmem.partial.at[slot, consumer.row], value, optimized=False)
+    plgpu.store(consumer.gmem.partial.at[slot, consumer.row_of_tile], value, optimized=False)
 
 
 def arrive_at_split_tiles(consumer: Consumer) -> None:
@@ -100,13 +100,13 @@ def _locks(consumer: Consumer) -> list[Any]:
     """The locks of the two tiles that this CTA may split with others."""
     schedule, block = consumer.schedule, consumer.block
     tiles = [schedule.fixup(block, index).tile for index in (0, 1)]
-    rows = schedule.config.warpgroups_n
-    return [consumer.gmem.locks.at[pl.ds(1 + tile * rows + consumer.row, 1)] for tile in tiles]
+    locks = [1 + tile * schedule.rows + consumer.row_of_tile for tile in tiles]
+    return [consumer.gmem.locks.at[pl.ds(lock, 1)] for lock in locks]
 
 
 def add_split_tiles(consumer: Consumer) -> None:
     """Adds up and stores this CTA's units of the tiles that it splits, in the peers' order."""
-    schedule, block, row = consumer.schedule, consumer.block, consumer.row
+    schedule, block, row = consumer.schedule, consumer.block, consumer.row_of_tile
     config, unit = schedule.config, schedule.unit
     fixups = [schedule.fixup(block, index) for index in (0, 1)]
     awaited = [jnp.where(begin < end, peers, 0) for _, _, peers, begin, end in fixups]
@@ -144,7 +144,8 @@ def _sum_over_peers(
         for j in range(batch):
             peer = i * batch + j
             slot = schedule.partial_slot(first + jnp.minimum(peer, peers - 1), tile)
-            value = load_rows(consumer.gmem.partial.at[slot, consumer.row, slice(None), tokens])
+            source = consumer.gmem.partial.at[slot, consumer.row_of_tile, slice(None), tokens]
+            value = load_rows(source)
             # What fills up the last batch has been added before.
             counts = jnp.broadcast_to(peer < peers, value.shape)
             total += jnp.where(counts, value, zero)

@@ -77,9 +77,9 @@ TRACED_EVENTS = 96  # events of a warpgroup that a trace records; later ones are
 class Product:
     """The operands of `matmul`; B comes with one of `xa`, `xa_partials` and `a`."""
 
-    x: jax.Array  # bfloat16 [M, K]
+    x: jax.Array  # bfloat16 [M, K], or in an e4m3 tiling `e4m3.pairs` [M, K / 2]
     weight: Fp4Tiles  # packed weight [N, K]
-    b: jax.Array | None = None  # bfloat16 [N, R]; R a multiple of 64 up to config.block_k
+    b: jax.Array | None = None  # bfloat16 [N, R]; R a multiple of 64 up to config.most_ranks
     xa: jax.Array | None = None  # bfloat16 [M, R], x A^T
     # float32 [S, M, R'], whose sum over S is x A^T; S >= MIN_PARTIALS, R' <= R a multiple of
     # PARTIAL_COLUMNS.
@@ -130,9 +130,10 @@ def matmul(
     """Returns x W^T + xa B^T + bias, or what an epilogue makes of it.
 
     Args:
-        x: bfloat16 [M, K].
+        x: bfloat16 [M, K], or with a tiling for e4m3 `e4m3.pairs` [M, K / 2], K a multiple of
+            128, in the order of `e4m3.in_register_order`.
         weight: packed weight [N, K].
-        config: tiling.
+        config: tiling. With one for e4m3 the weight, in NVFP4, is rounded to e4m3, too.
         num_sms: number of CTAs that run at a time, no more than the device has SMs: they wait for
             one another.
         trace: folder for a file of what the warpgroups do and wait for, see `timeline`.
@@ -144,7 +145,7 @@ def matmul(
         [M, N], or the results of the epilogue.
     """
     product, simulated = Product(x, weight, **operands), interpret is not None
-    row_tiles, k = len(weight.codes), x.shape[1]
+    row_tiles, k = len(weight.codes), x.shape[1] * (2 if config.e4m3 else 1)
     schedule = make_schedule(
         config,
         product.padded_tokens,
@@ -168,12 +169,18 @@ def _check(product: Product, schedule: TileSchedule) -> None:
     """Asserts what the callers of `matmul` have checked."""
     (tokens, k), config = product.x.shape, schedule.config
     n, whole = product.weight.shape[0], product.weight.shape[0] % TILE_ROWS == 0
+    if config.multicast:
+        assert not schedule.paired
+        assert not product.in_partials
+    if config.e4m3:
+        assert product.weight.format == "nvfp4"
+        assert k % 64 == 0
     a, b, xa_partials, epilogue = product.a, product.b, product.xa_partials, product.epilogue
     given = [source for source in (product.xa, xa_partials, a) if source is not None]
     assert len(given) == (0 if b is None else 1)
     if b is not None:
         assert b.shape[1] % 64 == 0
-        assert b.shape[1] <= config.block_k
+        assert b.shape[1] <= config.most_ranks
     if a is not None:
         assert schedule.supports_lora_shrink(len(a), k)
     if xa_partials is not None:
@@ -241,7 +248,7 @@ def _inputs(product: Product, schedule: TileSchedule) -> dict[str, jax.Array]:
         # Zero before and after every call, for the kernel leaves them as it found them: so all
         # calls of a program, which follow one another, use the same array. The first and the last
         # lock belong to the partials of x A^T.
-        assert schedule.split_tiles * config.warpgroups_n < _LOCKS - 1
+        assert schedule.split_tiles * schedule.rows < _LOCKS - 1
         inputs["locks"] = jnp.zeros(_LOCKS, jnp.int32)
     return inputs
 
@@ -251,14 +258,14 @@ def _results(product: Product, schedule: TileSchedule) -> dict[str, jax.ShapeDty
     (tokens, k), config = product.x.shape, schedule.config
     y = product.padded_tokens, schedule.row_tiles * TILE_ROWS
     if product.transposed:  # What the TMA does not store has space for whole tiles.
-        rows = schedule.n_tiles * config.warpgroups_n * TILE_ROWS
+        rows = schedule.n_tiles * schedule.rows * TILE_ROWS
         y = rows, schedule.m_tiles * config.tile_m
     if schedule.paired:
         y = product.padded_tokens, product.weight.shape[0] // 2
     results = {"y": jax.ShapeDtypeStruct(y, product.dtype)}
     if isinstance(product.epilogue, AddRmsNorm) and not schedule.simulated:
         results["scaled"] = results["y"]
-        partials = PARTIALS_OF_ROW_TILE * schedule.n_tiles * config.warpgroups_n
+        partials = PARTIALS_OF_ROW_TILE * schedule.n_tiles * schedule.rows
         results["square_partials"] = jax.ShapeDtypeStruct((partials, tokens), jnp.float32)
     if product.a is not None:
         rank = -(-len(product.a) // PARTIAL_COLUMNS) * PARTIAL_COLUMNS
@@ -269,7 +276,7 @@ def _results(product: Product, schedule: TileSchedule) -> dict[str, jax.ShapeDty
         results["xa"] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     if schedule.split_tiles or (schedule.split > 1 and schedule.simulated):
         slots = schedule.partial_slots if schedule.split_tiles else schedule.blocks
-        shape = slots, config.warpgroups_n, TILE_ROWS, config.tile_m
+        shape = slots, schedule.rows, TILE_ROWS, config.tile_m
         results["partial"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     return results
 
@@ -288,8 +295,9 @@ def _scratch(product: Product, schedule: TileSchedule) -> dict:
         halves = config.stages, 2, rows, schedule.tiles_per_stage, 4
         codes, scales = (*halves, 128), (*halves, words // 8)
         y = plgpu.SMEM((rows, config.tile_m, schedule.tile_outputs), jnp.bfloat16)
-    x = config.stages, schedule.tiles_per_stage, config.tile_m, TILE_COLUMNS
-    scratch = {
+    width = TILE_COLUMNS // 2 if config.e4m3 else TILE_COLUMNS
+    x = config.stages, schedule.tiles_per_stage, config.tile_m, width
+    scratch: dict[str, Any] = {
         "x": plgpu.SMEM(x, jnp.bfloat16, transforms=OPERAND),
         "codes": plgpu.SMEM(codes, jnp.uint32),
         "scales": plgpu.SMEM(scales, jnp.uint32),
@@ -297,6 +305,12 @@ def _scratch(product: Product, schedule: TileSchedule) -> dict:
         "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=schedule.arrivals),
         "empty": plgpu.Barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
     }
+    if schedule.members > 1:
+        scratch["empty"] = plgpu.ClusterBarrier(
+            collective_axes=("member",),
+            num_barriers=config.stages,
+            num_arrivals=config.warpgroups,
+        )
     if schedule.in_clusters:
         others = schedule.split - 1
         scratch |= {
@@ -340,6 +354,7 @@ def _run(
 ) -> dict[str, jax.Array]:
     """The arrays of `results`, which the kernel makes of the inputs."""
     in_clusters = schedule.in_clusters
+    cluster = (schedule.split if in_clusters else schedule.members,)
     eps = product.epilogue.eps if isinstance(product.epilogue, Swiglu) else 0.0
     names = *inputs, *results
     kernel = plgpu.kernel(
@@ -348,8 +363,8 @@ def _run(
         scratch_types=_scratch(product, schedule),
         grid=(schedule.clusters if in_clusters else schedule.blocks,),
         grid_names=("block",),
-        cluster=(schedule.split,) if in_clusters else (),
-        cluster_names=("member",) if in_clusters else (),
+        cluster=cluster if cluster > (1,) else (),
+        cluster_names=("member",) if cluster > (1,) else (),
         num_threads=schedule.config.warpgroups + helper_warpgroups(product.in_partials),
         thread_name="warpgroup",
         kernel_name="fp4_matmul_sm90",

@@ -15,6 +15,7 @@ from pallas_kernels.fp4_matmul.sm90.codes import (
     dequantize_paired_tile,
     dequantize_reference,
     dequantize_tile,
+    round_reference,
     scales_layout,
 )
 from pallas_kernels.fp4_matmul.sm90.context import Consumer, load_rows
@@ -29,8 +30,7 @@ def multiply_stages(consumer: Consumer, done: Any, count: Any) -> tuple[jax.Arra
 
     Returns the float32 products [64, tile_m], and the slot after the last stage.
     """
-    schedule, smem = consumer.schedule, consumer.smem
-    config = schedule.config
+    schedule, config = consumer.schedule, consumer.schedule.config
     first = lax.rem(done, config.stages)
     dequantized = ()
     if config.ahead:
@@ -52,7 +52,7 @@ def multiply_stages(consumer: Consumer, done: Any, count: Any) -> tuple[jax.Arra
         dequantized = _dequantize_ahead(consumer, i, count, slot) if config.ahead else ()
         # Where a loop turns back, ptxas reuses registers that a product in flight still reads.
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(smem.empty.at[slot])
+        consumer.release(slot)
         return acc, schedule.next_slot(slot), *dequantized
 
     return carry[:2]
@@ -73,19 +73,22 @@ def _await_stage(consumer: Consumer, slot: Any) -> None:
 def _dequantize(consumer: Consumer, slot: Any, j: Any) -> Any:
     """The weights of tile j of a stage, columns 0..63 and 64..127, [64, 64] each."""
     schedule, smem, row = consumer.schedule, consumer.smem, consumer.row
+    e4m3 = schedule.config.e4m3
     if schedule.simulated:
         place = (slot, slice(None), row, j) if schedule.paired else (slot, row, j)
         codes, scales = smem.codes[place], smem.scales[place]
         if schedule.paired:
             codes = codes.swapaxes(0, 1).reshape(4, 256)
             scales = scales.swapaxes(0, 1).reshape(-1)
-        return tuple(jnp.split(dequantize_reference(codes, scales), 2, axis=1))
+        dequantize = round_reference if e4m3 else dequantize_reference
+        return tuple(jnp.split(dequantize(codes, scales), 2, axis=1))
     if schedule.paired:
         place = slot, slice(None), row, j
-        return dequantize_paired_tile(smem.codes.at[place], smem.scales.at[place])
+        return dequantize_paired_tile(smem.codes.at[place], smem.scales.at[place], rounds=e4m3)
     return dequantize_tile(
         plgpu.load(smem.codes.at[slot, row, j], layout=CODES),
         plgpu.load(smem.scales.at[slot, row, j], layout=scales_layout(smem.scales.shape[-1])),
+        rounds=e4m3,
     )
 
 
@@ -94,9 +97,8 @@ def _multiply_tile(consumer: Consumer, acc: jax.Array, slot: Any, j: int, weight
     config = consumer.schedule.config
     for half, operand_a in enumerate(weight):
         tokens = slot, consumer.k_slice, j, half
-        acc = add_product(
-            acc, operand_a, consumer.smem.x, *tokens, simulated=consumer.schedule.simulated
-        )
+        options = {"e4m3": config.e4m3, "simulated": consumer.schedule.simulated}
+        acc = add_product(acc, operand_a, consumer.smem.x, *tokens, **options)
         if config.in_flight:
             plgpu.wgmma_wait(config.in_flight)
     return acc
@@ -114,7 +116,7 @@ def _dequantize_ahead(consumer: Consumer, i: Any, count: Any, slot: Any) -> tupl
         return tuple(_dequantize(consumer, schedule.next_slot(slot), consumer.k_slice))
 
     def nothing():
-        return (_zeros(consumer, 64, jnp.bfloat16),) * 2
+        return (_zeros(consumer, 32 if schedule.config.e4m3 else 64, jnp.bfloat16),) * 2
 
     return lax.cond(i < count - 1, first_tile, nothing)
 
@@ -158,14 +160,14 @@ def add_adapter(
         def acc(_, acc):
             for j, part in enumerate(columns):
                 weight = part if partials is None else operand(part, slot)
-                tokens = slot, 0, j // 2, j % 2
+                tokens = slot, 0, *((j, 0) if config.e4m3 else (j // 2, j % 2))
                 acc = add_product(
                     acc, weight, smem.x, *tokens, simulated=consumer.schedule.simulated
                 )
             plgpu.wgmma_wait(0)
             return acc
 
-        plgpu.barrier_arrive(smem.empty.at[slot])
+        consumer.release(slot)
         return acc
 
     return acc

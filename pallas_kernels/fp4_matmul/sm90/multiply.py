@@ -15,14 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
+from pallas_kernels.fp4_matmul.e4m3 import of_pairs
 from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
-from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS
 
-# Distances in units of 16 bytes, as in descriptors, in bfloat16 [T, 128] that lies as `OPERAND`.
-_EIGHT_TOKENS = 8 * TILE_COLUMNS * 2 // 16  # to the next eight
-_HALF = _EIGHT_TOKENS // 2  # to the columns 64..127
-_STEP = 16 * 2 // 16  # to the next 16 columns
-_UPPER = 1 << 30 | _EIGHT_TOKENS  # 32 bits of a descriptor: rows of 128 bytes, swizzled
+# Distances in units of 16 bytes, as in descriptors.
+_HALF = 8 * 128 // 16  # to the columns 64..127 of bfloat16
+_E4M3_HALF = 64 // 16  # to the columns 64..127 of e4m3
+_STEP = 2  # to the next step of wgmma, 16 columns of bfloat16 or 32 of e4m3
+_SWIZZLED = 1 << 30  # 32 bits of a descriptor: rows of 128 bytes, swizzled
 # What the stage's descriptor lacks. ptxas adds smaller constants in two halves, with moves. No
 # address is smaller: CUDA reserves the first KB of a CTA's shared memory.
 _BIAS = 1024 // 16
@@ -37,6 +37,7 @@ def add_product(
     ahead: int,
     half: int,
     *,
+    e4m3: bool = False,
     simulated: bool,
 ) -> jax.Array:
     """Starts to add a product to an accumulator, in a group that `plgpu.wgmma_wait` awaits.
@@ -44,14 +45,20 @@ def add_product(
     The accumulator is float32 [64, T], the weight bfloat16 [64, 64]. The tokens x [S, P, T, 128] in
     shared memory have P tiles of 128 columns for each stage: the product is of the tile `ahead`
     after `tile`, the first one that the warpgroup multiplies, in the slot's stage, and of its
-    columns 0..63 or 64..127. The interpreter takes no inline code and multiplies at once.
+    columns 0..63 or 64..127. The tokens may also have 64 columns, and these may be bfloat16 or
+    pairs of e4m3, as the weight [64, 32] is then. The interpreter takes no inline code and
+    multiplies at once.
     """
-    _, per_stage, tokens, _ = x.shape
+    _, per_stage, tokens, width = x.shape
     if simulated:
-        columns = jnp.split(x[slot, tile + ahead], 2, axis=1)[half]
+        columns = x[slot, tile + ahead]
+        if e4m3:
+            weight, columns = (of_pairs(y).astype(jnp.float32) for y in (weight, columns))
+        columns = columns[:, 64 * half : 64 * half + 64]
         return acc + jnp.dot(weight, columns.T, preferred_element_type=jnp.float32)
-    size = tokens * TILE_COLUMNS * 2 // 16
-    offset = _BIAS + ahead * size + half * _HALF
+    eight, size = (rows * width * 2 // 16 for rows in (8, tokens))
+    offset = _BIAS + ahead * size + half * (_E4M3_HALF if e4m3 else _HALF)
+    columns, dtype, transposed = (32, "e4m3", "") if e4m3 else (16, "bf16", ", 0")
 
     @plgpu.inline_mgpu(
         arg_types=(
@@ -80,15 +87,15 @@ def add_product(
         # ptxas must not see the upper half, or it would move it for each product.
         code = (
             ".reg .b64 stage, desc; .reg .b32 upper; .reg .pred p; setp.eq.b32 p, 0, 0; "
-            f"shr.u32 upper, ${last}, 31; add.u32 upper, upper, {_UPPER}; "
+            f"shr.u32 upper, ${last}, 31; add.u32 upper, upper, {_SWIZZLED | eight}; "
             f"mov.b64 stage, {{${last}, upper}}; "
         )
-        for step in range(4):
+        for step in range(len(words) // 4):
             operand = ", ".join(f"${first_word + 4 * step + i}" for i in range(4))
             code += (
                 f"add.s64 desc, stage, {offset + step * _STEP}; "
-                f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 "
-                f"{{{accumulator}}}, {{{operand}}}, desc, p, 1, 1, 0; "
+                f"wgmma.mma_async.sync.aligned.m64n{tokens}k{columns}.f32.{dtype}.{dtype} "
+                f"{{{accumulator}}}, {{{operand}}}, desc, p, 1, 1{transposed}; "
             )
         constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * (len(words) + 1)
         struct: Any = llvm.inline_asm(

@@ -14,7 +14,7 @@ from pallas_kernels.fp4_matmul.sm90.make_partials import copy_tokens_for_partial
 from pallas_kernels.fp4_matmul.sm90.schedule import adds_adapter
 from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy, opaque
 from pallas_kernels.fp4_matmul.sm90.xa_partials import await_xa
-from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TileConfig
+from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 # Bytes of the copies under way to a CTA, rounded up to whole stages, two at least. They are enough
 # to keep the memory busy; more only queue there, and every other read of global memory waits after
@@ -116,7 +116,7 @@ def _fill(kernel: Kernel, slot: Any, tile: Any, step: Any) -> None:
     rows, per_stage = schedule.config.warpgroups_n, schedule.tiles_per_stage
     _, n_tile = schedule.coordinates(tile)
     columns = step * per_stage
-    tiles = pl.ds(n_tile * rows, rows), pl.ds(columns, per_stage)
+    tiles = pl.ds(schedule.row_tile(n_tile, schedule.first_row()), rows), pl.ds(columns, per_stage)
     if schedule.paired:
         first, half = schedule.whole_row_tiles(n_tile)
         tiles = slice(None), pl.ds(first, rows), tiles[1], pl.ds(half * 4, 4)
@@ -129,20 +129,26 @@ def _fill(kernel: Kernel, slot: Any, tile: Any, step: Any) -> None:
 def _fill_with_xa(kernel: Kernel, slot: Any, tile: Any) -> None:
     """Starts the copies of x A^T, instead of the tokens of a step."""
     xa = kernel.gmem.xa
-    copies = -(-xa.shape[1] // TILE_COLUMNS)
+    copies = -(-xa.shape[1] // kernel.smem.x.shape[-1])
     _copy_tokens(kernel, xa, slot, tile, 0, copies)
     for _ in range(kernel.schedule.arrivals - copies):
         plgpu.barrier_arrive(kernel.smem.full.at[slot])
 
 
 def _copy_tokens(kernel: Kernel, source: Any, slot: Any, tile: Any, first: Any, count: int) -> None:
-    """Copies of 128 columns; what is read beyond the columns of xa is zero, and not used."""
+    """Copies of a tile's columns; what is read beyond those of xa is zero, and not used."""
     schedule, smem = kernel.schedule, kernel.smem
+    width = smem.x.shape[-1]
     m_tile, _ = schedule.coordinates(tile)
     rows = window(m_tile, schedule.config.tile_m)
     for j in range(count):
-        place = rows, window(first + j, TILE_COLUMNS)
-        plgpu.copy_gmem_to_smem(source.at[place], smem.x.at[slot, j], smem.full.at[slot])
+        place = rows, window(first + j, width)
+        plgpu.copy_gmem_to_smem(
+            source.at[place],
+            smem.x.at[slot, j],
+            smem.full.at[slot],
+            collective_axes="member" if schedule.members > 1 else None,
+        )
 
 
 def _await_last(kernel: Kernel, barriers: Any, count: int, total: Any) -> None:

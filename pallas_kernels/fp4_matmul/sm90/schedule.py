@@ -75,6 +75,16 @@ class TileSchedule:
     paired: bool = False  # whether row tiles are paired for SwiGLU
 
     @property
+    def members(self) -> int:
+        """Number of CTAs that have a tile of the result together, beside each other."""
+        return 2 if self.config.multicast and not self.simulated else 1
+
+    @property
+    def rows(self) -> int:
+        """Number of row tiles of a tile of the result."""
+        return self.config.warpgroups_n * self.members
+
+    @property
     def tiles(self) -> int:
         """Number of tiles of the result."""
         return self.m_tiles * self.n_tiles
@@ -177,6 +187,7 @@ class TileSchedule:
         columns, rest = divmod(k, TILE_COLUMNS)
         return (
             supports_xa_partials(self.config)
+            and not self.config.e4m3  # A is bfloat16
             and self.config.stages > 1
             and self.m_tiles == 1
             and not rest
@@ -205,7 +216,7 @@ class TileSchedule:
         if self.paired:
             first, half = self.whole_row_tiles(n_tile)
             return 2 * (first + row) + half
-        return n_tile * self.config.warpgroups_n + row
+        return n_tile * self.rows + row
 
     def whole_row_tiles(self, n_tile) -> tuple[Any, Any]:
         """The first whole row tile of a paired tile, and which half of each the tile has."""
@@ -215,6 +226,12 @@ class TileSchedule:
         """Index of the CTA that runs this code; the CTAs of a cluster follow one another."""
         block = lax.axis_index("block")
         return block * self.split + lax.axis_index("member") if self.in_clusters else block
+
+    def first_row(self):
+        """The first of this CTA's row tiles in a tile of the result."""
+        if self.members == 1:
+            return 0
+        return lax.axis_index("member") * self.config.warpgroups_n
 
     def num_work_tiles(self, block):
         """Number of work tiles of a CTA."""
@@ -340,7 +357,9 @@ def make_schedule(
     `num_sms` bounds the number of CTAs. The interpreter may run the kernel, and row tiles may be
     paired for SwiGLU.
     """
-    m_tiles, n_tiles = -(-m // config.tile_m), -(-row_tiles // config.warpgroups_n)
+    members = 2 if config.multicast and not simulated else 1
+    num_sms //= members
+    m_tiles, n_tiles = -(-m // config.tile_m), -(-row_tiles // (config.warpgroups_n * members))
     if paired:
         n_tiles = 2 * -(-row_tiles // (2 * config.warpgroups_n))
     tiles, steps = m_tiles * n_tiles, -(-k // config.block_k)

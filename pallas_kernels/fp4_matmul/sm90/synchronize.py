@@ -21,6 +21,16 @@ def fence_async_proxy(kind: nvvm.ProxyKind) -> None:
     fence()
 
 
+def meet() -> None:
+    """Waits for all threads of the warpgroup."""
+
+    @plgpu.inline_mgpu()
+    def barrier(_):
+        mgpu.utils.warpgroup_barrier()
+
+    barrier()
+
+
 def arrive(locks: Sequence, arrivals: Sequence[jax.Array]) -> None:
     """Publishes what the warpgroup wrote to global memory and counts at one or two locks.
 
