@@ -3,6 +3,7 @@ r"""Measures what four bits cost a policy: how each choice of the calibration mo
     uv run --extra cuda python -m benchmarks.calibration qwen2.5-coder-1.5b.gguf \
         --train=gsm8k_train.jsonl --test=gsm8k_test_first1000.jsonl --samples=16
     uv run --extra cuda python -m benchmarks.calibration --random=qwen2.5-72b --layers=10
+    python -m benchmarks.calibration --join=first.json,second.json
 
 The first command calibrates a model once for each choice, on completions of training problems by
 the rounded model, and compares the results with the weights in 16 bits. --runs adds the policies of
@@ -15,6 +16,7 @@ runs: base and last adapter. Its rows, kind "choice":
     accuracy          mean of `samples` completions at temperature 1 of each test problem, and the
                       `difference` from 16 bits on the same problems, with their 95 % intervals over
                       problems; 16 bits have as many samples as all texts of a calibration together
+    solved            by problem, how many of the samples are correct
     output_errors     by projection, the mean over layers of the mean squared error of the outputs
                       on the calibration text, relative to their mean square
     seconds           of quantizing, which of the first choice has the compilations
@@ -22,13 +24,17 @@ runs: base and last adapter. Its rows, kind "choice":
 All choices sample and are compared as bfloat16 numbers that have the values of their four bits, and
 runs with their adapter merged, so that one program serves all of them. They take turns at all
 problems, until each has its samples or --seconds are over. --sampled says which ones do with 16
-bits, as "rounded;gptq"; the others have a KL alone. --task=math asks with the prompt and the scorer
-of the arms on competition mathematics.
+bits, as "rounded;gptq=8;16 bits=32", where a number takes the place of --samples; the others have a
+KL alone. Commands with another --seed draw other samples. --task=math asks with the prompt and the
+scorer of the arms on competition mathematics.
 
 The second command calibrates layers of random weights in the shapes of a model, which it writes to
 a temporary folder in 16 bits. Its row, kind "random", has the seconds of the first layer (which
 compiles), the mean of the others, and those of the whole model, which are computed from the two
 where `layers` are not all (`computed`).
+
+--join adds up the samples of commands that had different seeds, and writes rows with the figures of
+all of them; other fields, commit and command too, are those of the first file that has the row.
 
 Rows of the same model, choice and device are replaced in --out. On a copy of the project without
 git, QERL_COMMIT names the commit.
@@ -80,27 +86,36 @@ class Choice(NamedTuple):
     seed: int = 0  # of its text
     completions: int = 1  # of each prompt of the text
     by_16_bits: bool = False  # whether the model in 16 bits samples the text
-    kept: str = ""  # the weight that stays in 16 bits in all layers that have it
+    kept: str = ""  # the weight that is not calibrated, in all layers that have it
+    bits: int = 16  # of this weight: as it is, or 8
 
 
-EXACT, ROUNDED, DEFAULT, TEXTS = "16 bits", "rounded", "gptq", "gptq, mean of texts"
-_TEXT = "gptq, text "
+EXACT, ROUNDED, DEFAULT = "16 bits", "rounded", "gptq"
+_TEXTS = (DEFAULT, *(f"gptq, text {seed}" for seed in range(1, 5)))
+# What differs of weights of which each text has a row, and the weight and the bits of it.
+_KINDS = {
+    "": ("", 16),
+    ", qkv_proj in 16 bits": ("qkv_proj", 16),
+    ", qkv_proj in 8 bits": ("qkv_proj", 8),
+    ", down_proj in 16 bits": ("down_proj", 16),
+}
 CHOICES: dict[str, Choice] = {
-    DEFAULT: Choice(),
-    **{f"{_TEXT}{seed}": Choice(seed=seed) for seed in range(1, 5)},
+    **{
+        text + kind: Choice(seed=seed, kept=kept, bits=bits)
+        for kind, (kept, bits) in _KINDS.items()
+        for seed, text in enumerate(_TEXTS)
+    },
     "gptq, four times the text": Choice(completions=4),
     "gptq, scales do not grow": Choice({"grow": False}),
     "gptq, columns as they stand": Choice({"orders": False}),
     "gptq, damping 0.001": Choice({"damping": 0.001}),
     "gptq, damping 0.1": Choice({"damping": 0.1}),
     "gptq, completions of the 16-bit model": Choice(by_16_bits=True),
-    **{
-        f"gptq, {weight} in 16 bits": Choice(kept=weight)
-        for weight in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    },
+    **{f"gptq, {weight} in 16 bits": Choice(kept=weight) for weight in ("o_proj", "gate_up_proj")},
 }
 _ARMS = {"gsm8k": evidence, "math": evidence_math}  # whose prompts, scorer and reward are used
 _KL_TEXTS = 256  # problems on whose completions the KL is measured
+_TURNS = 100_000  # more than the samples of a row in a command, so that seeds have other ones
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -111,11 +126,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("model", nargs="?", default="", help="folder, .gguf file or hub id of a model in 16 bits")
     add("--train", default="", help="FILE.jsonl of problems whose completions calibrate")
     add("--test", default="", help="FILE.jsonl of other problems, which all are measured on")
-    add("--choices", default="", help="their names, separated by semicolons (default: all)")
+    choices = "their names, separated by semicolons, or 'none' (default: all)"
+    add("--choices", default="", help=choices)
     add("--runs", default="", help="run folders, separated by commas, whose policies are measured")
     add("--task", choices=list(_ARMS), default="gsm8k", help="the kind of problems (gsm8k)")
     add("--samples", type=int, default=0, help="completions per test problem (default: none)")
-    add("--sampled", default="", help="names of the rows that sample (default: all)")
+    add("--sampled", default="", help="rows that sample, NAME or NAME=SAMPLES (default: all)")
+    add("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     add("--seconds", type=float, default=0, help="time limit of the command (default: none)")
     add("--prompts", type=int, default=400, help="problems of a text (default: 400)")
     add("--new-tokens", type=int, default=512, help="limit of a completion (default: 512)")
@@ -123,6 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--width", type=int, default=512, help="tokens of a window (default: 512)")
     add("--random", default="", help="name of the shapes of random weights")
     add("--layers", type=int, default=0, help="layers of random weights (default: all)")
+    add("--join", default="", help="files of rows, separated by commas, whose samples are added up")
     return parser
 
 
@@ -191,15 +209,22 @@ class Measure:
 
     def calibrate(self, choice: Choice, rounded: Policy) -> tuple[list[dict], dict[str, Any]]:
         """The layers that a choice makes, on the host, with its seconds and errors."""
-        own = choice._replace(kept="")
+        own = choice._replace(kept="", bits=16)
         if repr(own) not in self._calibrated:
             self._calibrated[repr(own)] = self._calibrate(own, rounded)
         layers, found = self._calibrated[repr(own)]
         if not choice.kept:
             return layers, dict(found)
+        as_is = choice.bits == 16
         pairs = zip(layers, self.exact.params["layers"], strict=True)
-        kept = {choice.kept}
-        return [own | {name: exact[name] for name in kept & own.keys()} for own, exact in pairs], {}
+        return [
+            own
+            | {
+                name: exact[name] if as_is else in_8_bits(exact[name])
+                for name in {choice.kept} & own.keys()
+            }
+            for own, exact in pairs
+        ], {}
 
     def _calibrate(self, choice: Choice, rounded: Policy) -> tuple[list[dict], dict[str, Any]]:
         tokens = self.windows(choice, rounded)
@@ -235,6 +260,14 @@ def _dense(array: Any, *, like: jax.Array) -> jax.Array:
     if isinstance(array, QuantTensor):
         return _dequantized(array, dtype=like.dtype)
     return jnp.asarray(array, like.dtype)
+
+
+@jax.jit
+def in_8_bits(weight: jax.Array) -> jax.Array:
+    """A weight [N, K] rounded to integers of 8 bits, with one scale for each of its rows."""
+    wide = jnp.float32(weight)
+    scale = jnp.maximum(jnp.abs(wide).max(axis=-1, keepdims=True), 1e-30) / 127
+    return (jnp.round(wide / scale) * scale).astype(weight.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -286,7 +319,7 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     choices = {name: choice for name, choice in choices.items() if name not in absent}
 
     def add(choice: str, found: dict[str, Any]) -> None:
-        row = figures.setdefault(choice, {})
+        row = figures.setdefault(choice, {"seeds": [arguments.seed]})
         row |= found
         origin = common.origin("benchmarks.calibration")
         common.merge(arguments.out, shared | {"choice": choice} | row | origin, KEYS)
@@ -310,18 +343,103 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     if not arguments.samples:
         return
     make = {name: functools.partial(measure.dense, layers) for name, layers in candidates.items()}
-    texts = [name for name in choices if name == DEFAULT or name.startswith(_TEXT)]
-    sampled = arguments.sampled.split(";") if arguments.sampled else list(make)
-    samples = {name: arguments.samples * (name in sampled) for name in make}
+    samples = dict.fromkeys(make, 0) | _samples(arguments, make)
+    first = 1 + arguments.seed * _TURNS
+    for name, passes in merges.take_turns(measure.held, make, samples, end, first):
+        solved = {
+            own: Solved(np.sum(found, axis=0), len(found)) for own, found in passes.items() if found
+        }
+        for own, found in _compared(solved).items():
+            if name in (EXACT, own, *_members(own)):
+                add(own, found)
+
+
+def _samples(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, int]:
+    """The samples of those of the rows `names` that have any."""
+    if arguments.sampled:
+        items = (item.partition("=") for item in arguments.sampled.split(";"))
+        samples = {name: int(count or arguments.samples) for name, _, count in items}
+    else:
+        samples = {name: arguments.samples for name in names if name != EXACT}
     # The mean of the texts is known best if 16 bits have as many as all of them together.
-    samples[EXACT] = arguments.samples * max(1, sum(name in sampled for name in texts))
-    for name, passes in merges.take_turns(measure.held, make, samples, end):
-        for own, found in merges.changed(name, passes, EXACT).items():
-            add(own, found)
-        counts = {len(passes[text]) for text in texts}
-        if len(texts) > 1 and name in (EXACT, *texts) and len(counts) == 1 and 0 not in counts:
-            means = np.mean([passes[text] for text in texts], axis=0)
-            add(TEXTS, merges.accuracies(list(means), passes[EXACT]) | {"texts": len(texts)})
+    texts = (sum(samples.get(text + kind, 0) for text in _TEXTS) for kind in _KINDS)
+    return {EXACT: max(*texts, arguments.samples)} | samples
+
+
+class Solved(NamedTuple):
+    """What the samples of a row came to."""
+
+    counts: np.ndarray  # [P] number of correct samples of each problem
+    samples: int
+
+
+def _members(mean: str) -> list[str]:
+    """The rows that a row of `_mean_of` is the mean of; [] for another one."""
+    return next(([t + kind for t in _TEXTS] for kind in _KINDS if _mean_of(kind) == mean), [])
+
+
+def _mean_of(kind: str) -> str:
+    return f"{DEFAULT}{kind}, mean of texts"
+
+
+def _compared(solved: Mapping[str, Solved]) -> dict[str, dict[str, Any]]:
+    """The figures of rows, and of the means of those that differ in their text; {} without 16 bits.
+
+    A mean has the `samples` of the text with the fewest.
+    """
+    if EXACT not in solved:
+        return {}
+    values = {name: own.counts / own.samples for name, own in solved.items()}
+
+    def figures(correct: np.ndarray, samples: int) -> dict[str, Any]:
+        return merges.accuracies([correct], [values[EXACT]]) | {"samples": samples}
+
+    found: dict[str, dict[str, Any]] = {}
+    for name, own in solved.items():
+        text = " ".join(str(int(count)) for count in own.counts)
+        found[name] = figures(values[name], own.samples) | {"solved": text}
+    for kind in _KINDS:
+        names = [name for name in _members(_mean_of(kind)) if name in solved]
+        if len(names) > 1:
+            mean = np.mean([values[name] for name in names], axis=0)
+            fewest = min(solved[name].samples for name in names)
+            found[_mean_of(kind)] = figures(mean, fewest) | {"texts": len(names)}
+    return found
+
+
+def joined(files: Iterable[pathlib.Path]) -> list[dict[str, Any]]:
+    """The rows of several files, with the figures of the samples of all of them.
+
+    Raises:
+        UserError: a file has no rows of samples of one model, or two have the same samples.
+    """
+    rows = [row for path in files for row in common.read_rows(path, KEYS)]
+    by_name: dict[str, dict[str, Any]] = {}
+    solved: dict[str, Solved] = {}
+    for row in (row for row in rows if not _members(row["choice"])):
+        name = row["choice"]
+        first = by_name.setdefault(name, row | {"seeds": []})
+        if any(first[key] != row[key] for key in KEYS):
+            raise UserError(f"--join: {name!r} is of several models, tasks or devices")
+        if "solved" not in row:
+            continue
+        if same := set(first["seeds"]) & set(row["seeds"]):
+            raise UserError(f"--join: two files have the samples of seed {min(same)} of {name!r}")
+        counts = np.array(row["solved"].split(), int)
+        if name in solved:
+            counts = counts + solved[name].counts
+        samples = row["samples"] + (solved[name].samples if name in solved else 0)
+        by_name[name] = first | {"seeds": sorted(first["seeds"] + row["seeds"])}
+        solved[name] = Solved(counts, samples)
+    found = _compared(solved)
+    if not found:
+        raise UserError("--join: no file has samples of 16 bits")
+    exact = by_name[EXACT]
+    shared = {name: exact[name] for name in (*KEYS, "commit", "date", "versions", "command")}
+    names = by_name | found
+    return [
+        (by_name.get(name) or shared | {"choice": name}) | found.get(name, {}) for name in names
+    ]
 
 
 def measure_random(model: str, layers: int, windows: int, width: int) -> dict[str, Any]:
@@ -361,11 +479,15 @@ def measure_random(model: str, layers: int, windows: int, width: int) -> dict[st
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
     limits = ("layers", 0), ("prompts", 1), ("new_tokens", 1), ("windows", 1), ("width", 8)
-    limits += ("samples", 0), ("seconds", 0)
+    limits += ("samples", 0), ("seconds", 0), ("seed", 0)
     check_limits(
         {f"--{name.replace('_', '-')}": (getattr(arguments, name), low) for name, low in limits}
     )
     common.check_out(arguments.out, KEYS)
+    if arguments.join:
+        for row in joined(map(pathlib.Path, arguments.join.split(","))):
+            common.merge(arguments.out, row, KEYS)
+        return
     if arguments.random:
         check_names([arguments.random], [])
         shape = arguments.layers, arguments.windows, arguments.width
@@ -376,11 +498,14 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("pass MODEL, --train=FILE.jsonl and --test=FILE.jsonl, or --random=NAME")
     runs = _runs(arguments.runs)
     names = arguments.choices.split(";") if arguments.choices else list(CHOICES)
+    names = [] if names == ["none"] else names
     if unknown := [name for name in names if name not in CHOICES]:
         raise UserError(f"--choices={unknown[0]}: choose from {'; '.join(CHOICES)}")
     rows = (EXACT, ROUNDED, *names, *runs)
-    if unknown := [name for name in arguments.sampled.split(";") if name not in ("", *rows)]:
-        raise UserError(f"--sampled={unknown[0]}: choose from {'; '.join(rows)}")
+    for item in filter(None, arguments.sampled.split(";")):
+        name, equals, count = item.partition("=")
+        if name not in rows or (equals and not count.isdecimal()):
+            raise UserError(f"--sampled={item}: choose from {'; '.join(rows)}, or NAME=SAMPLES")
     if arguments.sampled and not arguments.samples:
         raise UserError("--sampled: nothing is sampled; pass --samples=NUMBER, too")
     measure_choices(arguments, {name: CHOICES[name] for name in names})

@@ -36,11 +36,11 @@ def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
     run(
         str(tiny.model), f"--train={problems}", f"--test={test}", "--prompts=8", "--new-tokens=8",
         "--windows=8", "--width=32", f"--choices={';'.join([*few, kept])}", f"--runs={base}",
-        "--samples=4", f"--sampled={';'.join(['rounded', *few, 'run run'])}", f"--out={out}",
+        "--samples=4", f"--sampled={';'.join(['rounded=8', *few, 'run run'])}", f"--out={out}",
     )  # fmt: skip
     rows = {row["choice"]: row for row in json.loads(out.read_text())["rows"]}
     four_bits = ["rounded", *few]
-    assert set(rows) == {"16 bits", "run run", calibration.TEXTS, kept, *four_bits}
+    assert set(rows) == {"16 bits", "run run", "gptq, mean of texts", kept, *four_bits}
     for name in four_bits:
         assert 0 < rows[name]["kl"] < rows["rounded"]["kl"] * 1.0001
         assert 0 < rows[name]["top1"] <= 1
@@ -55,8 +55,10 @@ def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
     assert rows[kept]["kl"] not in (0, rows["gptq"]["kl"])
     assert "samples" not in rows.pop(kept)
     assert rows.pop("16 bits")["samples"] == 8
+    assert rows.pop("rounded")["samples"] == 8
     assert {row["samples"] for row in rows.values()} == {4}
-    assert rows[calibration.TEXTS]["texts"] == 2
+    assert rows["gptq, mean of texts"]["texts"] == 2
+    assert len(rows["gptq"]["solved"].split()) == 6
     lines = [line for line in capsys.readouterr().out.splitlines() if ": accuracy " in line]
     assert lines
 
@@ -121,6 +123,7 @@ def test_random_weights_take_their_time(tmp_path, monkeypatch, capsys):
         (["model", "--train=x"], "pass MODEL, --train"),
         (["model", "--train=x", "--test=y", "--choices=gtpq"], "--choices=gtpq: choose from gptq;"),
         (["model", "--train=x", "--test=y", "--sampled=gtpq"], "--sampled=gtpq: choose from 16 b"),
+        (["model", "--train=x", "--test=y", "--sampled=gptq=x"], "--sampled=gptq=x: choose from"),
         (["model", "--train=x", "--test=y", "--sampled=gptq"], "--sampled: .*pass --samples"),
         (["model", "--train=x", "--test=y", "--runs=a/s0,b/s0"], "a/s0 and b/s0 would have"),
         (["--random=gpt"], "unknown model 'gpt'"),
@@ -170,3 +173,44 @@ def test_a_turn_that_would_end_too_late_does_not_begin():
     end = time.perf_counter() - 1
     turns = list(merges.take_turns(FewProblems(), {"gptq": lambda: 0.0}, {"gptq": 8}, end))
     assert [name for name, _ in turns] == ["gptq"]
+
+
+def test_8_bits_are_integers_of_each_row():
+    weight = np.array([[127.0, 1.4, -2.6], [0.0, 0.0, 0.0], [1.0, -0.5, 0.2]], np.float32)
+    rounded = np.array([[127, 1, -3], [0, 0, 0], [1, -64 / 127, 25 / 127]])
+    np.testing.assert_allclose(calibration.in_8_bits(weight), rounded, rtol=1e-6)
+
+
+def write_rows(path, seed, samples):
+    """Rows of a command: counts of correct samples of two problems by choice."""
+    origin = dict.fromkeys(("commit", "date", "versions", "command"), "x")
+    shared = dict.fromkeys(calibration.KEYS, "x") | {"seeds": [seed]} | origin
+    rows = [
+        shared | {"choice": choice, "kl": seed, "solved": solved, "samples": count}
+        for choice, (solved, count) in samples.items()
+    ]
+    mean = {"choice": "gptq, mean of texts", "samples": 4, "difference": 9}
+    path.write_text(json.dumps({"rows": [*rows, shared | mean]}))
+    return path
+
+
+def test_samples_of_several_commands_are_added_up(tmp_path):
+    files = [
+        write_rows(tmp_path / "a", 0, {"16 bits": ("4 0", 4), "gptq": ("1 0", 4)}),
+        write_rows(tmp_path / "b", 1, {"16 bits": ("0 4", 4), "gptq, text 1": ("6 2", 8)}),
+    ]
+    run(f"--join={files[0]},{files[1]}", f"--out={tmp_path / 'out'}")
+    rows = {row["choice"]: row for row in json.loads((tmp_path / "out").read_text())["rows"]}
+    assert set(rows) == {"16 bits", "gptq", "gptq, text 1", "gptq, mean of texts"}
+    assert (rows["16 bits"]["samples"], rows["16 bits"]["solved"]) == (8, "4 4")
+    assert (rows["16 bits"]["seeds"], rows["gptq"]["seeds"]) == ([0, 1], [0])
+    assert rows["gptq"]["difference"] == 0.125 - 0.5
+    mean = rows["gptq, mean of texts"]
+    assert (mean["difference"], mean["samples"], mean["texts"]) == (0.3125 - 0.5, 4, 2)
+    assert rows["gptq, text 1"]["kl"] == 1
+
+
+def test_the_same_samples_do_not_count_twice(tmp_path):
+    file = write_rows(tmp_path / "a", 3, {"16 bits": ("4 0", 4)})
+    with pytest.raises(UserError, match="seed 3 of '16 bits'"):
+        run(f"--join={file},{file}", f"--out={tmp_path / 'out'}")
