@@ -100,20 +100,6 @@ def test_random_weights_are_like_loaded_ones(format):
     assert all((np.asarray(f["b"]) != 0).all() for f in made.lora.layers[0].values())
 
 
-def test_some_weights_stay_in_16_bits(monkeypatch):
-    monkeypatch.setitem(ARCHITECTURES, "tiny", architecture())
-    options = changed(dense=("qkv_proj",))
-    own = benchmark_subject.make_subject(options, "tiny", "nvfp4")
-    packed = {
-        name: isinstance(weight, QuantTensor)
-        for name, weight in own.params["layers"][1].items()
-        if name.endswith("_proj")
-    }
-    assert packed == {"qkv_proj": False, "o_proj": True, "gate_up_proj": True, "down_proj": True}
-    described = benchmark_subject.row_settings(own, "decode", options)
-    assert described["format"] == "nvfp4, qkv_proj in bf16"
-
-
 def test_packed_weights_need_whole_blocks():
     config = model_config("llama")
     with pytest.raises(UserError, match="nf4 needs a multiple of 64 inputs"):

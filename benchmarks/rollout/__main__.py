@@ -56,8 +56,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--source", default="", help=source)
     formats = "comma-separated weight formats: nvfp4, mxfp4, nf4, bf16"
     add("--format", type=_names, default="nvfp4,bf16", help=formats)
-    dense = "comma-separated weights that stay in 16 bits, as qkv_proj (default: none)"
-    add("--dense", type=_names, default=(), help=dense)
     ranks = "comma-separated ranks of the adapter; 0: no adapter (default: 32)"
     add("--lora-rank", type=_numbers, default="32", help=ranks)
     experts = (

@@ -37,12 +37,8 @@ def random_params(
     format: str,
     dtype: DTypeLike = jnp.bfloat16,
     mesh: Mesh | None = None,
-    dense: tuple[str, ...] = (),
 ) -> dict:
-    """A random parameter tree like those of `load.load`, made on the device a layer at a time.
-
-    `dense` are the names of weights that have no format.
-    """
+    """A random parameter tree like those of `load.load`, made on the device a layer at a time."""
     table = (model_config.vocab_size, model_config.embed_dim)
     names = ["embed_tokens"] + ([] if model_config.tie_embeddings else ["lm_head"])
     params: dict = {
@@ -54,7 +50,7 @@ def random_params(
     params["layers"] = []
     for number in range(model_config.num_layers):
         own_key, first = jax.random.fold_in(key, 3 + number), _first_like(model_config, number)
-        layer = _random_layer(own_key, model_config, first, format, dtype, dense)
+        layer = _random_layer(own_key, model_config, first, format, dtype)
         params["layers"].append(shard_params(layer, model_config, mesh=mesh))
     return params
 
@@ -92,14 +88,9 @@ def _random_adapters(
     return adapters
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _random_layer(
-    key: jax.Array,
-    model_config: ModelConfig,
-    number: int,
-    format: str,
-    dtype: jnp.dtype,
-    dense: tuple[str, ...],
+    key: jax.Array, model_config: ModelConfig, number: int, format: str, dtype: jnp.dtype
 ) -> dict:
     keys = iter(jax.random.split(key, 16))
     shapes = projection_shapes(model_config)
@@ -109,7 +100,7 @@ def _random_layer(
     layer: dict = {name: _norm_scale(next(keys), size) for name, size in norms.items()}
     for fused, members in fused_of(model_config, number).items():
         rows, own_format = sum(shapes[name][0] for name in members), format
-        if fused in dense or fused not in packed_of(model_config):
+        if fused not in packed_of(model_config):
             own_format = "bf16"
         layer[fused] = _projection(next(keys), rows, shapes[members[0]][1], own_format, dtype)
         if fused == "qkv_proj" and "qkv_bias" in others:

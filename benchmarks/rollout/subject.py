@@ -23,7 +23,6 @@ from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.layers.kinds import FUSED
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.sharding import (
@@ -121,8 +120,6 @@ def check(options: argparse.Namespace) -> None:
         "--data: random weights solve nothing; pass real ones with --source=PATH": (
             options.data and not options.source
         ),
-        "--dense: real weights are as their source has them": options.dense and options.source,
-        f"--dense: choose from {', '.join(FUSED)}": not {*options.dense} <= FUSED.keys(),
         f"--startup: a process begins once; {one_policy}": startup and policies > 1,
         "--parts measures the kernels of one device; pass --tensor=1": parts and options.tensor > 1,
         "--parts: the time of kernels is measured on an NVIDIA GPU only": (
@@ -174,18 +171,13 @@ def model_name(source: str) -> str:
     return source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
 
 
-def random_weights(
-    model: str, format: str, *, mesh: Mesh | None = None, dense: tuple[str, ...] = ()
-) -> dict:
-    """Random weights in the shapes of a model, as they are loaded, on one device or a mesh.
-
-    `dense` are the names of weights that stay in 16 bits.
-    """
+def random_weights(model: str, format: str, *, mesh: Mesh | None = None) -> dict:
+    """Random weights in the shapes of a model, as they are loaded, on one device or a mesh."""
     if mesh is not None:
         # Raises an error before the work.
         shard_of(ARCHITECTURES[model], mesh.shape[TENSOR], format=format)
     key = jax.random.key(0, impl="rbg")  # the fastest generator
-    params = random_params(key, ARCHITECTURES[model], format=format, mesh=mesh, dense=dense)
+    params = random_params(key, ARCHITECTURES[model], format=format, mesh=mesh)
     return params | {"layers": compact_layers(params["layers"])}
 
 
@@ -199,8 +191,7 @@ def make_subject(options: argparse.Namespace, model: str, format: str) -> Subjec
         loaded = load(options.source, format=format, put=put)
         model, architecture, params = model_name(options.source), loaded.config, loaded.params
     else:
-        params = random_weights(model, format, mesh=mesh, dense=options.dense)
-        format += "".join(f", {name} in bf16" for name in options.dense)
+        params = random_weights(model, format, mesh=mesh)
     assert architecture is not None
     params = shard(params, mesh) if mesh else params
     put = functools.partial(shard_params, config=architecture, mesh=mesh)
