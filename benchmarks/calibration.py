@@ -3,7 +3,7 @@ r"""Measures what four bits cost a policy: how each choice of the calibration mo
     uv run --extra cuda python -m benchmarks.calibration qwen2.5-coder-1.5b.gguf \
         --train=gsm8k_train.jsonl --test=gsm8k_test_first1000.jsonl --samples=16
     uv run --extra cuda python -m benchmarks.calibration --random=qwen2.5-72b --layers=10
-    python -m benchmarks.calibration --join=first.json,second.json
+    uv run python -m benchmarks.calibration --join=first.json,second.json
 
 The first command calibrates a model once for each choice, on completions of training problems by
 the rounded model, and compares the results with the weights in 16 bits. --runs adds the policies of
@@ -24,20 +24,21 @@ runs: base and last adapter. Its rows, kind "choice":
 All choices sample and are compared as bfloat16 numbers that have the values of their four bits, and
 runs with their adapter merged, so that one program serves all of them. They take turns at all
 problems, until each has its samples or --seconds are over. --sampled says which ones do with 16
-bits, as "rounded;gptq=8;16 bits=32", where a number takes the place of --samples; the others have a
-KL alone. Commands with another --seed draw other samples. --task=math asks with the prompt and the
-scorer of the arms on competition mathematics.
+bits, as "rounded;gptq"; the others have a KL alone. Commands with another --seed draw other
+samples, and have rows of their own (`seeds`). --task=math asks with the prompt and the scorer of
+the arms on competition mathematics.
 
 The second command calibrates layers of random weights in the shapes of a model, which it writes to
 a temporary folder in 16 bits. Its row, kind "random", has the seconds of the first layer (which
 compiles), the mean of the others, and those of the whole model, which are computed from the two
 where `layers` are not all (`computed`).
 
---join adds up the samples of commands that had different seeds, and writes rows with the figures of
-all of them; other fields, commit and command too, are those of the first file that has the row.
+The third command copies rows of commands that had different seeds, and adds rows of the means of
+all texts that they sampled, each compared with 16 bits of its own command. Commit and command of
+such a row are those of the first file.
 
-Rows of the same model, choice and device are replaced in --out. On a copy of the project without
-git, QERL_COMMIT names the commit.
+Rows of the same model, choice, device and seeds are replaced in --out. On a copy of the project
+without git, QERL_COMMIT names the commit.
 """
 
 import argparse
@@ -47,7 +48,7 @@ import pathlib
 import resource
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,7 +77,7 @@ from qerl_jax.quantization.calibration_text import TextConfig, choose_prompts, c
 from qerl_jax.weights.checkpoint import open_checkpoint
 from qerl_jax.weights.load import load
 
-KEYS = ("kind", "model", "task", "choice", "layers", "device")
+KEYS = ("kind", "model", "task", "choice", "layers", "device", "seeds")
 
 
 class Choice(NamedTuple):
@@ -97,7 +98,10 @@ _KINDS = {
     "": ("", 16),
     ", qkv_proj in 16 bits": ("qkv_proj", 16),
     ", qkv_proj in 8 bits": ("qkv_proj", 8),
-    ", down_proj in 16 bits": ("down_proj", 16),
+}
+# The rows of means, and those that each is the mean of.
+_MEANS = {
+    f"{DEFAULT}{kind}, mean of texts": tuple(text + kind for text in _TEXTS) for kind in _KINDS
 }
 CHOICES: dict[str, Choice] = {
     **{
@@ -111,7 +115,10 @@ CHOICES: dict[str, Choice] = {
     "gptq, damping 0.001": Choice({"damping": 0.001}),
     "gptq, damping 0.1": Choice({"damping": 0.1}),
     "gptq, completions of the 16-bit model": Choice(by_16_bits=True),
-    **{f"gptq, {weight} in 16 bits": Choice(kept=weight) for weight in ("o_proj", "gate_up_proj")},
+    **{
+        f"gptq, {weight} in 16 bits": Choice(kept=weight)
+        for weight in ("o_proj", "gate_up_proj", "down_proj")
+    },
 }
 _ARMS = {"gsm8k": evidence, "math": evidence_math}  # whose prompts, scorer and reward are used
 _KL_TEXTS = 256  # problems on whose completions the KL is measured
@@ -126,12 +133,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("model", nargs="?", default="", help="folder, .gguf file or hub id of a model in 16 bits")
     add("--train", default="", help="FILE.jsonl of problems whose completions calibrate")
     add("--test", default="", help="FILE.jsonl of other problems, which all are measured on")
-    choices = "their names, separated by semicolons, or 'none' (default: all)"
-    add("--choices", default="", help=choices)
+    add("--choices", default="", help="their names, separated by semicolons (default: all)")
     add("--runs", default="", help="run folders, separated by commas, whose policies are measured")
     add("--task", choices=list(_ARMS), default="gsm8k", help="the kind of problems (gsm8k)")
     add("--samples", type=int, default=0, help="completions per test problem (default: none)")
-    add("--sampled", default="", help="rows that sample, NAME or NAME=SAMPLES (default: all)")
+    add("--sampled", default="", help="names of the rows that sample (default: all)")
     add("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     add("--seconds", type=float, default=0, help="time limit of the command (default: none)")
     add("--prompts", type=int, default=400, help="problems of a text (default: 400)")
@@ -140,7 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--width", type=int, default=512, help="tokens of a window (default: 512)")
     add("--random", default="", help="name of the shapes of random weights")
     add("--layers", type=int, default=0, help="layers of random weights (default: all)")
-    add("--join", default="", help="files of rows, separated by commas, whose samples are added up")
+    add("--join", default="", help="files of rows, separated by commas, to bring together")
     return parser
 
 
@@ -215,15 +221,10 @@ class Measure:
         layers, found = self._calibrated[repr(own)]
         if not choice.kept:
             return layers, dict(found)
-        as_is = choice.bits == 16
         pairs = zip(layers, self.exact.params["layers"], strict=True)
+        kept, changed = {choice.kept}, in_8_bits if choice.bits == 8 else lambda weight: weight
         return [
-            own
-            | {
-                name: exact[name] if as_is else in_8_bits(exact[name])
-                for name in {choice.kept} & own.keys()
-            }
-            for own, exact in pairs
+            own | {name: changed(exact[name]) for name in kept & own.keys()} for own, exact in pairs
         ], {}
 
     def _calibrate(self, choice: Choice, rounded: Policy) -> tuple[list[dict], dict[str, Any]]:
@@ -311,6 +312,7 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     measure = Measure(arguments.model, arguments.train, arguments.test, text, arguments.task)
     shared = {"kind": "choice", "model": model_name(arguments.model), "task": arguments.task}
     shared |= {"layers": measure.exact.config.num_layers, "device": jax.devices()[0].device_kind}
+    shared |= {"seeds": str(arguments.seed)}
     figures: dict[str, dict[str, Any]] = {}
     weights = set().union(*measure.exact.params["layers"])
     absent = [name for name, choice in choices.items() if not {choice.kept} <= weights | {""}]
@@ -319,10 +321,9 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     choices = {name: choice for name, choice in choices.items() if name not in absent}
 
     def add(choice: str, found: dict[str, Any]) -> None:
-        row = figures.setdefault(choice, {"seeds": [arguments.seed]})
-        row |= found
-        origin = common.origin("benchmarks.calibration")
-        common.merge(arguments.out, shared | {"choice": choice} | row | origin, KEYS)
+        row = figures.setdefault(choice, shared | {"choice": choice})
+        row |= found | common.origin("benchmarks.calibration")
+        common.merge(arguments.out, row, KEYS)
 
     candidates: dict[str, list[dict]] = {EXACT: measure.exact.params["layers"]}
 
@@ -343,103 +344,59 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     if not arguments.samples:
         return
     make = {name: functools.partial(measure.dense, layers) for name, layers in candidates.items()}
-    samples = dict.fromkeys(make, 0) | _samples(arguments, make)
+    sampled = arguments.sampled.split(";") if arguments.sampled else list(make)
+    samples = {name: arguments.samples * (name in sampled) for name in make}
+    # The mean of the texts is known best if 16 bits have as many as all of them together.
+    texts = (len(set(members) & set(sampled)) for members in _MEANS.values())
+    samples[EXACT] = arguments.samples * max(1, *texts)
     first = 1 + arguments.seed * _TURNS
     for name, passes in merges.take_turns(measure.held, make, samples, end, first):
-        solved = {
-            own: Solved(np.sum(found, axis=0), len(found)) for own, found in passes.items() if found
-        }
-        for own, found in _compared(solved).items():
-            if name in (EXACT, own, *_members(own)):
-                add(own, found)
+        for own, found in merges.changed(name, passes, EXACT).items():
+            counts = np.sum(passes[own], axis=0, dtype=int)
+            add(own, found | {"solved": " ".join(map(str, counts))})
+        for mean in means_of_texts(list(figures.values())):
+            if name == EXACT or name in _MEANS[mean["choice"]]:
+                add(mean["choice"], mean)
 
 
-def _samples(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, int]:
-    """The samples of those of the rows `names` that have any."""
-    if arguments.sampled:
-        items = (item.partition("=") for item in arguments.sampled.split(";"))
-        samples = {name: int(count or arguments.samples) for name, _, count in items}
-    else:
-        samples = {name: arguments.samples for name in names if name != EXACT}
-    # The mean of the texts is known best if 16 bits have as many as all of them together.
-    texts = (sum(samples.get(text + kind, 0) for text in _TEXTS) for kind in _KINDS)
-    return {EXACT: max(*texts, arguments.samples)} | samples
+def means_of_texts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the means of sampled rows of one model that differ in their text, or in their seeds.
 
-
-class Solved(NamedTuple):
-    """What the samples of a row came to."""
-
-    counts: np.ndarray  # [P] number of correct samples of each problem
-    samples: int
-
-
-def _members(mean: str) -> list[str]:
-    """The rows that a row of `_mean_of` is the mean of; [] for another one."""
-    return next(([t + kind for t in _TEXTS] for kind in _KINDS if _mean_of(kind) == mean), [])
-
-
-def _mean_of(kind: str) -> str:
-    return f"{DEFAULT}{kind}, mean of texts"
-
-
-def _compared(solved: Mapping[str, Solved]) -> dict[str, dict[str, Any]]:
-    """The figures of rows, and of the means of those that differ in their text; {} without 16 bits.
-
-    A mean has the `samples` of the text with the fewest.
+    They have the `samples` of the row with the fewest, and the origin of the first one.
     """
-    if EXACT not in solved:
-        return {}
-    values = {name: own.counts / own.samples for name, own in solved.items()}
+    exact = {row["seeds"]: row for row in rows if row["choice"] == EXACT and "solved" in row}
+    means = []
+    for mean, members in _MEANS.items():
+        own = [row for row in rows if row["choice"] in members and "solved" in row]
+        if len(own) < 2:
+            continue
+        correct = np.mean([_shares(row) for row in own], axis=0)
+        of_exact = np.mean([_shares(exact[row["seeds"]]) for row in own], axis=0)
+        found = merges.accuracies([correct], [of_exact])
+        found |= {"samples": min(row["samples"] for row in own)}
+        found |= {"texts": len({row["choice"] for row in own}), "choice": mean}
+        found |= {"seeds": ", ".join(sorted({row["seeds"] for row in own}))}
+        means.append({name: own[0][name] for name in (*KEYS, *common.ORIGIN)} | found)
+    return means
 
-    def figures(correct: np.ndarray, samples: int) -> dict[str, Any]:
-        return merges.accuracies([correct], [values[EXACT]]) | {"samples": samples}
 
-    found: dict[str, dict[str, Any]] = {}
-    for name, own in solved.items():
-        text = " ".join(str(int(count)) for count in own.counts)
-        found[name] = figures(values[name], own.samples) | {"solved": text}
-    for kind in _KINDS:
-        names = [name for name in _members(_mean_of(kind)) if name in solved]
-        if len(names) > 1:
-            mean = np.mean([values[name] for name in names], axis=0)
-            fewest = min(solved[name].samples for name in names)
-            found[_mean_of(kind)] = figures(mean, fewest) | {"texts": len(names)}
-    return found
+def _shares(row: Mapping[str, Any]) -> np.ndarray:
+    """The share of the samples of a row that is correct, by problem: float [P]."""
+    return np.array(row["solved"].split(), int) / row["samples"]
 
 
 def joined(files: Iterable[pathlib.Path]) -> list[dict[str, Any]]:
-    """The rows of several files, with the figures of the samples of all of them.
+    """The rows of several files, and those of the means of all their texts.
 
     Raises:
-        UserError: a file has no rows of samples of one model, or two have the same samples.
+        UserError: they are of several models, tasks or devices, or two have the same samples.
     """
     rows = [row for path in files for row in common.read_rows(path, KEYS)]
-    by_name: dict[str, dict[str, Any]] = {}
-    solved: dict[str, Solved] = {}
-    for row in (row for row in rows if not _members(row["choice"])):
-        name = row["choice"]
-        first = by_name.setdefault(name, row | {"seeds": []})
-        if any(first[key] != row[key] for key in KEYS):
-            raise UserError(f"--join: {name!r} is of several models, tasks or devices")
-        if "solved" not in row:
-            continue
-        if same := set(first["seeds"]) & set(row["seeds"]):
-            raise UserError(f"--join: two files have the samples of seed {min(same)} of {name!r}")
-        counts = np.array(row["solved"].split(), int)
-        if name in solved:
-            counts = counts + solved[name].counts
-        samples = row["samples"] + (solved[name].samples if name in solved else 0)
-        by_name[name] = first | {"seeds": sorted(first["seeds"] + row["seeds"])}
-        solved[name] = Solved(counts, samples)
-    found = _compared(solved)
-    if not found:
-        raise UserError("--join: no file has samples of 16 bits")
-    exact = by_name[EXACT]
-    shared = {name: exact[name] for name in (*KEYS, "commit", "date", "versions", "command")}
-    names = by_name | found
-    return [
-        (by_name.get(name) or shared | {"choice": name}) | found.get(name, {}) for name in names
-    ]
+    if len({tuple(row[key] for key in KEYS if key not in ("choice", "seeds")) for row in rows}) > 1:
+        raise UserError("--join: the rows are of several models, tasks or devices")
+    if len({(row["choice"], row["seeds"]) for row in rows}) < len(rows):
+        raise UserError("--join: two files have rows of the same --seed")
+    return rows + means_of_texts(rows)
 
 
 def measure_random(model: str, layers: int, windows: int, width: int) -> dict[str, Any]:
@@ -461,6 +418,7 @@ def measure_random(model: str, layers: int, windows: int, width: int) -> dict[st
         "model": model,
         "task": "",
         "choice": DEFAULT,
+        "seeds": "",
         "layers": count,
         "layers_of_model": whole.num_layers,
         "tokens": int(tokens.size),
@@ -498,14 +456,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("pass MODEL, --train=FILE.jsonl and --test=FILE.jsonl, or --random=NAME")
     runs = _runs(arguments.runs)
     names = arguments.choices.split(";") if arguments.choices else list(CHOICES)
-    names = [] if names == ["none"] else names
     if unknown := [name for name in names if name not in CHOICES]:
         raise UserError(f"--choices={unknown[0]}: choose from {'; '.join(CHOICES)}")
     rows = (EXACT, ROUNDED, *names, *runs)
-    for item in filter(None, arguments.sampled.split(";")):
-        name, equals, count = item.partition("=")
-        if name not in rows or (equals and not count.isdecimal()):
-            raise UserError(f"--sampled={item}: choose from {'; '.join(rows)}, or NAME=SAMPLES")
+    if unknown := [name for name in arguments.sampled.split(";") if name not in ("", *rows)]:
+        raise UserError(f"--sampled={unknown[0]}: choose from {'; '.join(rows)}")
     if arguments.sampled and not arguments.samples:
         raise UserError("--sampled: nothing is sampled; pass --samples=NUMBER, too")
     measure_choices(arguments, {name: CHOICES[name] for name in names})
