@@ -2,10 +2,11 @@ r"""Measures a GRPO step of TRL with vLLM in one process, with LoRA in bf16 or a
 
     python -m benchmarks.peers.step --model=qwen2.5-7b --folder=7b --ours=ours.json
     python -m benchmarks.peers.step --model=qwen2.5-7b --format=nf4 --rollout-format=bf16 ...
-    python -m benchmarks.peers.step --rows=128 --micro=8 --drawn --folder=7b --ours=ours.json
+    python -m benchmarks.peers.step --rows=128 --micro=8 --drawn --liger --folder=7b --ours=...
 
 It needs trl 1.16.0, vllm 0.22.0 (TRL takes 0.22.0 to 0.31.0), torch 2.11.0, transformers 5.17.0,
-peft 0.21.2, datasets 5.2.0, accelerate 1.15.0, and with nf4 bitsandbytes 0.50.2.
+peft 0.21.2, datasets 5.2.0, accelerate 1.15.0, with nf4 bitsandbytes 0.50.2, and with --liger
+liger-kernel 0.8.5.
 
 A step is one prompt with --rows completions of full length, random rewards and one update. With
 --format=bf16 it is TRL's own: colocated vLLM gets the merged weights before a rollout. With
@@ -20,10 +21,10 @@ sampling, which cost further forward passes, are off.
 
 All are medians over --steps steps after a first one. With --drawn the completions are drawn, all
 tokens alike, and there is no vLLM: the row has the update alone. A forward and backward pass has
---micro rows (default: all of a step), and recomputes the layers. TRL's head never holds all logits.
-vLLM keeps its defaults (CUDA graphs, prefix caching, asynchronous scheduling) and gets the memory
-that its weights and these rows take, so that it need not sleep during an update. Our row is
-`benchmarks.step` in NVFP4 at the same lengths.
+--micro rows (default: all of a step), and recomputes the layers. TRL's head never holds all logits;
+with --liger, liger-kernel fuses it with the loss. vLLM keeps its defaults (CUDA graphs, prefix
+caching, asynchronous scheduling) and gets the memory that its weights and these rows take, so that
+it need not sleep during an update. Our row is `benchmarks.step` in NVFP4 at the same lengths.
 """
 
 import argparse
@@ -52,6 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--drawn", action="store_true", help=drawn)
     micro = "rows of a forward and backward pass (default: all)"
     parser.add_argument("--micro", type=int, default=0, help=micro)
+    liger = "train with the kernels of liger-kernel"
+    parser.add_argument("--liger", action="store_true", help=liger)
     return parser
 
 
@@ -172,6 +175,7 @@ def make_trainer(
             bf16=True,
             gradient_checkpointing=True,
             gradient_checkpointing_kwargs={"use_reentrant": False},
+            use_liger_kernel=arguments.liger,
             vllm_importance_sampling_correction=False,
             use_vllm=rollout is None,
             vllm_mode="colocate",
@@ -225,6 +229,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.micro and (arguments.micro < 1 or arguments.rows % arguments.micro):
         raise UserError(f"--micro={arguments.micro}: pass a divisor of --rows={arguments.rows}")
     needed = decode.REQUIREMENTS.split() + _TRL.split() + (decode.NF4.split() if is_nf4 else [])
+    needed += ["liger-kernel==0.8.5"] if arguments.liger else []
     if arguments.drawn:
         needed.pop(0)  # vLLM
     row = rows.begin(arguments, " ".join(needed))
