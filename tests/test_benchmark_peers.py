@@ -279,6 +279,9 @@ def test_the_tables_of_peers():
         "| vLLM | qwen2.5-7b | bf16 | 8 x 256 + 2,048 | 12.00 | 5.00 (2.4x faster) |  |  | 61.0 |"
         in (parts)
     )
+    (line,) = (line for line in parts.splitlines() if "| vLLM |" in line)
+    assert line.endswith("| 61.0 |  | 01234567 |")  # Our peak is that of an update.
+    assert "| 61.0 | 22.0 | 01234567 |" in step_tables.peer_parts_table([row()])
     rows = [row("QLoRA", step_s=18.0), row(batch=8)]
     short = step_tables.short_steps_table(rows, [own]).splitlines()
     assert short[0] == "| model | here, NVFP4 | here, bf16 LoRA | QLoRA | TRL + vLLM |"
@@ -288,6 +291,19 @@ def test_the_tables_of_peers():
     )
     assert step_tables.faster(6.0, 6.0) == "1.0x faster"
     assert step_tables.faster(5.0, 6.0) == "1.2x slower"
+
+
+def test_decode_steps_of_vllm_are_compared_with_ours():
+    measured = [(32, 1, 4.0), (32, 8, 5.0), (0, 1, 3.0)]
+    names = ("lora_rank", "batch", "ms_per_step")
+    rows = [dict(zip(names, row, strict=True)) | {"our_ms_per_step": 2.0} for row in measured]
+    assert step_tables.decode_of_vllm_table(rows).splitlines() == [
+        "|  | 1 | 8 |",
+        "| --- | --- | --- |",
+        "| vLLM, no adapter | 3.00 (1.50x) |  |",
+        "| vLLM, LoRA rank 32 | 4.00 (2.00x) | 5.00 (2.50x) |",
+        "| here, LoRA rank 32 | 2.00 | 2.00 |",
+    ]
 
 
 def test_what_is_said_of_the_peers_together():
