@@ -24,8 +24,8 @@ runs: base and last adapter. Its rows, kind "choice":
 All choices sample and are compared as bfloat16 numbers that have the values of their four bits, and
 runs with their adapter merged, so that one program serves all of them. They take turns at all
 problems, until each has its samples or --seconds are over. --sampled says which ones do with 16
-bits, as "rounded;gptq"; the others have a KL alone. Commands with another --seed draw other
-samples, and have rows of their own (`seeds`). --task=math asks with the prompt and the scorer of
+bits, as "rounded;gptq"; the others have a KL alone. A command with another --seed draws other
+samples, and has rows of its own (`seeds`). --task=math asks with the prompt and the scorer of
 the arms on competition mathematics.
 
 The second command calibrates layers of random weights in the shapes of a model, which it writes to
@@ -33,9 +33,9 @@ a temporary folder in 16 bits. Its row, kind "random", has the seconds of the fi
 compiles), the mean of the others, and those of the whole model, which are computed from the two
 where `layers` are not all (`computed`).
 
-The third command copies rows of commands that had different seeds, and adds rows of the means of
-all texts that they sampled, each compared with 16 bits of its own command. Commit and command of
-such a row are those of the first file.
+The third command copies the rows of commands that had different seeds to --out, and adds a row for
+the mean of all texts that they sampled, each compared with 16 bits of its own command. Commit and
+command of such a row are those of the first file.
 
 Rows of the same model, choice, device and seeds are replaced in --out. On a copy of the project
 without git, QERL_COMMIT names the commit.
@@ -93,13 +93,13 @@ class Choice(NamedTuple):
 
 EXACT, ROUNDED, DEFAULT = "16 bits", "rounded", "gptq"
 _TEXTS = (DEFAULT, *(f"gptq, text {seed}" for seed in range(1, 5)))
-# What differs of weights of which each text has a row, and the weight and the bits of it.
+# The rows that each text has: what their names end with, the weight that differs, and its bits.
 _KINDS = {
     "": ("", 16),
     ", qkv_proj in 16 bits": ("qkv_proj", 16),
     ", qkv_proj in 8 bits": ("qkv_proj", 8),
 }
-# The rows of means, and those that each is the mean of.
+# The rows that are the mean of all texts, each with the names of its rows.
 _MEANS = {
     f"{DEFAULT}{kind}, mean of texts": tuple(text + kind for text in _TEXTS) for kind in _KINDS
 }
@@ -360,9 +360,9 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
 
 
 def means_of_texts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the means of sampled rows of one model that differ in their text, or in their seeds.
+    """A row for each mean of two or more sampled rows, which differ in their text or their seeds.
 
-    They have the `samples` of the row with the fewest, and the origin of the first one.
+    It has the `samples` of the row with the fewest, and the origin of the first one.
     """
     exact = {row["seeds"]: row for row in rows if row["choice"] == EXACT and "solved" in row}
     means = []
@@ -453,7 +453,9 @@ def run(arguments: argparse.Namespace) -> None:
         common.merge(arguments.out, row, KEYS)
         return
     if not (arguments.model and arguments.train and arguments.test):
-        raise UserError("pass MODEL, --train=FILE.jsonl and --test=FILE.jsonl, or --random=NAME")
+        raise UserError(
+            "pass MODEL, --train=FILE.jsonl and --test=FILE.jsonl, --random=NAME or --join=FILES"
+        )
     runs = _runs(arguments.runs)
     names = arguments.choices.split(";") if arguments.choices else list(CHOICES)
     if unknown := [name for name in names if name not in CHOICES]:
