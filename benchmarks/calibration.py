@@ -385,12 +385,15 @@ def _shares(row: Mapping[str, Any]) -> np.ndarray:
     return np.array(row["solved"].split(), int) / row["samples"]
 
 
-def joined(files: Iterable[pathlib.Path]) -> list[dict[str, Any]]:
+def joined(files: Sequence[pathlib.Path]) -> list[dict[str, Any]]:
     """The rows of several files, and those of the means of all their texts.
 
     Raises:
-        UserError: they are of several models, tasks or devices, or two have the same samples.
+        UserError: a file is absent, the rows are of several models, tasks or devices, or two have
+            the same samples.
     """
+    if absent := [path for path in files if not path.exists()]:
+        raise UserError(f"--join: there is no {absent[0]}")
     rows = [row for path in files for row in common.read_rows(path, KEYS)]
     if len({tuple(row[key] for key in KEYS if key not in ("choice", "seeds")) for row in rows}) > 1:
         raise UserError("--join: the rows are of several models, tasks or devices")
@@ -443,7 +446,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     common.check_out(arguments.out, KEYS)
     if arguments.join:
-        for row in joined(map(pathlib.Path, arguments.join.split(","))):
+        for row in joined([pathlib.Path(path) for path in arguments.join.split(",")]):
             common.merge(arguments.out, row, KEYS)
         return
     if arguments.random:

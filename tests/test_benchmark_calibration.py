@@ -227,3 +227,5 @@ def test_rows_that_cannot_be_joined_are_refused(tmp_path, fields, named):
     )
     with pytest.raises(UserError, match=named):
         run(f"--join={files[0]},{files[1]}", f"--out={tmp_path / 'out'}")
+    with pytest.raises(UserError, match="there is no "):
+        run(f"--join={files[0]},{tmp_path / 'absent'}", f"--out={tmp_path / 'out'}")
