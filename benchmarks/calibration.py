@@ -3,6 +3,7 @@ r"""Measures what four bits cost a policy: how each choice of the calibration mo
     uv run --extra cuda python -m benchmarks.calibration qwen2.5-coder-1.5b.gguf \
         --train=gsm8k_train.jsonl --test=gsm8k_test_first1000.jsonl --samples=16
     uv run --extra cuda python -m benchmarks.calibration --random=qwen2.5-72b --layers=10
+    uv run python -m benchmarks.calibration --join=first.json,second.json
 
 The first command calibrates a model once for each choice, on completions of training problems by
 the rounded model, and compares the results with the weights in 16 bits. --runs adds the policies of
@@ -15,6 +16,7 @@ runs: base and last adapter. Its rows, kind "choice":
     accuracy          mean of `samples` completions at temperature 1 of each test problem, and the
                       `difference` from 16 bits on the same problems, with their 95 % intervals over
                       problems; 16 bits have as many samples as all texts of a calibration together
+    solved            by problem, how many of the samples are correct
     output_errors     by projection, the mean over layers of the mean squared error of the outputs
                       on the calibration text, relative to their mean square
     seconds           of quantizing, which of the first choice has the compilations
@@ -22,16 +24,21 @@ runs: base and last adapter. Its rows, kind "choice":
 All choices sample and are compared as bfloat16 numbers that have the values of their four bits, and
 runs with their adapter merged, so that one program serves all of them. They take turns at all
 problems, until each has its samples or --seconds are over. --sampled says which ones do with 16
-bits, as "rounded;gptq"; the others have a KL alone. --task=math asks with the prompt and the scorer
-of the arms on competition mathematics.
+bits, as "rounded;gptq"; the others have a KL alone. A command with another --seed draws other
+samples, and has rows of its own (`seeds`). --task=math asks with the prompt and the scorer of
+the arms on competition mathematics.
 
 The second command calibrates layers of random weights in the shapes of a model, which it writes to
 a temporary folder in 16 bits. Its row, kind "random", has the seconds of the first layer (which
 compiles), the mean of the others, and those of the whole model, which are computed from the two
 where `layers` are not all (`computed`).
 
-Rows of the same model, choice and device are replaced in --out. On a copy of the project without
-git, QERL_COMMIT names the commit.
+The third command copies the rows of commands that had different seeds to --out, and adds a row for
+the mean of all texts that they sampled, each compared with 16 bits of its own command. Commit and
+command of such a row are those of the first file.
+
+Rows of the same model, choice, device and seeds are replaced in --out. On a copy of the project
+without git, QERL_COMMIT names the commit.
 """
 
 import argparse
@@ -41,7 +48,7 @@ import pathlib
 import resource
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,7 +77,7 @@ from qerl_jax.quantization.calibration_text import TextConfig, choose_prompts, c
 from qerl_jax.weights.checkpoint import open_checkpoint
 from qerl_jax.weights.load import load
 
-KEYS = ("kind", "model", "task", "choice", "layers", "device")
+KEYS = ("kind", "model", "task", "choice", "layers", "device", "seeds")
 
 
 class Choice(NamedTuple):
@@ -80,14 +87,28 @@ class Choice(NamedTuple):
     seed: int = 0  # of its text
     completions: int = 1  # of each prompt of the text
     by_16_bits: bool = False  # whether the model in 16 bits samples the text
-    kept: str = ""  # the weight that stays in 16 bits in all layers that have it
+    kept: str = ""  # the weight that is not calibrated, in all layers that have it
+    bits: int = 16  # of this weight: as it is, or 8
 
 
-EXACT, ROUNDED, DEFAULT, TEXTS = "16 bits", "rounded", "gptq", "gptq, mean of texts"
-_TEXT = "gptq, text "
+EXACT, ROUNDED, DEFAULT = "16 bits", "rounded", "gptq"
+_TEXTS = (DEFAULT, *(f"gptq, text {seed}" for seed in range(1, 5)))
+# The rows that each text has: what their names end with, the weight that differs, and its bits.
+_KINDS = {
+    "": ("", 16),
+    ", qkv_proj in 16 bits": ("qkv_proj", 16),
+    ", qkv_proj in 8 bits": ("qkv_proj", 8),
+}
+# The rows that are the mean of all texts, each with the names of its rows.
+_MEANS = {
+    f"{DEFAULT}{kind}, mean of texts": tuple(text + kind for text in _TEXTS) for kind in _KINDS
+}
 CHOICES: dict[str, Choice] = {
-    DEFAULT: Choice(),
-    **{f"{_TEXT}{seed}": Choice(seed=seed) for seed in range(1, 5)},
+    **{
+        text + kind: Choice(seed=seed, kept=kept, bits=bits)
+        for kind, (kept, bits) in _KINDS.items()
+        for seed, text in enumerate(_TEXTS)
+    },
     "gptq, four times the text": Choice(completions=4),
     "gptq, scales do not grow": Choice({"grow": False}),
     "gptq, columns as they stand": Choice({"orders": False}),
@@ -96,11 +117,12 @@ CHOICES: dict[str, Choice] = {
     "gptq, completions of the 16-bit model": Choice(by_16_bits=True),
     **{
         f"gptq, {weight} in 16 bits": Choice(kept=weight)
-        for weight in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+        for weight in ("o_proj", "gate_up_proj", "down_proj")
     },
 }
 _ARMS = {"gsm8k": evidence, "math": evidence_math}  # whose prompts, scorer and reward are used
 _KL_TEXTS = 256  # problems on whose completions the KL is measured
+_TURNS = 100_000  # more than the samples of a row in a command, so that seeds have other ones
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -116,6 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--task", choices=list(_ARMS), default="gsm8k", help="the kind of problems (gsm8k)")
     add("--samples", type=int, default=0, help="completions per test problem (default: none)")
     add("--sampled", default="", help="names of the rows that sample (default: all)")
+    add("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     add("--seconds", type=float, default=0, help="time limit of the command (default: none)")
     add("--prompts", type=int, default=400, help="problems of a text (default: 400)")
     add("--new-tokens", type=int, default=512, help="limit of a completion (default: 512)")
@@ -123,6 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--width", type=int, default=512, help="tokens of a window (default: 512)")
     add("--random", default="", help="name of the shapes of random weights")
     add("--layers", type=int, default=0, help="layers of random weights (default: all)")
+    add("--join", default="", help="files of rows, separated by commas, to bring together")
     return parser
 
 
@@ -191,15 +215,17 @@ class Measure:
 
     def calibrate(self, choice: Choice, rounded: Policy) -> tuple[list[dict], dict[str, Any]]:
         """The layers that a choice makes, on the host, with its seconds and errors."""
-        own = choice._replace(kept="")
+        own = choice._replace(kept="", bits=16)
         if repr(own) not in self._calibrated:
             self._calibrated[repr(own)] = self._calibrate(own, rounded)
         layers, found = self._calibrated[repr(own)]
         if not choice.kept:
             return layers, dict(found)
         pairs = zip(layers, self.exact.params["layers"], strict=True)
-        kept = {choice.kept}
-        return [own | {name: exact[name] for name in kept & own.keys()} for own, exact in pairs], {}
+        kept, changed = {choice.kept}, in_8_bits if choice.bits == 8 else lambda weight: weight
+        return [
+            own | {name: changed(exact[name]) for name in kept & own.keys()} for own, exact in pairs
+        ], {}
 
     def _calibrate(self, choice: Choice, rounded: Policy) -> tuple[list[dict], dict[str, Any]]:
         tokens = self.windows(choice, rounded)
@@ -235,6 +261,14 @@ def _dense(array: Any, *, like: jax.Array) -> jax.Array:
     if isinstance(array, QuantTensor):
         return _dequantized(array, dtype=like.dtype)
     return jnp.asarray(array, like.dtype)
+
+
+@jax.jit
+def in_8_bits(weight: jax.Array) -> jax.Array:
+    """A weight [N, K] rounded to integers of 8 bits, with one scale for each of its rows."""
+    wide = jnp.float32(weight)
+    scale = jnp.maximum(jnp.abs(wide).max(axis=-1, keepdims=True), 1e-30) / 127
+    return (jnp.round(wide / scale) * scale).astype(weight.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -278,6 +312,7 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     measure = Measure(arguments.model, arguments.train, arguments.test, text, arguments.task)
     shared = {"kind": "choice", "model": model_name(arguments.model), "task": arguments.task}
     shared |= {"layers": measure.exact.config.num_layers, "device": jax.devices()[0].device_kind}
+    shared |= {"seeds": str(arguments.seed)}
     figures: dict[str, dict[str, Any]] = {}
     weights = set().union(*measure.exact.params["layers"])
     absent = [name for name, choice in choices.items() if not {choice.kept} <= weights | {""}]
@@ -286,10 +321,9 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     choices = {name: choice for name, choice in choices.items() if name not in absent}
 
     def add(choice: str, found: dict[str, Any]) -> None:
-        row = figures.setdefault(choice, {})
-        row |= found
-        origin = common.origin("benchmarks.calibration")
-        common.merge(arguments.out, shared | {"choice": choice} | row | origin, KEYS)
+        row = figures.setdefault(choice, shared | {"choice": choice})
+        row |= found | common.origin("benchmarks.calibration")
+        common.merge(arguments.out, row, KEYS)
 
     candidates: dict[str, list[dict]] = {EXACT: measure.exact.params["layers"]}
 
@@ -310,18 +344,62 @@ def measure_choices(arguments: argparse.Namespace, choices: Mapping[str, Choice]
     if not arguments.samples:
         return
     make = {name: functools.partial(measure.dense, layers) for name, layers in candidates.items()}
-    texts = [name for name in choices if name == DEFAULT or name.startswith(_TEXT)]
     sampled = arguments.sampled.split(";") if arguments.sampled else list(make)
     samples = {name: arguments.samples * (name in sampled) for name in make}
     # The mean of the texts is known best if 16 bits have as many as all of them together.
-    samples[EXACT] = arguments.samples * max(1, sum(name in sampled for name in texts))
-    for name, passes in merges.take_turns(measure.held, make, samples, end):
+    texts = (len(set(members) & set(sampled)) for members in _MEANS.values())
+    samples[EXACT] = arguments.samples * max(1, *texts)
+    first = 1 + arguments.seed * _TURNS
+    for name, passes in merges.take_turns(measure.held, make, samples, end, first):
         for own, found in merges.changed(name, passes, EXACT).items():
-            add(own, found)
-        counts = {len(passes[text]) for text in texts}
-        if len(texts) > 1 and name in (EXACT, *texts) and len(counts) == 1 and 0 not in counts:
-            means = np.mean([passes[text] for text in texts], axis=0)
-            add(TEXTS, merges.accuracies(list(means), passes[EXACT]) | {"texts": len(texts)})
+            counts = np.sum(passes[own], axis=0, dtype=int)
+            add(own, found | {"solved": " ".join(map(str, counts))})
+        for mean in means_of_texts(list(figures.values())):
+            if name == EXACT or name in _MEANS[mean["choice"]]:
+                add(mean["choice"], mean)
+
+
+def means_of_texts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each mean of two or more sampled rows, which differ in their text or their seeds.
+
+    It has the `samples` of the row with the fewest, and the origin of the first one.
+    """
+    exact = {row["seeds"]: row for row in rows if row["choice"] == EXACT and "solved" in row}
+    means = []
+    for mean, members in _MEANS.items():
+        own = [row for row in rows if row["choice"] in members and "solved" in row]
+        if len(own) < 2:
+            continue
+        correct = np.mean([_shares(row) for row in own], axis=0)
+        of_exact = np.mean([_shares(exact[row["seeds"]]) for row in own], axis=0)
+        found = merges.accuracies([correct], [of_exact])
+        found |= {"samples": min(row["samples"] for row in own)}
+        found |= {"texts": len({row["choice"] for row in own}), "choice": mean}
+        found |= {"seeds": ", ".join(sorted({row["seeds"] for row in own}))}
+        means.append({name: own[0][name] for name in (*KEYS, *common.ORIGIN)} | found)
+    return means
+
+
+def _shares(row: Mapping[str, Any]) -> np.ndarray:
+    """The share of the samples of a row that is correct, by problem: float [P]."""
+    return np.array(row["solved"].split(), int) / row["samples"]
+
+
+def joined(files: Sequence[pathlib.Path]) -> list[dict[str, Any]]:
+    """The rows of several files, and those of the means of all their texts.
+
+    Raises:
+        UserError: a file is absent, the rows are of several models, tasks or devices, or two have
+            the same samples.
+    """
+    if absent := [path for path in files if not path.exists()]:
+        raise UserError(f"--join: there is no {absent[0]}")
+    rows = [row for path in files for row in common.read_rows(path, KEYS)]
+    if len({tuple(row[key] for key in KEYS if key not in ("choice", "seeds")) for row in rows}) > 1:
+        raise UserError("--join: the rows are of several models, tasks or devices")
+    if len({(row["choice"], row["seeds"]) for row in rows}) < len(rows):
+        raise UserError("--join: two files have rows of the same --seed")
+    return rows + means_of_texts(rows)
 
 
 def measure_random(model: str, layers: int, windows: int, width: int) -> dict[str, Any]:
@@ -343,6 +421,7 @@ def measure_random(model: str, layers: int, windows: int, width: int) -> dict[st
         "model": model,
         "task": "",
         "choice": DEFAULT,
+        "seeds": "",
         "layers": count,
         "layers_of_model": whole.num_layers,
         "tokens": int(tokens.size),
@@ -361,11 +440,15 @@ def measure_random(model: str, layers: int, windows: int, width: int) -> dict[st
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
     limits = ("layers", 0), ("prompts", 1), ("new_tokens", 1), ("windows", 1), ("width", 8)
-    limits += ("samples", 0), ("seconds", 0)
+    limits += ("samples", 0), ("seconds", 0), ("seed", 0)
     check_limits(
         {f"--{name.replace('_', '-')}": (getattr(arguments, name), low) for name, low in limits}
     )
     common.check_out(arguments.out, KEYS)
+    if arguments.join:
+        for row in joined([pathlib.Path(path) for path in arguments.join.split(",")]):
+            common.merge(arguments.out, row, KEYS)
+        return
     if arguments.random:
         check_names([arguments.random], [])
         shape = arguments.layers, arguments.windows, arguments.width
@@ -373,7 +456,9 @@ def run(arguments: argparse.Namespace) -> None:
         common.merge(arguments.out, row, KEYS)
         return
     if not (arguments.model and arguments.train and arguments.test):
-        raise UserError("pass MODEL, --train=FILE.jsonl and --test=FILE.jsonl, or --random=NAME")
+        raise UserError(
+            "pass MODEL, --train=FILE.jsonl and --test=FILE.jsonl, --random=NAME or --join=FILES"
+        )
     runs = _runs(arguments.runs)
     names = arguments.choices.split(";") if arguments.choices else list(CHOICES)
     if unknown := [name for name in names if name not in CHOICES]:

@@ -20,7 +20,8 @@ from qerl_jax.system.staging import check_writable
 
 type Keys = Sequence[str] | Mapping[str, Sequence[str]]
 
-_ORIGIN = ("commit", "date", "versions", "command")
+ORIGIN = ("commit", "date", "versions", "command")
+_BY_PROBLEM = "solved"  # the name of a figure that is too long for a line
 
 
 def make_parser(module: str, description: str | None, out: str = "") -> argparse.ArgumentParser:
@@ -113,7 +114,8 @@ def merge(path: pathlib.Path, row: Mapping[str, Any], keys: Keys, device: str = 
 def describe(row: Mapping[str, Any], keys: Sequence[str]) -> str:
     """A row as one line of text: the fields that tell it apart, then its figures."""
     settings = (f"{key}={row[key]}" for key in keys if row[key] != "")
-    figures = {name: value for name, value in row.items() if name not in (*keys, *_ORIGIN)}
+    hidden = (*keys, *ORIGIN, _BY_PROBLEM)
+    figures = {name: value for name, value in row.items() if name not in hidden}
     return f"{' '.join(settings)}: {', '.join(_figures(figures))}"
 
 

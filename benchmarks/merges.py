@@ -67,9 +67,10 @@ from qerl_jax.weights.load import LoadedModel
 KEYS = ("model", "seed", "form")
 TRAINED, CALIBRATED, PLAIN = "trained", "calibrated", "plain onto nvfp4"
 _TEXTS = 128  # problems on whose completions the KL is measured
-_ROWS = 640  # that decode together
+_ROWS = 640  # that decode together at most
+_POSITIONS = 1_000_000  # of all these rows together; 29 GB of keys and values of a model of 1.5B
 GROUP = 4  # completions of a problem in a pass: rows that wait take the slots of those that ended
-_KL_ROWS = 4
+_KL_POSITIONS = 3072  # of the rows that are compared together, with logits in float32
 
 type Kept = dict[str, UpdateRetention]
 
@@ -154,8 +155,9 @@ class Held:
         self.correctness = resolve(task.scorer, **task.options.get("scorer", {}))
         width = max(len(prompt.ids) for prompt in (*self.prompts, *others))
         count, new = max(len(self.prompts), len(others)), task.max_new_tokens
+        self.width = width + new
         engine = EngineConfig(
-            max_rows=_ROWS,
+            max_rows=min(_ROWS, _POSITIONS // self.width),
             chunk_steps=chunk_steps,
             drafts="off",  # They take programs, and pay for few rows alone.
             compact="once",
@@ -166,7 +168,7 @@ class Held:
         sampler = Sampler(model.config, model.tokenizer, sampling, engine, group_size=GROUP)
         if jax.default_backend() == "gpu":  # Several programs compile at a time.
             sampler = sampler.compiled(_key(0), policy, num_prompts=count)
-        self.sampler, self.width = sampler, width + new
+        self.sampler = sampler
 
     def correct(self, policy: Policy, number: int) -> list[np.ndarray]:
         """Whether `GROUP` completions of each problem are correct, each float [P]."""
@@ -220,9 +222,10 @@ def divergence(
     policy: Policy, params: dict, tokens: np.ndarray, before: np.ndarray, *, config: ModelConfig
 ) -> dict[str, float]:
     """The figures of a model about the texts of a policy, as `Held.texts` returns them."""
+    rows = max(1, _KL_POSITIONS // tokens.shape[1])
     found = (
-        jax.device_get(_compare(*policy, params, tokens[start : start + _KL_ROWS], config=config))
-        for start in range(0, len(tokens), _KL_ROWS)
+        jax.device_get(_compare(*policy, params, tokens[start : start + rows], config=config))
+        for start in range(0, len(tokens), rows)
     )
     kl, entropy, same = (np.concatenate(part) for part in zip(*found, strict=True))
     by_text = np.array([row[own].mean() for row, own in zip(kl, before, strict=True)])
@@ -236,13 +239,18 @@ def divergence(
 
 
 def take_turns(
-    held: Held, policies: Mapping[str, Callable[[], Policy]], samples: Mapping[str, int], end: float
+    held: Held,
+    policies: Mapping[str, Callable[[], Policy]],
+    samples: Mapping[str, int],
+    end: float,
+    first: int = 1,
 ) -> Iterator[tuple[str, dict[str, list[np.ndarray]]]]:
     """Lets policies complete all problems in turns, until each has its number of samples.
 
     The turns of a policy are spread evenly, so that all have the same share of theirs at any time.
     Yields the name of the policy whose turn it was, and what `Held.correct` has returned of each.
-    At `end`, a time of `time.perf_counter`, there is no further turn; 0 for no end.
+    At `end`, a time of `time.perf_counter`, there is no further turn; 0 for no end. `first` is the
+    number of the first turn of each, on which its samples depend.
     """
     passes: dict[str, list[np.ndarray]] = {name: [] for name in policies}
     turns = [
@@ -252,7 +260,7 @@ def take_turns(
     ]
     for _, name in sorted(turns, key=lambda turn: turn[0]):
         began, own = time.perf_counter(), passes[name]
-        own += held.correct(policies[name](), len(own) + 1)[: samples[name] - len(own)]
+        own += held.correct(policies[name](), first + len(own))[: samples[name] - len(own)]
         yield name, passes
         now = time.perf_counter()
         if end and now + (now - began) > end:

@@ -297,10 +297,29 @@ def peer_parts_table(rows: Iterable[dict]) -> str:
         ("update s", lambda row: optional("update_s", ".2f", row)),
         ("here", lambda row: ours("update_s", row)),
         ("peak GB", lambda row: optional("peak_gb", ".1f", row)),
+        ("here", lambda row: "" if row["update_s"] is None else f"{row['our_peak_gb']:.1f}"),
         ("commit", "{commit:.8}"),
     ]
     order = sorted(rows, key=lambda row: (row["peer"], _billions(row["model"]), row["batch"]))
     return table(columns, order)
+
+
+def decode_of_vllm_table(rows: Iterable[dict]) -> str:
+    """Milliseconds of a decode step of vLLM by the number of rows, over ours, and ours."""
+    lines: dict[str, dict[int, str]] = {}
+    for row in rows:
+        adapter = f"LoRA rank {row['lora_rank']}" if row["lora_rank"] else "no adapter"
+        cell = filled("{ms_per_step:.2f}", row)
+        cell += f" ({row['ms_per_step'] / row['our_ms_per_step']:.2f}x)"
+        lines.setdefault(f"vLLM, {adapter}", {})[row["batch"]] = cell
+        if row["lora_rank"]:
+            lines.setdefault(f"here, {adapter}", {})[row["batch"]] = filled(
+                "{our_ms_per_step:.2f}", row
+            )
+    batches = sorted({batch for by_batch in lines.values() for batch in by_batch})
+    columns = [("", lambda line: line[0])]
+    columns += [(f"{n}", lambda line, n=n: line[1].get(n, "")) for n in batches]
+    return table(columns, sorted(lines.items(), reverse=True))
 
 
 def peer_packages(rows: Iterable[dict]) -> str:

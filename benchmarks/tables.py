@@ -160,6 +160,7 @@ PARTS: dict[str, tuple] = {
     "packages of peers": (step_tables.peer_packages, "peers/rows"),
     "seconds of adapters": (step_tables.adapter_seconds, "peers/rows"),
     "parts of peers": (step_tables.peer_parts_table, "peers/rows"),
+    "decode of vLLM": (step_tables.decode_of_vllm_table, "vllm/decode"),
     "long rows": (step_tables.long_rows_table, "long_rows/rows", "published/rows"),
     "loading": (result_tables.loading_table, "loading/rows"),
     "accuracy": (result_tables.accuracy_table, *_FORMATS),

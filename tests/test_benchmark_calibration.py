@@ -36,11 +36,13 @@ def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
     run(
         str(tiny.model), f"--train={problems}", f"--test={test}", "--prompts=8", "--new-tokens=8",
         "--windows=8", "--width=32", f"--choices={';'.join([*few, kept])}", f"--runs={base}",
-        "--samples=4", f"--sampled={';'.join(['rounded', *few, 'run run'])}", f"--out={out}",
+        "--samples=4", f"--sampled={';'.join(['rounded', *few, 'run run'])}", "--seed=2",
+        f"--out={out}",
     )  # fmt: skip
     rows = {row["choice"]: row for row in json.loads(out.read_text())["rows"]}
     four_bits = ["rounded", *few]
-    assert set(rows) == {"16 bits", "run run", calibration.TEXTS, kept, *four_bits}
+    assert {row["seeds"] for row in rows.values()} == {"2"}
+    assert set(rows) == {"16 bits", "run run", "gptq, mean of texts", kept, *four_bits}
     for name in four_bits:
         assert 0 < rows[name]["kl"] < rows["rounded"]["kl"] * 1.0001
         assert 0 < rows[name]["top1"] <= 1
@@ -56,7 +58,8 @@ def test_choices_are_compared_with_16_bits(tiny, tmp_path, monkeypatch, capsys):
     assert "samples" not in rows.pop(kept)
     assert rows.pop("16 bits")["samples"] == 8
     assert {row["samples"] for row in rows.values()} == {4}
-    assert rows[calibration.TEXTS]["texts"] == 2
+    assert rows["gptq, mean of texts"]["texts"] == 2
+    assert len(rows["gptq"]["solved"].split()) == 6
     lines = [line for line in capsys.readouterr().out.splitlines() if ": accuracy " in line]
     assert lines
 
@@ -170,3 +173,59 @@ def test_a_turn_that_would_end_too_late_does_not_begin():
     end = time.perf_counter() - 1
     turns = list(merges.take_turns(FewProblems(), {"gptq": lambda: 0.0}, {"gptq": 8}, end))
     assert [name for name, _ in turns] == ["gptq"]
+
+
+def test_turns_are_numbered_from_the_first():
+    make, held = {"gptq": lambda: 0.0}, FewProblems()
+    *_, (_, passes) = merges.take_turns(held, make, {"gptq": 8}, 0, first=5)
+    # The second problem is solved in turn 9 and not in turn 5.
+    assert [own[1] for own in passes["gptq"]] == [0] * 4 + [1] * 4
+
+
+def test_8_bits_are_integers_of_each_row():
+    weight = np.array([[127.0, 1.4, -2.6], [0.0, 0.0, 0.0], [1.0, -0.5, 0.2]], np.float32)
+    rounded = np.array([[127, 1, -3], [0, 0, 0], [1, -64 / 127, 25 / 127]])
+    np.testing.assert_allclose(calibration.in_8_bits(weight), rounded, rtol=1e-6)
+
+
+def write_rows(path, seed, samples, **fields):
+    """Rows of a command: the correct samples of two problems, and all samples, by choice."""
+    names = *calibration.KEYS, *common.ORIGIN
+    shared = dict.fromkeys(names, "x") | {"seeds": seed} | fields
+    rows = [
+        shared | {"choice": choice, "solved": solved, "samples": count}
+        for choice, (solved, count) in samples.items()
+    ]
+    not_sampled = shared | {"choice": "gptq, text 2", "kl": 1.0}
+    path.write_text(json.dumps({"rows": [*rows, not_sampled]}))
+    return path
+
+
+def test_texts_of_several_commands_have_a_mean(tmp_path):
+    first = {"16 bits": ("4 0", 4), "gptq": ("1 0", 4)}
+    second = {"16 bits": ("0 4", 8), "gptq, text 1": ("0 1", 2), "gptq, text 3": ("0 2", 2)}
+    files = write_rows(tmp_path / "a", "1", first), write_rows(tmp_path / "b", "2", second)
+    run(f"--join={files[0]},{files[1]}", f"--out={tmp_path / 'out'}")
+    rows = json.loads((tmp_path / "out").read_text())["rows"]
+    by_name = {(row["choice"], row["seeds"]): row for row in rows}
+    assert len(rows) == len(by_name) == 8
+    mean = by_name["gptq, mean of texts", "1, 2"]
+    # 1/8, 1/4 and 1/2, less 1/2, 1/4 and 1/4, which their commands have in 16 bits.
+    assert mean["accuracy"] == pytest.approx((1 / 8 + 1 / 4 + 1 / 2) / 3)
+    assert mean["difference"] == pytest.approx(-1 / 8 / 3)
+    assert (mean["samples"], mean["texts"]) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"), [({}, "rows of the same --seed"), ({"task": "math"}, "several models")]
+)
+def test_rows_that_cannot_be_joined_are_refused(tmp_path, fields, named):
+    samples = {"16 bits": ("4 0", 4)}
+    files = (
+        write_rows(tmp_path / "a", "3", samples),
+        write_rows(tmp_path / "b", "3", samples, **fields),
+    )
+    with pytest.raises(UserError, match=named):
+        run(f"--join={files[0]},{files[1]}", f"--out={tmp_path / 'out'}")
+    with pytest.raises(UserError, match="there is no "):
+        run(f"--join={files[0]},{tmp_path / 'absent'}", f"--out={tmp_path / 'out'}")

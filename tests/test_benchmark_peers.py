@@ -1,8 +1,11 @@
 """The peers: what their commands refuse, their rows, and the tables and picture made from them."""
 
 import importlib.metadata
+import itertools
 import json
 import os
+import sys
+import types
 
 import gguf_cases
 import numpy as np
@@ -93,6 +96,8 @@ def test_a_missing_package_is_one_line():
         (decode, {"model": "qwen9"}, "qwen9"),
         (decode, {"new_tokens": 16}, "--new-tokens"),
         (step, {"rollout_format": "nf4"}, "--rollout-format=nf4 needs --format=nf4"),
+        (step, {"micro": 3}, "--micro=3: pass a divisor of --rows=8"),
+        (step, {"micro": -1}, "--micro=-1: pass a divisor of --rows=8"),
         (update, {"steps": 0}, "--steps"),
     ],
 )
@@ -174,6 +179,69 @@ def test_a_clock_tells_rollouts_from_steps(monkeypatch):
     assert (clock.rollouts, clock.steps) == ([3.0], [9.0])
 
 
+class FakeTrainer:
+    """Takes the steps of TRL's trainer: a rollout in each."""
+
+    def __init__(self, **options):
+        self.__dict__.update(options)
+
+    def train(self):
+        for _ in range(self.args.max_steps):
+            self.callbacks[0].on_step_begin()
+            rows = self.rollout_func(["a b"] * self.args.num_generations, self)
+            self.completions = rows["completion_ids"]
+            self.callbacks[0].on_step_end()
+
+
+def test_a_drawn_step_is_the_update_alone(tmp_path, monkeypatch):
+    trainers, saved, needed = [], {}, []
+
+    def trainer(**options):
+        trainers.append(FakeTrainer(**options))
+        return trainers[-1]
+
+    def begin(arguments, requirements):
+        needed.extend(requirements.split())
+        return {}
+
+    cuda = types.SimpleNamespace(max_memory_allocated=lambda: 5e9)
+    trl = types.SimpleNamespace(GRPOConfig=types.SimpleNamespace, GRPOTrainer=trainer)
+    datasets = types.SimpleNamespace(Dataset=types.SimpleNamespace(from_dict=lambda rows: rows))
+    transformers = types.SimpleNamespace(
+        TrainerCallback=object,
+        PreTrainedTokenizerFast=types.SimpleNamespace(
+            from_pretrained=lambda folder: lambda texts: {"input_ids": [[1, 2]] * len(texts)}
+        ),
+    )
+    fakes = {"torch": types.SimpleNamespace(cuda=cuda), "trl": trl, "datasets": datasets}
+    for name, module in (fakes | {"transformers": transformers}).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    model = types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=7))
+    monkeypatch.setattr(update, "load_policy", lambda arguments: model)
+    monkeypatch.setattr(update, "reset_peak", lambda: None)
+    monkeypatch.setattr(decode, "engine_fraction", lambda *_: 0.5)
+    monkeypatch.setattr(decode, "set_environment", lambda: None)
+    monkeypatch.setattr(rows, "begin", begin)
+    monkeypatch.setattr(rows, "save", lambda arguments, module, row: saved.update(row))
+    times = (float(number**2) for number in itertools.count())
+    monkeypatch.setattr(step, "now", lambda: next(times))
+    step.run(arguments(tmp_path, step, drawn=True, micro=2, liger=True, new_tokens=5, steps=1))
+
+    # The second step begins at 16 and ends at 49, and its rollout takes from 25 to 36.
+    assert (saved["rollout_s"], saved["update_s"], saved["step_s"]) == (None, 22, None)
+    assert (saved["peer"], saved["rollout_format"], saved["micro"]) == ("TRL", "", 2)
+    names = [requirement.partition("==")[0] for requirement in needed]
+    assert "vllm" not in names
+    assert {"torch", "trl", "liger-kernel"} <= set(names)
+    (trainer_made,) = trainers
+    given = trainer_made.args
+    assert (given.per_device_train_batch_size, given.gradient_accumulation_steps) == (2, 4)
+    assert (given.num_generations, given.use_vllm, given.use_liger_kernel) == (8, False, True)
+    drawn = trainer_made.completions
+    assert [len(tokens) for tokens in drawn] == [5] * 8
+    assert {token for tokens in drawn for token in tokens} == set(range(1, 7))
+
+
 def test_what_the_user_sets_for_vllm_stays(monkeypatch):
     monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "INFO"})
     decode.set_environment()
@@ -211,6 +279,9 @@ def test_the_tables_of_peers():
         "| vLLM | qwen2.5-7b | bf16 | 8 x 256 + 2,048 | 12.00 | 5.00 (2.4x faster) |  |  | 61.0 |"
         in (parts)
     )
+    (line,) = (line for line in parts.splitlines() if "| vLLM |" in line)
+    assert line.endswith("| 61.0 |  | 01234567 |")  # Our peak is that of an update.
+    assert "| 61.0 | 22.0 | 01234567 |" in step_tables.peer_parts_table([row()])
     rows = [row("QLoRA", step_s=18.0), row(batch=8)]
     short = step_tables.short_steps_table(rows, [own]).splitlines()
     assert short[0] == "| model | here, NVFP4 | here, bf16 LoRA | QLoRA | TRL + vLLM |"
@@ -220,6 +291,19 @@ def test_the_tables_of_peers():
     )
     assert step_tables.faster(6.0, 6.0) == "1.0x faster"
     assert step_tables.faster(5.0, 6.0) == "1.2x slower"
+
+
+def test_decode_steps_of_vllm_are_compared_with_ours():
+    measured = [(32, 1, 4.0), (32, 8, 5.0), (0, 1, 3.0)]
+    names = ("lora_rank", "batch", "ms_per_step")
+    rows = [dict(zip(names, row, strict=True)) | {"our_ms_per_step": 2.0} for row in measured]
+    assert step_tables.decode_of_vllm_table(rows).splitlines() == [
+        "|  | 1 | 8 |",
+        "| --- | --- | --- |",
+        "| vLLM, no adapter | 3.00 (1.50x) |  |",
+        "| vLLM, LoRA rank 32 | 4.00 (2.00x) | 5.00 (2.50x) |",
+        "| here, LoRA rank 32 | 2.00 | 2.00 |",
+    ]
 
 
 def test_what_is_said_of_the_peers_together():

@@ -5,6 +5,7 @@ import pathlib
 import re
 
 import numpy as np
+import pytest
 from scipy import stats
 
 from benchmarks import calibration
@@ -54,23 +55,32 @@ def test_what_is_said_of_speed():
     assert found == [f"{n:,}" for n in (max(row["batch"] for row in rows), *lengths)]
 
 
+def calibrated(task, seeds):
+    """The rows of commands on an H200 by choice."""
+    return {
+        row["choice"]: row
+        for row in read("calibration.json")["rows"]
+        if (row["device"], row["task"], row["seeds"]) == ("NVIDIA H200", task, seeds)
+    }
+
+
+def cost_of(row):
+    cost, half = 100 * row["difference"], 100 * row["difference_interval"]
+    return f"{cost:+.1f} [{cost - half:+.1f}, {cost + half:+.1f}]"
+
+
 def sampled_cost():
     """What calibrated weights cost at temperature 1 before training, with its interval."""
-    is_mean = {"device": "NVIDIA H200", "choice": calibration.TEXTS, "task": "gsm8k"}.items()
-    (row,) = [row for row in read("calibration.json")["rows"] if is_mean <= row.items()]
+    row = calibrated("gsm8k", "0")["gptq, mean of texts"]
     assert row["texts"] == 5
     cost, half = -100 * row["difference"], 100 * row["difference_interval"]
     return [f"{value:.1f}" for value in (cost, cost - half, cost + half)]
 
 
 def test_what_calibration_leaves():
-    """Every row of the table has the figures of its row in calibration.json."""
+    """Every row of the first table has the figures of its row in calibration.json."""
     found, text = figures("## What calibration leaves", "- Calibrated,", "docs/evidence.md")
-    rows = {
-        row["choice"]: row
-        for row in read("calibration.json")["rows"]
-        if (row["kind"], row["device"]) == ("choice", "NVIDIA H200")
-    }
+    rows = calibrated("gsm8k", "0")
     for choice, row in rows.items():
         if "difference" in row:  # from all samples of 16 bits
             exact = rows[calibration.EXACT]["accuracy"]
@@ -78,11 +88,91 @@ def test_what_calibration_leaves():
         figure = row.get("kl", row.get("accuracy"))
         assert (f"{figure:.4f}" if "kl" in row else f"{100 * figure:.1f}") in found, choice
         if "difference" in row and choice != calibration.EXACT:
-            cost, half = 100 * row["difference"], 100 * row["difference_interval"]
             accuracy = f"{100 * row['accuracy']:.1f}"
-            interval = f"{cost:+.1f} [{cost - half:+.1f}, {cost + half:+.1f}] |"
-            lines = [line for line in text.splitlines() if line.endswith(interval)]
+            lines = [line for line in text.splitlines() if line.endswith(f"{cost_of(row)} |")]
             assert any(f"| {accuracy}" in line for line in lines), choice
+
+
+@pytest.mark.parametrize(
+    ("task", "seeds", "kind"),
+    [
+        ("gsm8k", "1, 2", ", qkv_proj in 16 bits"),
+        ("gsm8k", "1", ", qkv_proj in 16 bits"),
+        ("gsm8k", "2", ", qkv_proj in 16 bits"),
+        ("gsm8k", "1", ", qkv_proj in 8 bits"),
+        ("math", "1", ""),
+    ],
+)
+def test_what_other_bits_leave(task, seeds, kind):
+    """The second table has the means of texts, each compared with 16 bits of its command."""
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    mean = calibrated(task, seeds)[f"gptq{kind}, mean of texts"]
+    own, differences = [], []
+    for rows in (calibrated(task, seed) for seed in seeds.split(", ")):
+        exact = rows[calibration.EXACT]["accuracy"]
+        for text in ("", *(f", text {number}" for number in range(1, 5))):
+            if row := rows.get(f"gptq{text}{kind}"):
+                own.append(row)
+                differences.append(row["accuracy"] - exact)
+    assert len(own) == mean["texts"]
+    assert abs(np.mean(differences) - mean["difference"]) < 1e-9
+    kl = np.mean([row["kl"] for row in own])
+    accuracies = (100 * mean["accuracy"], 100 * (mean["accuracy"] - mean["difference"]))
+    cells = [f"{kl:.4f}", *(f"{value:.1f}" for value in accuracies), cost_of(mean)]
+    cells.append(", ".join(f"{100 * value:+.1f}" for value in differences))
+    assert f" | {' | '.join(cells)} |\n" in page
+
+
+@pytest.mark.parametrize(
+    ("label", "kind"),
+    [
+        ("q, k and v in 8 bits, two texts", ", qkv_proj in 8 bits"),
+        ("q, k and v in 16 bits, five texts", ", qkv_proj in 16 bits"),
+        ("o in 16 bits, text 0", ", o_proj in 16 bits"),
+        ("down in 16 bits, text 0", ", down_proj in 16 bits"),
+        ("gate and up in 16 bits, text 0", ", gate_up_proj in 16 bits"),
+    ],
+)
+def test_what_was_tried(label, kind):
+    """The third table has the change of the KL, and what the samples of the first one say."""
+    first = calibrated("gsm8k", "0")
+    later = [calibrated("gsm8k", seed) for seed in ("1", "2")]
+    texts = ("gptq", *(f"gptq, text {number}" for number in range(1, 5)))
+    pairs = [
+        (rows[text + kind], first[text])
+        for text in texts
+        for rows in (later if "qkv" in kind else [first])
+        if text + kind in rows
+    ]
+    changed, base = (np.mean([row["kl"] for row in rows]) for rows in zip(*pairs, strict=True))
+    (line,) = (
+        line
+        for line in (ROOT / "docs" / "evidence.md").read_text().splitlines()
+        if line.startswith(f"| {label} |")
+    )
+    assert f"| {100 * (changed / base - 1):.0f} % |" in line
+    if "by the 68 samples" in line:
+        accuracy = np.mean([row["accuracy"] for row, _ in pairs])
+        cost = 100 * (accuracy - first[calibration.EXACT]["accuracy"])
+        assert line.endswith(f"by the 68 samples {cost:+.1f} |")
+
+
+def test_what_8_bits_differ_by_from_16():
+    rows = calibrated("gsm8k", "1").values()
+    eight, sixteen = (
+        np.mean(
+            [
+                np.array(row["solved"].split(), int) / row["samples"]
+                for row in rows
+                if row["choice"].endswith(f"qkv_proj in {bits} bits")
+            ],
+            axis=0,
+        )
+        for bits in (8, 16)
+    )
+    gain, low, high = (100 * value for value in paired_difference(eight, sixteen))
+    _, text = figures("## What calibration leaves", "The command that", "docs/evidence.md")
+    assert f"{gain:.1f} ± {(high - low) / 2:.1f} less than" in " ".join(text.split())
 
 
 def test_what_four_bits_cost():

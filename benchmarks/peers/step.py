@@ -2,9 +2,11 @@ r"""Measures a GRPO step of TRL with vLLM in one process, with LoRA in bf16 or a
 
     python -m benchmarks.peers.step --model=qwen2.5-7b --folder=7b --ours=ours.json
     python -m benchmarks.peers.step --model=qwen2.5-7b --format=nf4 --rollout-format=bf16 ...
+    python -m benchmarks.peers.step --rows=128 --micro=8 --drawn --liger --folder=7b --ours=...
 
 It needs trl 1.16.0, vllm 0.22.0 (TRL takes 0.22.0 to 0.31.0), torch 2.11.0, transformers 5.17.0,
-peft 0.21.2, datasets 5.2.0, accelerate 1.15.0, and with nf4 bitsandbytes 0.50.2.
+peft 0.21.2, datasets 5.2.0, accelerate 1.15.0, with nf4 bitsandbytes 0.50.2, and with --liger
+liger-kernel 0.8.5.
 
 A step is one prompt with --rows completions of full length, random rewards and one update. With
 --format=bf16 it is TRL's own: colocated vLLM gets the merged weights before a rollout. With
@@ -17,11 +19,12 @@ sampling, which cost further forward passes, are off.
     step_s      seconds from the start of a step to the end of the optimizer's
     update_s    step_s minus rollout_s
 
-All are medians over --steps steps after a first one. A forward and backward pass has all rows of a
-step, and recomputes the layers. TRL's head never holds all logits. vLLM keeps its defaults (CUDA
-graphs, prefix caching, asynchronous scheduling) and gets the memory that its weights and these rows
-take, so that it need not sleep during an update. Our row is `benchmarks.step` in NVFP4 at the same
-lengths.
+All are medians over --steps steps after a first one. With --drawn the completions are drawn, all
+tokens alike, and there is no vLLM: the row has the update alone. A forward and backward pass has
+--micro rows (default: all of a step), and recomputes the layers. TRL's head never holds all logits;
+with --liger, liger-kernel fuses it with the loss. vLLM keeps its defaults (CUDA graphs, prefix
+caching, asynchronous scheduling) and gets the memory that its weights and these rows take, so that
+it need not sleep during an update. Our row is `benchmarks.step` in NVFP4 at the same lengths.
 """
 
 import argparse
@@ -37,7 +40,7 @@ from typing import Any
 from benchmarks.peers import decode, rows, update
 from qerl_jax.commands import cli
 
-_REQUIREMENTS = f"{decode.REQUIREMENTS} trl==1.16.0 peft==0.21.2 datasets==5.2.0 accelerate==1.15.0"
+_TRL = "trl==1.16.0 peft==0.21.2 datasets==5.2.0 accelerate==1.15.0"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,6 +49,12 @@ def make_parser() -> argparse.ArgumentParser:
     base = "vLLM's base; nf4 needs --format=nf4 (default: bf16)"
     formats = ("bf16", "nf4")
     parser.add_argument("--rollout-format", choices=formats, default="bf16", help=base)
+    drawn = "draw the completions, and measure the update alone"
+    parser.add_argument("--drawn", action="store_true", help=drawn)
+    micro = "rows of a forward and backward pass (default: all)"
+    parser.add_argument("--micro", type=int, default=0, help=micro)
+    liger = "train with the kernels of liger-kernel"
+    parser.add_argument("--liger", action="store_true", help=liger)
     return parser
 
 
@@ -103,6 +112,18 @@ def adapter_rollout(engine: Any, new_tokens: int, folder: pathlib.Path) -> Calla
     return rollout
 
 
+def drawn_rollout(new_tokens: int) -> Callable:
+    """A rollout for TRL whose completions have full length and are drawn, all tokens alike."""
+    draw = random.Random(0)
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids, vocab = trainer.processing_class(prompts)["input_ids"], trainer.model.config.vocab_size
+        completions = [[draw.randrange(1, vocab) for _ in range(new_tokens)] for _ in prompts]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+    return rollout
+
+
 def make_trainer(
     arguments: argparse.Namespace,
     model: Any,
@@ -112,7 +133,8 @@ def make_trainer(
 ) -> Any:
     """TRL's trainer of one prompt a step, with random rewards; it writes to the folder `work`.
 
-    `rollout` is that of `adapter_rollout`; with None it is TRL's own, by colocated vLLM.
+    `rollout` is that of `adapter_rollout` or `drawn_rollout`; with None it is TRL's own, by
+    colocated vLLM.
     """
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -127,7 +149,7 @@ def make_trainer(
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.end()
 
-    draw, count = random.Random(0), arguments.rows
+    draw, count, micro = random.Random(0), arguments.rows, arguments.micro or arguments.rows
     vocab = model.config.vocab_size
     prompts = [
         " ".join(word(draw.randrange(1, vocab)) for _ in range(arguments.prompt))
@@ -143,7 +165,8 @@ def make_trainer(
         args=GRPOConfig(
             output_dir=str(work),
             max_steps=arguments.steps + 1,
-            per_device_train_batch_size=count,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=count // micro,
             num_generations=count,
             max_completion_length=arguments.new_tokens,
             temperature=1.0,
@@ -152,6 +175,7 @@ def make_trainer(
             bf16=True,
             gradient_checkpointing=True,
             gradient_checkpointing_kwargs={"use_reentrant": False},
+            use_liger_kernel=arguments.liger,
             vllm_importance_sampling_correction=False,
             use_vllm=rollout is None,
             vllm_mode="colocate",
@@ -177,18 +201,20 @@ def measure(arguments: argparse.Namespace, work: pathlib.Path) -> dict[str, Any]
     import torch  # pyrefly: ignore[missing-import]
 
     model, clock, rollout = update.load_policy(arguments), Clock(), None
-    if arguments.format == "nf4":
+    if arguments.drawn:
+        rollout = drawn_rollout(arguments.new_tokens)
+    elif arguments.format == "nf4":
         engine = decode.make_engine(arguments, arguments.folder, arguments.rollout_format)
         rollout = adapter_rollout(engine, arguments.new_tokens, work / "adapters")
     update.reset_peak()
     make_trainer(arguments, model, clock, rollout, work).train()
     step, rollout_s = statistics.median(clock.steps[1:]), statistics.median(clock.rollouts[1:])
     return {
-        "rollout_s": rollout_s,
+        "rollout_s": None if arguments.drawn else rollout_s,
         "update_s": step - rollout_s,
-        "step_s": step,
+        "step_s": None if arguments.drawn else step,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        "micro": arguments.rows,
+        "micro": arguments.micro or arguments.rows,
         "checkpointing": True,
     }
 
@@ -200,9 +226,16 @@ def run(arguments: argparse.Namespace) -> None:
     is_nf4 = arguments.format == "nf4"
     if arguments.rollout_format == "nf4" and not is_nf4:
         raise UserError("--rollout-format=nf4 needs --format=nf4: TRL gives vLLM its own weights")
-    row = rows.begin(arguments, _REQUIREMENTS + (decode.NF4 if is_nf4 else ""))
-    row |= {"peer": "TRL (QLoRA) + vLLM" if is_nf4 else "TRL + vLLM", "attention": "sdpa"}
-    row |= {"format": arguments.format, "rollout_format": arguments.rollout_format}
+    if arguments.micro and (arguments.micro < 1 or arguments.rows % arguments.micro):
+        raise UserError(f"--micro={arguments.micro}: pass a divisor of --rows={arguments.rows}")
+    needed = decode.REQUIREMENTS.split() + _TRL.split() + (decode.NF4.split() if is_nf4 else [])
+    needed += ["liger-kernel==0.8.5"] if arguments.liger else []
+    if arguments.drawn:
+        needed.pop(0)  # vLLM
+    row = rows.begin(arguments, " ".join(needed))
+    peer = ("TRL (QLoRA)" if is_nf4 else "TRL") + ("" if arguments.drawn else " + vLLM")
+    row |= {"peer": peer, "attention": "sdpa", "format": arguments.format}
+    row |= {"rollout_format": "" if arguments.drawn else arguments.rollout_format}
     decode.set_environment()
     with tempfile.TemporaryDirectory() as scratch:
         row |= measure(arguments, pathlib.Path(scratch))
