@@ -188,9 +188,11 @@ def test_gradients_are_those_of_a_log_softmax(tied, chunk_bytes, entropy_gradien
         np.testing.assert_allclose(gradient, wanted, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)])
-def test_the_gradient_of_states_under_a_frozen_head(dtype, error, monkeypatch):
-    """It has the error of its dtype, and none that all tokens share, such as that of 1 / 0.9."""
+@pytest.mark.parametrize(
+    ("dtype", "error", "shared"), [(jnp.float32, 1e-6, 3e-7), (jnp.bfloat16, 4e-3, 4e-4)]
+)
+def test_the_gradient_of_states_under_a_frozen_head(dtype, error, shared, monkeypatch):
+    """It has the error of its dtype, and of what all tokens share, 1 / 0.9, that of a float32."""
     monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", SMALL_CHUNKS)
     rng, count, tokens = np.random.default_rng(0), 250, 256
     config = policy()[0]
@@ -215,7 +217,7 @@ def test_the_gradient_of_states_under_a_frozen_head(dtype, error, monkeypatch):
     expected = weights[:, None] * (np.arange(tokens) < count)[:, None] * (slopes @ matrix) / 0.9
     scale = np.linalg.norm(expected)
     assert np.linalg.norm(found - expected) < error * scale
-    assert abs((found * expected).sum() / scale**2 - 1) < 0.1 * error
+    assert abs((found * expected).sum() / scale**2 - 1) < shared
 
 
 def test_a_frozen_head_is_not_copied_and_multiplies_once(monkeypatch):
