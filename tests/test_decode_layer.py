@@ -179,6 +179,8 @@ def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
     use_decode_kernels(monkeypatch, interpret)
     monkeypatch.setattr(fp4_matmul, "fp4_matmul", stand_in)
     monkeypatch.setattr(fp4_matmul, "supports", chosen)
+    if interpret:
+        monkeypatch.setattr(fp4_matmul, "adds_xa_partials", lambda *_: True)
     actual = traced_step(config, *arguments)[0]
     o_proj = config.embed_dim, config.num_heads * config.head_dim
     gate_up_proj = 2 * config.mlp_dim, config.embed_dim
@@ -277,7 +279,19 @@ PLAIN = "add_rmsnorm fp4 attend merge_parts fp4 add_rmsnorm fp4 swiglu fp4"
             marks=pytest.mark.slow,
         ),
         (72, "mosaic", "add_rmsnorm fp4 attention_sm90 fp4 add_rmsnorm fp4+SwiGLU lora_shrink fp4"),
-        pytest.param(136, "mosaic", PLAIN, marks=pytest.mark.slow),
+        pytest.param(
+            256,
+            "mosaic",
+            "add_rmsnorm fp4 attention_sm90 lora_shrink fp4 add_rmsnorm fp4+SwiGLU lora_shrink fp4",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(  # The tiling of down_proj has no reducer.
+            136,
+            "mosaic",
+            PLAIN.replace("attend merge_parts", "attention_sm90 lora_shrink"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(264, "mosaic", PLAIN, marks=pytest.mark.slow),
         (32, "mma", PLAIN),
     ],
 )

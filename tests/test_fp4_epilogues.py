@@ -49,6 +49,12 @@ SWIGLU_VARIANTS = {
     ),
     "slices": ((8, 128, 640), TileConfig(8, slices=2, warpgroups_n=1, block_k=512, stages=2), 1),
     "split tiles": ((16, 512, 384), TileConfig(24, warpgroups_n=1, stages=3, stream_k=True), 3),
+    "several tiles of tokens": ((32, 256, 256), TileConfig(24, warpgroups_n=1, stages=2), 3),
+    "several tiles of tokens, split ones": (
+        (32, 512, 384),
+        TileConfig(24, warpgroups_n=1, stages=3, stream_k=True),
+        5,
+    ),
     "a tile for each CTA of a cluster and an odd one": (
         (8, 384, 640),
         TileConfig(8, warpgroups_n=2, stages=3, split=3),
@@ -60,7 +66,9 @@ SWIGLU_VARIANTS = {
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(name, marks=() if "even rows" in name else pytest.mark.slow)
+        pytest.param(
+            name, marks=() if "even rows" in name or name.endswith("tokens") else pytest.mark.slow
+        )
         for name in SWIGLU_VARIANTS
     ],
 )
@@ -139,7 +147,8 @@ def test_where_the_kernel_supports_swiglu(monkeypatch):
     short = fp4.to_tiles(random_weight(256, 256))
     assert serves(k=256, weight=short)
     assert not serves(k=256, weight=short, count=0)  # too few columns to make partials of
-    assert not serves(m=136)
+    assert serves(m=256)
+    assert not serves(m=264)
     assert serves(rank=512)
     assert not serves(rank=576)  # more than a stage holds
     assert not fp4.supports(x, tiles, lora=None, epilogue=Swiglu(square_partials, 0.5))
@@ -168,10 +177,9 @@ def test_where_the_kernel_supports_swiglu(monkeypatch):
             "square_partials are 2, expected at least 4",
         ),
         ({"x": jnp.zeros((16, 512))}, "wants bfloat16 and Fp4Tiles, got float32"),
-        ({"config": TileConfig(8, warpgroups_n=1)}, "wants 16 tokens in one tile"),
         (
-            {"config": TileConfig(136, warpgroups_n=1, stages=2)},
-            "a reducer, got TileConfig.tile_m=136",
+            {"config": TileConfig(136, warpgroups_n=3, stages=2)},
+            "a reducer, got 16 and TileConfig.tile_m=136",
         ),
         ({"config": TileConfig(12)}, "tile_m is 12, expected a multiple of 8"),
     ],

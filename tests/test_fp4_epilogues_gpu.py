@@ -26,12 +26,13 @@ def a_hopper_gpu():
 def swiglus():
     """Named shapes, and every kind of tiling with tiles beyond the weight."""
     for model in ("7b", "14b", "32b", "llama8b"):
-        yield from ((None, m, *cases.MODELS[model]["gate_up"]) for m in (8, 24, 32, 64, 128))
+        yield from ((None, m, *cases.MODELS[model]["gate_up"]) for m in (8, 24, 32, 64, 128, 256))
     # Few partial mean squares, and a width of 16 tokens.
     yield from ((None, m, 512, 1024) for m in (8, 48))
     for config in CONFIGS[1:]:
         if tiling.supports_xa_partials(config):
             yield config, 16, 128 * 37, 1024
+            yield config, 248, 128 * 37, 1024
     # The last CTA's run of a split tile is a whole tile, which it stores before its others.
     yield TileConfig(16, warpgroups_n=2, stages=6, stream_k=True), 16, 128 * 262, 1024
 

@@ -44,7 +44,7 @@ def test_clusters(tiles, split, num_sms, clusters):
     ],
 )
 def test_where_the_kernel_shrinks(stages, m, row_tiles, k, shrinks):
-    config = TileConfig(32, warpgroups_n=4, block_k=256, stages=stages)
+    config = TileConfig(32, warpgroups_n=4, block_k=256, stages=stages, in_flight=1)
     assert make_schedule(config, m, row_tiles, k, 132).supports_lora_shrink(64, k) == shrinks
 
 

@@ -11,7 +11,8 @@ A layer has six steps. In each step the first line is taken whose conditions hol
     output     o_proj+RMSNorm             M <= 64, o_proj FP4 and adapted, gate_up_proj+SwiGLU next,
                                           one device
                o_proj, add_rmsnorm        none
-    mlp        gate_up_proj+SwiGLU        M <= 128, gate_up_proj FP4 and adapted
+    mlp        gate_up_proj+SwiGLU        M <= 256, gate_up_proj FP4 and adapted, down_proj not FP4
+                                          or its tiling has a reducer
                gate_up_proj, swiglu       none
     down       down_proj                  none; the norm of the next layer adds its result
 
@@ -30,9 +31,10 @@ A mixture of experts has these steps after attention:
                down_proj
 
 A weight is "FP4" if it is in tile order (`Fp4Tiles`) and the Hopper kernel runs; the two epilogues
-"+RMSNorm" and "+SwiGLU" need rows in multiples of eight. Attention is "unsplit" if M <= 128, o_proj
-is FP4, and the M K heads of keys occupy all SMs. Where another kernel multiplies weights in tile
-order (`fp4_matmul.mma`), no weight is FP4.
+"+RMSNorm" and "+SwiGLU" need rows in multiples of eight. Attention is "unsplit" if M <= 256, o_proj
+is FP4 and its tiling has a reducer, and the M K heads of keys occupy all SMs. Without an adapter no
+reducer is needed; up to 128 rows all tilings have one. Where another kernel multiplies weights in
+tile order (`fp4_matmul.mma`), no weight is FP4.
 
 An adapted product needs x A^T. Every kernel in front of a product computes partial sums of it, but
 for unsplit attention and the FP4 kernel. After these, the product computes x A^T itself, or the
@@ -63,9 +65,11 @@ For Qwen2.5-7B on an H200 this gives:
                                      gate_up_proj+SwiGLU, down_proj
     32 to 64   Fp4Tiles and adapters add_rmsnorm, qkv_proj, attention_sm90, o_proj+RMSNorm,
                                      gate_up_proj+SwiGLU, down_proj
-    72 to 128  Fp4Tiles and adapters add_rmsnorm, qkv_proj, attention_sm90, o_proj, add_rmsnorm,
-                                     gate_up_proj+SwiGLU, [lora_shrink,] down_proj
-    136, ...   Fp4Tiles and adapters as with dense weights
+    72 to 128  Fp4Tiles and adapters add_rmsnorm, qkv_proj, attention_sm90, [lora_shrink,] o_proj,
+                                     add_rmsnorm, gate_up_proj+SwiGLU, [lora_shrink,] down_proj
+    200 to 256 Fp4Tiles and adapters the same
+    136 to 192 Fp4Tiles and adapters the same up to gate_up_proj, swiglu, down_proj
+    264, ...   Fp4Tiles and adapters as with dense weights
 
 A recurrent layer has in_proj and `delta_step` in place of q, k, v and attention, and out_proj in
 place of o_proj. Attention with gates has `split_gates` before `attend`, and `merge_parts` after it
@@ -110,7 +114,6 @@ from pallas_kernels.fp4_matmul import (
     dispatch,
 )
 from pallas_kernels.fp4_matmul.mma import dense
-from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
 
 Adapter = tuple[jax.Array, jax.Array]
 
@@ -429,6 +432,12 @@ def _supports(activations: Activations, projection: Projection, epilogue: Epilog
     return fp4_matmul.supports(x, weight, lora=adapter, xa_partials=xa_partials, epilogue=epilogue)
 
 
+def _adds_xa_partials(projection: Projection, shape: tuple[int, int]) -> bool:
+    """Whether a product of x [M, K] wants no partials of the kernel before it."""
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    return fp4_matmul.adds_xa_partials(x, *projection)
+
+
 def _attention(
     inputs: AttentionInputs, o: Projection, own: Own
 ) -> tuple[Activations, jax.Array, jax.Array]:
@@ -439,9 +448,7 @@ def _attention(
     sinks, window = own.layer.get("sinks"), own.window
     # The Hopper kernel makes x A^T too: after attention in one part nothing is left to do.
     unsplit = (
-        isinstance(o.weight, Fp4Tiles)
-        and fp4_matmul.device_kernel() == "mosaic"
-        and len(inputs.qkv) <= MAX_ROWS_OF_PARTIALS
+        _adds_xa_partials(o, (len(inputs.qkv), inputs.num_heads * inputs.keys.shape[-1]))
         and attention.num_parts(inputs.keys, num_sms()) == 1
         and sinks is None
         and not window
@@ -576,8 +583,10 @@ def _mlp(norm: DeferredNorm, gate_up: Projection, down: Projection, eps: float) 
     """SwiGLU of the product of gate and up, which the down projection reads."""
     activations = Activations(norm.scaled, norm.xa_partials)
     epilogue = Swiglu(norm.square_partials, eps)
-    if _supports(activations, gate_up, epilogue):
-        return Activations(_project(activations, gate_up, epilogue))
+    if isinstance(gate_up.weight, Fp4Tiles) and _supports(activations, gate_up, epilogue):
+        hidden = len(norm.scaled), gate_up.weight.shape[0] // 2
+        if not isinstance(down.weight, Fp4Tiles) or _adds_xa_partials(down, hidden):
+            return Activations(_project(activations, gate_up, epilogue))
     y = _project(activations, gate_up)
     with jax.named_scope("mlp"):
         return Activations(*norms.swiglu(y, norm.square_partials, down.a, eps=eps))

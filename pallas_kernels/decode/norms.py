@@ -22,7 +22,6 @@ from pallas_kernels import warp_mma
 from pallas_kernels.experts import combine
 from pallas_kernels.experts.combine import ExpertSums
 from pallas_kernels.fp4_matmul import lora_shrink
-from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
 from pallas_kernels.warpgroup import WARPS, Layout
 
 _LOG2_E = 1.4426950408889634
@@ -155,7 +154,7 @@ def swiglu(
     # With 18944 columns, tiles of 128 columns take 4.9 us at 32 rows where tiles of 256 take 6.2,
     # and both take equally long at 8 rows. Larger tiles leave fewer partials, and their reader
     # reads all of them.
-    few = 16 < len(gate_up) <= MAX_ROWS_OF_PARTIALS
+    few = 16 < len(gate_up) <= 128
     block = lora_shrink.COLUMNS if few else 2 * lora_shrink.COLUMNS
     outputs = gate_up.shape[1] // 2
     if outputs < block or outputs % 8:

@@ -3,6 +3,7 @@
 from pallas_kernels.fp4_matmul.api import dense, fp4_matmul
 from pallas_kernels.fp4_matmul.dispatch import (
     KERNEL_VARIABLE,
+    adds_xa_partials,
     chosen_kernel,
     device_kernel,
     format_kernel,
@@ -38,6 +39,7 @@ __all__ = [
     "Fp4Weight",
     "Swiglu",
     "TileConfig",
+    "adds_xa_partials",
     "chosen_kernel",
     "dense",
     "dequantize",

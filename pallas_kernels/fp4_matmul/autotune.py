@@ -7,7 +7,7 @@ ranks them, and a few of each kind are kept. Threads compile them while the firs
 A candidate that does not fit into shared memory or spills registers is not measured, and a
 candidate whose result is wrong does not count. Several commands may run at a time, for they take
 turns to measure. An entry of the table is for all M from the next smaller entry up to its own, and
-for adapters of rank 32; up to 128 rows it is the best for the product of a decode step, see
+for adapters of rank 32; up to 256 rows it is the best for the product of a decode step, see
 `decode_product`. The default of --m has batch sizes to which rollouts compact.
 """
 
@@ -112,9 +112,9 @@ def decode_product(
 ) -> tuple[Callable, Callable, list]:
     """The product of a layer, as "7b.gate_up", in a decode step of M rows.
 
-    Up to 128 rows the product of gate and up ends with SwiGLU, and the product of down computes
-    x A^T itself. So does the output projection with more than eight rows; its epilogue of residual
-    and RMSNorm is not timed, but up to 64 rows gate and up compute x A^T after it. Otherwise
+    The product of gate and up ends with SwiGLU, and the product of down computes x A^T itself. So
+    does the output projection with 9 to 128 rows; its epilogue of residual and RMSNorm is not
+    timed, but up to 64 rows gate and up compute x A^T after it. Otherwise
     partials of x A^T are given, up to the number of rows for which the kernel adds them up. The
     rank is that of the layer's stacked adapters.
 
@@ -132,7 +132,7 @@ def decode_product(
     if ends:
         inside = m <= tiling.MAX_ROWS_OF_NORM
     else:
-        inside = (part == "o" and m > 8) or (part == "down" and (m > 8 or m % 8 == 0))
+        inside = (part == "o" and 8 < m <= 128) or (part == "down" and (m > 8 or m % 8 == 0))
     xa_partials = None if inside else cases.random_xa_partials(m, k, rank)
     squares = jax.random.uniform(jax.random.key(4), (-(-k // 128), m), minval=0.5, maxval=1.5)
     swiglu = fp4.Swiglu(squares, _EPS) if ends else None
@@ -162,8 +162,8 @@ def tune(layer: str, m: int, n: int, k: int, *, num_sms: int) -> tuple[TileConfi
         args += others
         jax.block_until_ready(args)
     configs = shortlist(m, n, k, rank=tiling.padded_rank(rank), num_sms=num_sms)
-    if others and others[-1][0] is not None:  # SwiGLU wants all tokens in one tile.
-        configs = [config for config in configs if config.tile_m >= m]
+    if others and others[-1][0] is not None:  # SwiGLU wants a reducer.
+        configs = list(filter(tiling.supports_xa_partials, configs))
 
     results = measured(configs, product, by_xla, args)
     if not results:

@@ -254,6 +254,26 @@ def supports(
     return xa_partials is not None or schedule.supports_lora_shrink(*a.shape)
 
 
+def adds_xa_partials(
+    x: jax.Array | jax.ShapeDtypeStruct, weight: Any, lora: tuple[jax.Array, jax.Array] | None
+) -> bool:
+    """Whether the Hopper kernel multiplies x [M, K], and adds up x A^T if there is an adapter.
+
+    The product or `lora_shrink` makes the partials then. With other tilings XLA computes x A^T,
+    which takes longer than partials that the kernel before the product leaves.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    if m > tiling.MAX_ROWS_OF_PARTIALS or implementation_of(weight, x) != "mosaic":
+        return False
+    if lora is None:
+        return True
+    a, _ = lora
+    if not fits_adapter(m, n, k, len(a)):
+        return False
+    schedule = schedule_of(x, weight, tiling.padded_rank(len(a)))
+    return schedule.supports_lora_shrink(*a.shape) or _shrinks_to_partials(schedule.config, k)
+
+
 def misfits(
     x: jax.Array | jax.ShapeDtypeStruct,
     weight: Fp4Tiles,
@@ -274,8 +294,9 @@ def misfits(
 
 def _misfits_of_swiglu(m, n, epilogue, xa_partials, config):
     problems, few = [], tiling.MIN_PARTIALS
-    if not (m <= config.tile_m and tiling.supports_xa_partials(config)):
-        problems.append(f"SwiGLU wants {m} tokens in one tile and a reducer, got {config}")
+    if m > tiling.MAX_ROWS_OF_PARTIALS or not tiling.supports_xa_partials(config):
+        wanted = f"at most {tiling.MAX_ROWS_OF_PARTIALS} tokens and a reducer"
+        problems.append(f"SwiGLU wants {wanted}, got {m} and {config}")
     if m % 8 or n % (2 * tiling.TILE_ROWS):
         wanted = f"a multiple of 8 tokens and of {2 * tiling.TILE_ROWS} outputs"
         problems.append(f"SwiGLU wants {wanted}, got {m} and {n}")

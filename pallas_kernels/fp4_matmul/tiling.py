@@ -15,7 +15,8 @@ TILE_COLUMNS = 128
 PARTIAL_COLUMNS = 32  # columns of x A^T that are added up together
 MIN_PARTIALS = 4  # one for each warp that adds up x A^T
 # Rows up to which the kernel adds up partials itself: few parts of them for each CTA.
-MAX_ROWS_OF_PARTIALS = 128
+MAX_ROWS_OF_PARTIALS = 256
+_MOST_TOKENS_WITH_REDUCER = 128  # of a tile; not measured with more
 # Rows up to which a product adds to the residual and begins an RMSNorm; not measured with more.
 MAX_ROWS_OF_NORM = 64
 SMEM_LIMIT = 232448 - 1536  # bytes of a CTA on Hopper, less some for barriers and the like
@@ -160,8 +161,10 @@ def helper_registers(warpgroups: int, helpers: int = 1) -> int:
 
 def supports_xa_partials(config: TileConfig) -> bool:
     """Whether a CTA can have the reducer warpgroup, which adds up partials of x A^T."""
-    threads = 128 * (config.warpgroups + helper_warpgroups(True))
-    return config.tile_m <= MAX_ROWS_OF_PARTIALS and threads <= 1024
+    helpers = helper_warpgroups(True)
+    if config.tile_m > _MOST_TOKENS_WITH_REDUCER or config.warpgroups + helpers > 8:
+        return False
+    return config.registers() <= compute_registers(config.warpgroups, helpers)
 
 
 def _started_registers(warpgroups: int) -> int:

@@ -190,7 +190,6 @@ def _check(product: Product, schedule: TileSchedule) -> None:
     if isinstance(epilogue, Swiglu):
         assert n % (2 * TILE_ROWS) == 0
         assert tokens % 8 == 0
-        assert schedule.m_tiles == 1
         assert epilogue.square_partials.shape[1] == tokens
         assert len(epilogue.square_partials) >= MIN_PARTIALS
         # The reducer warpgroup, which adds up x A^T, adds up the squares, too.
@@ -221,7 +220,7 @@ def _inputs(product: Product, schedule: TileSchedule) -> dict[str, jax.Array]:
     }
     if isinstance(epilogue, Swiglu) and schedule.simulated:
         factor = lax.rsqrt(epilogue.square_partials.sum(axis=0) + epilogue.eps)
-        inputs["factor"] = jnp.pad(factor, (0, config.tile_m - tokens))
+        inputs["factor"] = jnp.pad(factor, (0, schedule.m_tiles * config.tile_m - tokens))
     elif isinstance(epilogue, Swiglu):
         inputs["square_partials"] = epilogue.square_partials
     if isinstance(epilogue, AddRmsNorm) and not schedule.simulated:
@@ -311,7 +310,7 @@ def _scratch(product: Product, schedule: TileSchedule) -> dict:
             "sums_empty": plgpu.Barrier(num_barriers=rows),
         }
     if schedule.paired and not schedule.simulated:
-        scratch["factor"] = plgpu.SMEM((config.tile_m,), jnp.float32)
+        scratch["factor"] = plgpu.SMEM((schedule.m_tiles * config.tile_m,), jnp.float32)
         scratch["factor_full"] = plgpu.Barrier()
     if product.a is not None:
         turns = schedule.shrink_turns(*product.a.shape)

@@ -31,15 +31,15 @@ def add_partial(
 ) -> jax.Array:
     """Adds up the partial sums of split tiles [slots, warpgroups_n, 64, tile_m], in y.
 
-    y is [M, N], or [M, N / 2] with SwiGLU, whose norm's factor is float32 [tile_m]. The bias is
-    [N].
+    y is [M, N], or [M, N / 2] with SwiGLU, whose norm's factor is float32 [m_tiles tile_m]. The
+    bias is [N].
     """
     for tile, (slot, peers) in _split_tiles(schedule).items():
         with jax.ensure_compile_time_eval():
             m_tile, n_tile = (int(i) for i in schedule.coordinates(tile))
         total = partial[slot : slot + peers].sum(axis=0)
         if factor is not None:
-            y = _put_swiglu(schedule, y, total, n_tile, factor)
+            y = _put_swiglu(schedule, y, total, (m_tile, n_tile), factor)
         else:
             y = _put_tile(schedule, y, total, (m_tile, n_tile), bias)
     return y
@@ -72,16 +72,22 @@ def _split_tiles(schedule: TileSchedule) -> dict[int, tuple[int, int]]:
 
 
 def _put_swiglu(
-    schedule: TileSchedule, y: jax.Array, total: jax.Array, n_tile: int, factor: jax.Array
+    schedule: TileSchedule,
+    y: jax.Array,
+    total: jax.Array,
+    tile: tuple[int, int],
+    factor: jax.Array,
 ) -> jax.Array:
     """Puts SwiGLU of a tile [warpgroups_n, 64, tile_m] into y."""
+    tile_m, (m_tile, n_tile) = schedule.config.tile_m, tile
+    tokens = slice(m_tile * tile_m, (m_tile + 1) * tile_m)
     for row, value in enumerate(total):
         with jax.ensure_compile_time_eval():
             row_tile = int(schedule.row_tile(n_tile, row))
         height = schedule.tile_outputs
-        part = swiglu.apply(value, factor, simulated=True)[: len(y)]
+        part = swiglu.apply(value, factor[tokens], simulated=True)[: len(y[tokens])]
         if row_tile < schedule.row_tiles:
-            y = y.at[:, row_tile * height : (row_tile + 1) * height].set(part)
+            y = y.at[tokens, row_tile * height : (row_tile + 1) * height].set(part)
     return y
 
 
