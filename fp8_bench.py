@@ -98,21 +98,26 @@ def multi_of(layer, m, n, k):
         if layer == "gate_up":
             add(128, 3, 256, False, True, False)
             for c in ((256, 2, 128, True), (128, 3, 256, False), (128, 3, 256, True), (128, 3, 128, False), (128, 4, 128, True), (256, 1, 256, True)): add(*c)
-            for c in ((128, 3, 128, False), (128, 3, 128, True), (256, 2, 128, True)): add(*c, False)
+            for c in ((128, 3, 128, False), (128, 3, 128, True), (256, 2, 128, True), (256, 2, 128, False), (128, 4, 128, True), (256, 1, 128, True)): add(*c, False)
         if layer == "down":
             add(256, 2, 128, True, True, False)
             for c in ((256, 2, 128, True), (128, 3, 256, True), (128, 2, 256, True), (128, 4, 128, True), (256, 1, 256, True)): add(*c)
-            for c in ((128, 2, 128, True), (128, 3, 128, True)): add(*c, False)
+            for c in ((128, 2, 128, True), (128, 3, 128, True), (256, 2, 128, True), (256, 1, 128, True)): add(*c, False)
         if layer == "qkv":
             for c in ((256, 1, 256, True), (128, 1, 512, True), (128, 1, 512, False), (128, 2, 256, True), (96, 2, 256, False)): add(*c)
-            for c in ((128, 1, 256, True), (96, 2, 256, False)): add(*c, False)
+            for c in ((128, 1, 256, True), (96, 2, 256, False), (256, 1, 128, True), (128, 2, 128, True)): add(*c, False)
         if layer == "o":
             for c in ((256, 1, 256, True), (128, 1, 512, False), (128, 1, 256, False), (128, 2, 256, False), (64, 2, 512, False)): add(*c)
-            for c in ((128, 1, 256, False), (64, 2, 512, False)): add(*c, False)
+            for c in ((128, 1, 256, False), (64, 2, 512, False), (256, 1, 128, True), (128, 2, 128, True)): add(*c, False)
     if m == 128 and layer in ("gate_up", "down"):
         add(128, 2, 256, True, True, False)
         for c in ((128, 2, 256, True), (128, 3, 256, True), (128, 4, 128, True)): add(*c)
-        add(128, 3, 128, True, False)
+        for c in ((128, 3, 128, True), (128, 3, 128, False), (128, 4, 128, True), (128, 2, 256, True)): add(*c, False)
+    if m == 128 and layer in ("qkv", "o"):
+        for c in ((128, 1, 256, True), (64, 2, 256, False), (128, 2, 128, True)): add(*c, False)
+    if m == 64 and layer in ("gate_up", "down"):
+        for c in ((64, 3, 256, True), (64, 4, 256, True)):
+            add(*c, True, False); add(*c); add(*c, False)
     return out
 if os.environ.get("MULTI"): configs_of = multi_of
 

@@ -12,7 +12,7 @@ from qerl_jax.weights.layer_memory import compact_layers
 
 phase, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 MS = [int(m) for m in (sys.argv[3] if len(sys.argv) > 3 else "64,128,256").split(",")]
-LAYERS, POSITIONS, FILLED, STEPS = int(os.environ.get("LAYERS", 4)), 768, 500, 8
+LAYERS, POSITIONS, FILLED, STEPS = int(os.environ.get("LAYERS", 4)), 768, 500, 16
 folder.mkdir(parents=True, exist_ok=True)
 start = time.time()
 def say(*a): print(f"{time.time()-start:6.1f}", *a, flush=True)
@@ -57,6 +57,23 @@ def kernels_of(run):
         timings = ext._cupti_get_timings(True)
     return [(n, 1e-3 * t) for n, t in timings]
 
+def sustained(run, seconds=2.0):
+    """Steps a second over two seconds, and clock and power meanwhile."""
+    import subprocess, tempfile
+    log = tempfile.NamedTemporaryFile("w+", suffix=".csv", delete=False)
+    p = subprocess.Popen(["nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant,clocks_event_reasons.sw_power_cap,clocks_event_reasons.hw_slowdown", "--format=csv,noheader,nounits", "-lms", "50"], stdout=log, stderr=subprocess.STDOUT)
+    time.sleep(.3)
+    first = sum(1 for _ in open(log.name))
+    run()
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        run(); count += 1
+    took = time.perf_counter() - began
+    lines = open(log.name).read().splitlines()[first:]
+    p.kill()
+    middle = lines[len(lines) // 4:]
+    return 1e6 * took / count, middle[len(middle) // 2:][:4], len(lines)
+
 TUNED = dispatch.tiling._tuned(132)
 names = lambda m, e: folder / f"step-{m}-{e}.pickle"
 results = []
@@ -90,11 +107,13 @@ for m in MS:
         by = collections.Counter(); count = collections.Counter()
         for n, t in kernels: by[n[:40]] += 1e6 * t; count[n[:40]] += 1
         t, c = many(params, lora_layers, tokens, box.pop()); jax.block_until_ready(t)
-        walls = []
-        for _ in range(5):
-            c = dataclasses.replace(c, lengths=jnp.copy(cache.lengths)); jax.block_until_ready(c)
-            began = time.perf_counter(); t, c = many(params, lora_layers, tokens, c); jax.block_until_ready(t)
-            walls.append(1e6 * (time.perf_counter() - began) / STEPS)
+        state = [t, c]
+        def again():
+            c = dataclasses.replace(state[1], lengths=cache.lengths + 0)
+            t, c = many(params, lora_layers, tokens, c); jax.block_until_ready(t); state[:] = t, c
+        again(); began = time.perf_counter(); again(); burst = 1e6 * (time.perf_counter() - began) / STEPS
+        us, samples, n = sustained(again); walls = [us / STEPS]
+        say(m, e, f"burst {burst:.0f} us, sustained {walls[0]:.0f} us a step; clock MHz, W: {samples} of {n}")
         say(m, ("bf16", "e4m3", "e4m3 multicast")[e], f"kernels {total:.0f} us, wall {min(walls):.0f} us a step, {len(kernels)} kernels")
         for n, t in by.most_common(14): say(f"      {t:8.1f} {count[n]:3d} {n}")
         results.append({"m": m, "e4m3": e, "us": total, "wall_us": min(walls), "kernels": dict(by)})
