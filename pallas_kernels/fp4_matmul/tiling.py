@@ -16,7 +16,7 @@ PARTIAL_COLUMNS = 32  # columns of x A^T that are added up together
 MIN_PARTIALS = 4  # one for each warp that adds up x A^T
 # Rows up to which the kernel adds up partials itself: few parts of them for each CTA.
 MAX_ROWS_OF_PARTIALS = 256
-_MOST_TOKENS_WITH_REDUCER = 128  # of a tile; not measured with more
+_MOST_TOKENS_WITH_REDUCER = 128  # of a tile; with more, tests of SwiGLU failed
 # Rows up to which a product adds to the residual and begins an RMSNorm; not measured with more.
 MAX_ROWS_OF_NORM = 64
 SMEM_LIMIT = 232448 - 1536  # bytes of a CTA on Hopper, less some for barriers and the like
