@@ -273,6 +273,12 @@ def test_nothing_is_cached_on_a_cpu(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("rollout-*"))
 
 
+def test_what_jax_finds_in_its_cache_is_not_counted_as_compiled(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    assert compiled(tmp_path).compiled
+    assert not compiled(tmp_path).compiled
+
+
 @pytest.mark.parametrize("folder", [None, "gs://bucket/cache"])
 def test_nothing_is_cached_without_a_folder(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
