@@ -518,25 +518,57 @@ def test_runs_of_a_sweep_share_programs_that_this_user_has_signed(tmp_path, monk
         assert (folder / name).read_bytes().startswith(content[:19])  # It is signed.
 
 
+@pytest.mark.parametrize("backend", ["gpu", "cpu"])
+def test_a_run_loads_what_another_run_compiled(backend, tmp_path, monkeypatch):
+    """By default JAX has no cache, and each run has a folder of its own."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(executable_cache, "_is_used", lambda: backend == "gpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with cache_set_to(None):
+        for name in ("first", "second"):
+            jax.clear_caches()
+            with keep_programs(tmp_path / name):
+                programs = compiled(None)
+            assert bool(programs.compiled) == (name == "first")
+            # A resumed run on a GPU executes the same program, whatever becomes of the cache.
+            kept = {path.name for path in tmp_path.glob(f"{name}/rollout-*")}
+            assert len(kept) == (len(programs) if backend == "gpu" else 0)
+    folder = tmp_path / "cache" / "qerl_jax" / "programs"
+    assert kept <= {path.name for path in folder.iterdir()} != set()
+
+
+def test_processes_of_a_run_do_not_read_the_cache_of_the_user(tmp_path, monkeypatch):
+    """Where they have caches of their own, they would begin with other programs."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with cache_set_to(None):
+        assert compile_one(None, tmp_path / "run") == 0
+        assert compile_one(None, tmp_path / "run") == 1
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_cpu_keeps_programs_for_its_processor(tmp_path, monkeypatch):
-    run = tmp_path / "run"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run, user = tmp_path / "run", tmp_path / "qerl_jax" / "programs"
     with cache_set_to(None):
         assert compile_one(None, run) == 0
-        (folder,) = run.iterdir()
+        (folder,) = user.iterdir()
         assert folder.name.startswith("cpu-")
         (name,) = entries(folder)
         assert compile_one(None, run) == 1
         (folder / name).write_bytes((folder / name).read_bytes()[51:])
-        assert compile_one(None, run) == 0  # It has no signature.
-        (folder / name).write_bytes((folder / name).read_bytes()[51:])
-        program_cache.sign_entries(run)
+        assert compile_one(None, run, trusted=True) == 0  # It has no signature.
         assert compile_one(None, run) == 1
-        for digest, kept in (("of another", 2), ("", 2)):
+        for digest in ("of another", ""):
             monkeypatch.setattr(run_cache, "processor_digest", lambda digest=digest: digest)
             assert compile_one(None, run) == 0
-            assert len(list(run.iterdir())) == kept
-    assert compile_one(tmp_path / "common", tmp_path / "other") == 0
-    assert not (tmp_path / "other").exists()  # JAX's own cache has it.
+            assert {path.name for path in user.iterdir()} == {folder.name, "cpu-of another"}
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "unused"))
+    assert compile_one(tmp_path / "common", run) == 0
+    assert not run.exists()
+    assert not (tmp_path / "unused").exists()  # JAX's own cache has it.
 
 
 def test_vector_instructions_are_the_widest_that_programs_use():

@@ -1,4 +1,4 @@
-"""Compiled programs in two folders: that of a run, and the common one of the user.
+"""Compiled programs in two folders: that of a run, and the common one of JAX's cache.
 
 A program is code: to load one is to execute what the writer of its file chose. In the folder of a
 run, which may come from another person, each file begins with a signature of its name and content
@@ -9,8 +9,9 @@ A program that this process compiles is written to both folders, and one from th
 copied to that of the run, which executes it again when it resumes. A program from the folder of a
 run is not copied. Files appear whole, by a rename.
 
-The runs of a sweep share a third folder, that of the sweep, which may come from another person as
-well: each file in it has a signature, and one without is compiled again, whatever the user trusts.
+All runs of the user share a third folder, in the user's cache; those of a sweep share that of the
+sweep, which may come from another person as well. Each file in it has a signature, and one without
+is compiled again, whatever the user trusts.
 """
 
 import contextlib
@@ -33,7 +34,6 @@ _MAGIC = b"qerl-jax program 1\n"
 _SIGNATURE_BYTES = 32
 _SUFFIX = "-cache"  # the end of the names of JAX's entries
 SHARED = "QERL_SHARED_PROGRAMS"  # variable with the folder that the runs of a sweep share
-OF_PROCESSOR = "cpu-"  # the beginning of the names of folders with the programs of a processor
 EXECUTABLE = "rollout-"  # the beginning of the names of serialized executables
 
 # JAX installs a cache through no public function. Its public module takes `reset_cache` from the
@@ -253,7 +253,7 @@ def current() -> ProgramCache:
 
 
 def sign_entries(folder: Path) -> None:
-    """Signs all programs of a folder, and of its folders of processors, with the key of this user.
+    """Signs all programs of a folder with the key of this user.
 
     Raises:
         OSError: a file cannot be written.
@@ -261,9 +261,7 @@ def sign_entries(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(OF_PROCESSOR) and path.is_dir():
-            sign_entries(path)
-        elif path.name.endswith(_SUFFIX) or path.name.startswith(EXECUTABLE):
+        if path.name.endswith(_SUFFIX) or path.name.startswith(EXECUTABLE):
             if path.is_symlink():  # Its target is not part of what the user trusts.
                 continue
             content, valid = _read(path)
