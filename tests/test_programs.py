@@ -1,6 +1,7 @@
 """The executable cache: programs of rollouts that one process compiles and the next one loads."""
 
 import contextlib
+import errno
 import functools
 import os
 import pathlib
@@ -535,6 +536,46 @@ def test_a_run_loads_what_another_run_compiled(backend, tmp_path, monkeypatch):
             assert len(kept) == (len(programs) if backend == "gpu" else 0)
     folder = tmp_path / "cache" / "qerl_jax" / "programs"
     assert kept <= {path.name for path in folder.iterdir()} != set()
+
+
+def test_a_cache_of_the_user_that_cannot_be_searched_is_not_needed(tmp_path, monkeypatch, capsys):
+    """Such as one that another user has made."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "qerl_jax" / "programs").mkdir(parents=True)
+    stat, lstat = os.stat, os.lstat
+
+    def refuse(found, path, **options):
+        if not isinstance(path, int) and "/qerl_jax/programs" in os.fspath(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return found(path, **options)
+
+    monkeypatch.setattr(os, "stat", functools.partial(refuse, stat))
+    monkeypatch.setattr(os, "lstat", functools.partial(refuse, lstat))
+    with cache_set_to(None), keep_programs(tmp_path / "run"):
+        programs = compiled(None)
+    assert len(programs.compiled) == len(programs)
+    assert capsys.readouterr().err.count("/qerl_jax/programs (Permission denied)") == 1
+    assert len(list((tmp_path / "run").glob("rollout-*"))) == len(programs)
+
+
+def test_a_cache_of_the_user_may_be_a_link_and_needs_a_key(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "cache" / "qerl_jax").mkdir(parents=True)
+    (tmp_path / "cache" / "qerl_jax" / "programs").symlink_to(disk)
+    with cache_set_to(None):
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CONFIG_HOME", "/dev/null")
+            compile_one(None, tmp_path / "unsigned")
+        assert not list(disk.iterdir())  # No process could read it.
+        said = capsys.readouterr().err
+        assert said.count(f"not kept in {disk} (/dev/null/qerl-jax/key cannot be made: ") == 1
+        assert compile_one(None, tmp_path / "first") == 0
+        assert entries(disk) == entries(tmp_path / "first") != set()
+        assert compile_one(None, tmp_path / "second") == 1
 
 
 def test_processes_of_a_run_do_not_read_the_cache_of_the_user(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from qerl_jax.system.user_key import is_signed, key_path, sign
+from qerl_jax.system.user_key import is_signed, key_path, sign, why_no_key
 
 _MAGIC = b"qerl-jax program 1\n"
 _SIGNATURE_BYTES = 32
@@ -92,7 +92,8 @@ class ProgramCache:
     def has(self, name: str) -> bool:
         """Returns whether there is a file of an executable, valid or not."""
         folders = self.folder, self.common_folder, self.shared
-        return any(f is not None and (f / name).is_file() for f in folders)
+        # `Path.is_file` raises an error in a folder of another user that cannot be searched.
+        return any(f is not None and os.path.isfile(f / name) for f in folders)
 
     def read(self, name: str) -> bytes | None:
         """Returns an executable that this user has signed, or None."""
@@ -108,18 +109,27 @@ class ProgramCache:
         """Writes an executable, which this process has compiled."""
         self._add_to_run(name, content)
         self._add_to_shared(name, content)
-        # Without a key no process could read it from the common folder.
-        if self.common_folder is not None and (signature := sign(content, f"program {name}")):
-            self._keep(self.common_folder / name, _MAGIC + bytes.fromhex(signature) + content)
+        if self.common_folder is not None:
+            self._keep_signed(self.common_folder / name, content)
+
+    def _keep_signed(self, path: Path, content: bytes) -> None:
+        """Writes a file with a signature; none without a key, as no process could read it."""
+        if signature := sign(content, f"program {path.name}"):
+            self._keep(path, _MAGIC + bytes.fromhex(signature) + content)
+        else:
+            self._warn(path.parent, OSError(why_no_key()))
 
     def _keep(self, path: Path, content: bytes) -> None:
         """Writes a file; where that fails, a warning says so once for each folder."""
         try:
             _write(path, content)
         except OSError as error:
-            if str(path.parent) not in self._warned:
-                self._warned.add(str(path.parent))
-                warn_not_kept(path.parent, error)
+            self._warn(path.parent, error)
+
+    def _warn(self, folder: Path, error: OSError) -> None:
+        if str(folder) not in self._warned:
+            self._warned.add(str(folder))
+            warn_not_kept(folder, error)
 
     def _read_from_run(self, name: str) -> bytes | None:
         if self.folder is None:
@@ -148,12 +158,11 @@ class ProgramCache:
         return content
 
     def _add_to_shared(self, name: str, content: bytes) -> None:
-        if self.shared is None or self.shared.is_symlink():
-            return
-        self._keep(self.shared / name, _sign_program(name, content))
+        if self.shared is not None and not os.path.islink(self.shared):
+            self._keep_signed(self.shared / name, content)
 
     def _add_to_run(self, name: str, content: bytes) -> None:
-        if self.folder is None or self.folder.is_symlink():
+        if self.folder is None or os.path.islink(self.folder):
             return
         if not self.replaces and (self.folder / name).exists():
             return

@@ -64,9 +64,13 @@ def keep_programs(
 
 
 def _user_folder() -> Path | None:
-    """Returns the folder of programs in the cache of the user; None without a home folder."""
+    """Returns the folder of programs in the cache of the user; None without a home folder.
+
+    Programs are not written through a link. The user may have made the folder one, such as to a
+    larger disk, so its target is returned.
+    """
     try:
-        return cache_folder("programs")
+        return cache_folder("programs").resolve()
     except UserError as error:
         print(
             f"warning: compiled programs are not kept for later runs: {error}",
