@@ -3,12 +3,14 @@
 import contextlib
 import errno
 import functools
+import importlib.metadata
 import os
 import pathlib
 import pickle
 import shutil
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -221,6 +223,7 @@ def test_what_makes_another_program_is_compiled(change, filled, monkeypatch):
         ("qerl_jax/rl/losses.py", True),
         ("qerl_jax/policy/sharding.py", True),
         ("pallas_kernels/decode/layer.py", True),
+        ("qerl_jax/quantization/gptq.py", True),  # Calibration has programs, too.
         ("qerl_jax/data/splits.py", False),
     ],
 )
@@ -232,6 +235,21 @@ def test_an_edit_of_what_programs_are_traced_from_is_noticed(edited, differs, mo
 
     monkeypatch.setattr(pathlib.Path, "read_bytes", edit)
     assert (executable_cache._sources() != before) == differs
+
+
+@pytest.mark.parametrize(
+    ("name", "differs"),
+    [("nvidia-cudnn-cu13", True), ("jax-cuda13-plugin", True), ("optax", True), ("wandb", False)],
+)
+def test_another_version_of_a_library_makes_other_programs(name, differs, monkeypatch):
+    origins = set()
+    for version in ("1.0", "1.1"):
+        library = types.SimpleNamespace(name=name, version=version)
+        monkeypatch.setattr(importlib.metadata, "distributions", lambda one=library: [one])
+        executable_cache._libraries.cache_clear()
+        origins.add(executable_cache.origin(jnp.zeros(8)))
+    executable_cache._libraries.cache_clear()
+    assert (len(origins) == 2) == differs
 
 
 @pytest.mark.parametrize(("form", "differs"), [("nvfp4", False), ("mxfp4", True)])
