@@ -556,6 +556,20 @@ def test_a_run_loads_what_another_run_compiled(backend, tmp_path, monkeypatch):
     assert kept <= {path.name for path in folder.iterdir()} != set()
 
 
+def test_a_resumed_run_executes_its_own_programs(tmp_path):
+    """Two runs that compile at the same time write two programs under one name."""
+    shared = tmp_path / "shared"
+    first, second = (program_cache.ProgramCache(tmp_path / n, shared=shared) for n in "ab")
+    for cache, content in ((first, b"first"), (second, b"second")):
+        cache.write("rollout-1", content)
+        cache.put("2", content)
+    assert (first.read("rollout-1"), first.get("2")) == (b"first", b"first")
+    third = program_cache.ProgramCache(tmp_path / "c", shared=shared)
+    assert (third.read("rollout-1"), third.get("2")) == (b"second", b"second")
+    first.write("rollout-1", b"again")
+    assert third.read("rollout-1") == b"second"  # It has been copied.
+
+
 def test_a_cache_of_the_user_that_cannot_be_searched_is_not_needed(tmp_path, monkeypatch, capsys):
     """Such as one that another user has made."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
