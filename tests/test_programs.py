@@ -570,6 +570,24 @@ def test_a_resumed_run_executes_its_own_programs(tmp_path):
     assert third.read("rollout-1") == b"second"  # It has been copied.
 
 
+def test_the_programs_that_were_used_last_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "qerl_jax" / "programs"
+    cache = program_cache.ProgramCache(tmp_path / "run", shared=folder)
+    for age, name in enumerate(("rollout-1", "rollout-2", "rollout-3", "rollout-4.host-1-ab")):
+        cache.write(name, bytes(1000))
+        os.utime(folder / name, (0, 1000 - age))
+    (folder / "notes").write_bytes(bytes(1000))  # of the user
+    os.utime(folder / "notes", (0, 0))
+    reader = program_cache.ProgramCache(tmp_path / "another", shared=folder)
+    assert reader.read("rollout-3") == bytes(1000)  # Now it is the one that was used last.
+    monkeypatch.setattr(run_cache, "_LIMIT", 2500)
+    with cache_set_to(None), keep_programs(tmp_path / "run"):
+        assert {path.name for path in folder.iterdir()} == {"rollout-1", "rollout-3", "notes"}
+    assert len(list((tmp_path / "run").iterdir())) == 4  # A run has what it executes.
+
+
 def test_a_cache_of_the_user_that_cannot_be_searched_is_not_needed(tmp_path, monkeypatch, capsys):
     """Such as one that another user has made."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

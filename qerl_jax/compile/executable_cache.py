@@ -5,7 +5,7 @@ This is Python's work and, with Pallas kernels in the programs, the longest part
 executable cache shortens later starts of a 7B rollout from 36 to 6 seconds. So on a GPU the
 executables of a policy are also serialized, under a digest of everything that they are made from.
 Loading an executable runs code from its file, so it is signed by the user's key, and no other file
-is loaded (`program_cache`). Files are never deleted.
+is loaded (`program_cache`).
 """
 
 import contextlib

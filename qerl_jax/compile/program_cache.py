@@ -154,6 +154,8 @@ class ProgramCache:
         content, valid = _read(self.shared / name)
         if not valid or content is None:
             return None
+        with contextlib.suppress(OSError):  # A folder that is only read.
+            os.utime(self.shared / name)  # `remove_oldest` goes by the time of the last use.
         self._add_to_run(name, content)
         return content
 
@@ -261,6 +263,26 @@ def current() -> ProgramCache:
     return ProgramCache(None, None, Path(common) if common and "://" not in common else None)
 
 
+def remove_oldest(folder: Path, *, limit: int) -> None:
+    """Removes the programs of a folder that were used longest ago, until the rest fits a limit.
+
+    A program that another process was about to read is compiled again. Files that are not a
+    program's stay, and so does what cannot be removed.
+
+    Args:
+        folder: the folder; it may be missing.
+        limit: bytes that the files in it may have.
+    """
+    files, total = [], 0
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        files = [(entry.stat(), Path(entry.path)) for entry in entries if entry.is_file()]
+    for about, path in sorted(files, key=lambda file: file[0].st_mtime, reverse=True):
+        total += about.st_size
+        with contextlib.suppress(OSError):
+            if total > limit and _is_program(path):
+                path.unlink()
+
+
 def sign_entries(folder: Path) -> None:
     """Signs all programs of a folder with the key of this user.
 
@@ -281,6 +303,12 @@ def sign_entries(folder: Path) -> None:
 def _sign_program(name: str, content: bytes) -> bytes:
     signature = bytes.fromhex(sign(content, f"program {name}")) or bytes(_SIGNATURE_BYTES)
     return _MAGIC + signature + content
+
+
+def _is_program(path: Path) -> bool:
+    """Returns whether a file begins as the programs of this module do."""
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 def _read(path: Path) -> tuple[bytes | None, bool]:

@@ -22,6 +22,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.system.paths import cache_folder
 from qerl_jax.system.processor import processor_digest
 
+_LIMIT = 10**10  # bytes of programs in the cache of the user, for each kind of processor
+
 
 @contextlib.contextmanager
 def keep_programs(
@@ -33,7 +35,8 @@ def keep_programs(
     sweep, for its runs, or in the cache of the user. A program from there is copied to the folder
     of the run, and a new one goes to both, see `program_cache`. A CPU without a cache of JAX has a
     folder for its processor, `cpu-DIGEST`, in that of the sweep or the user, and none for the run;
-    nothing is kept where the features of the processor are unknown.
+    nothing is kept where the features of the processor are unknown, nor by several processes
+    outside of a sweep. In the cache of the user the 10 GB of programs that were used last stay.
 
     Args:
         path: folder of the programs of a run; made if missing. None where there is no run.
@@ -43,11 +46,14 @@ def keep_programs(
     """
     common, shared = _common_folder(), _sweep_folder()
     # Processes of one run would begin with other programs where they have caches of their own.
-    if common is None and shared is None and jax.process_count() == 1:
+    of_user = common is None and shared is None and jax.process_count() == 1
+    if of_user:
         shared = _user_folder()
     folder = path if jax.default_backend() == "gpu" else None
     if shared is not None and jax.default_backend() == "cpu":
         shared = _of_processor(shared)
+    if of_user and shared is not None:
+        program_cache.remove_oldest(shared, limit=_LIMIT)
     used = common or folder or shared
     if used is None or (folder is None and common is not None):
         yield
