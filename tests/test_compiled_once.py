@@ -1,11 +1,12 @@
 """A run that compiles each of its programs once.
 
-It must begin without programs, and the modules in `conftest.RUNS` share theirs.
+It must begin without programs, and the modules in `conftest.RUNS` share those in memory.
 """
 
 import tiny_run
 
 import qerl_jax.training.step
+from qerl_jax.compile.run_cache import set_cache_folder
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training.loop import train
 
@@ -26,7 +27,8 @@ def test_rollouts_are_compiled_once_refilled_and_stopped(tiny, tmp_path, monkeyp
         "rollout.max_rows": 3,
         "rollout.stop": ("t1",),
     }
-    run = train(tiny.config(changes), workdir=tmp_path / "run")
+    with set_cache_folder(tmp_path / "programs"):
+        run = train(tiny.config(changes), workdir=tmp_path / "run")
     # Five programs of the rollout and four of the update.
     assert all(len(executables) == 9 for executables in compiled)
     assert "compiled 9 of 9 programs in " in capsys.readouterr().out

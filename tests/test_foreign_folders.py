@@ -451,6 +451,8 @@ def test_what_a_run_writes_is_accepted(saved):
         ("config.rewards.correctness", [{"function": "a:b", "time_limit": x} for x in (-1, 1e10)]),
         ("config.rollout.stop", [(), "x", [1], None]),
         ("config.data.levels", ["x", [[]], None]),
+        ("config.train", ["x", 0, None]),
+        ("config.train.parameters", [1, None]),
         ("config.read_by_none", [nested(30), nested(900)]),
     ],
 )

@@ -235,11 +235,12 @@ def test_a_full_disk_at_the_problems_leaves_no_file(tiny, tmp_path, monkeypatch)
     assert with_problems(tiny.config(), PROBLEMS).data.path.startswith(str(tmp_path))
 
 
-def test_programs_are_not_kept_without_a_home_folder(without_home, capsys):
-    assert run_cache.user_folder() is None
-    assert capsys.readouterr().err.startswith("warning: compiled programs are not kept: ")
-    with run_cache.keep_programs(None):
-        assert program_cache.current().folder is None
+def test_programs_are_not_kept_without_a_home_folder(without_home, monkeypatch, capsys):
+    monkeypatch.setattr(run_cache, "_common_folder", lambda: None)
+    with run_cache.keep_programs():
+        assert program_cache.current().shared is None
+    err = capsys.readouterr().err
+    assert err.startswith("warning: compiled programs are not kept for later runs: the cache has")
 
 
 def test_an_export_is_pushed_without_a_home_folder(without_home, tmp_path):

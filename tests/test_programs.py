@@ -1,13 +1,16 @@
 """The executable cache: programs of rollouts that one process compiles and the next one loads."""
 
 import contextlib
+import errno
 import functools
+import importlib.metadata
 import os
 import pathlib
 import pickle
 import shutil
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -220,6 +223,7 @@ def test_what_makes_another_program_is_compiled(change, filled, monkeypatch):
         ("qerl_jax/rl/losses.py", True),
         ("qerl_jax/policy/sharding.py", True),
         ("pallas_kernels/decode/layer.py", True),
+        ("qerl_jax/quantization/gptq.py", True),  # Calibration has programs, too.
         ("qerl_jax/data/splits.py", False),
     ],
 )
@@ -231,6 +235,21 @@ def test_an_edit_of_what_programs_are_traced_from_is_noticed(edited, differs, mo
 
     monkeypatch.setattr(pathlib.Path, "read_bytes", edit)
     assert (executable_cache._sources() != before) == differs
+
+
+@pytest.mark.parametrize(
+    ("name", "differs"),
+    [("nvidia-cudnn-cu13", True), ("jax-cuda13-plugin", True), ("optax", True), ("wandb", False)],
+)
+def test_another_version_of_a_library_makes_other_programs(name, differs, monkeypatch):
+    origins = set()
+    for version in ("1.0", "1.1"):
+        library = types.SimpleNamespace(name=name, version=version)
+        monkeypatch.setattr(importlib.metadata, "distributions", lambda one=library: [one])
+        executable_cache._libraries.cache_clear()
+        origins.add(executable_cache.origin(jnp.zeros(8)))
+    executable_cache._libraries.cache_clear()
+    assert (len(origins) == 2) == differs
 
 
 @pytest.mark.parametrize(("form", "differs"), [("nvfp4", False), ("mxfp4", True)])
@@ -271,6 +290,12 @@ def test_nothing_is_cached_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.undo()
     compiled(tmp_path)
     assert not list(tmp_path.glob("rollout-*"))
+
+
+def test_what_jax_finds_in_its_cache_is_not_counted_as_compiled(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    assert compiled(tmp_path).compiled
+    assert not compiled(tmp_path).compiled
 
 
 @pytest.mark.parametrize("folder", [None, "gs://bucket/cache"])
@@ -512,25 +537,129 @@ def test_runs_of_a_sweep_share_programs_that_this_user_has_signed(tmp_path, monk
         assert (folder / name).read_bytes().startswith(content[:19])  # It is signed.
 
 
+@pytest.mark.parametrize("backend", ["gpu", "cpu"])
+def test_a_run_loads_what_another_run_compiled(backend, tmp_path, monkeypatch):
+    """By default JAX has no cache, and each run has a folder of its own."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(executable_cache, "_is_used", lambda: backend == "gpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with cache_set_to(None):
+        for name in ("first", "second"):
+            jax.clear_caches()
+            with keep_programs(tmp_path / name):
+                programs = compiled(None)
+            assert bool(programs.compiled) == (name == "first")
+            # A resumed run on a GPU executes the same program, whatever becomes of the cache.
+            kept = {path.name for path in tmp_path.glob(f"{name}/rollout-*")}
+            assert len(kept) == (len(programs) if backend == "gpu" else 0)
+    folder = tmp_path / "cache" / "qerl_jax" / "programs"
+    assert kept <= {path.name for path in folder.iterdir()} != set()
+
+
+def test_a_resumed_run_executes_its_own_programs(tmp_path):
+    """Two runs that compile at the same time write two programs under one name."""
+    shared = tmp_path / "shared"
+    first, second = (program_cache.ProgramCache(tmp_path / n, shared=shared) for n in "ab")
+    for cache, content in ((first, b"first"), (second, b"second")):
+        cache.write("rollout-1", content)
+        cache.put("2", content)
+    assert (first.read("rollout-1"), first.get("2")) == (b"first", b"first")
+    third = program_cache.ProgramCache(tmp_path / "c", shared=shared)
+    assert (third.read("rollout-1"), third.get("2")) == (b"second", b"second")
+    first.write("rollout-1", b"again")
+    assert third.read("rollout-1") == b"second"  # It has been copied.
+
+
+def test_the_programs_that_were_used_last_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "qerl_jax" / "programs"
+    cache = program_cache.ProgramCache(tmp_path / "run", shared=folder)
+    for age, name in enumerate(("rollout-1", "rollout-2", "rollout-3", "rollout-4.host-1-ab")):
+        cache.write(name, bytes(1000))
+        os.utime(folder / name, (0, 1000 - age))
+    (folder / "notes").write_bytes(bytes(1000))  # of the user
+    os.utime(folder / "notes", (0, 0))
+    reader = program_cache.ProgramCache(tmp_path / "another", shared=folder)
+    assert reader.read("rollout-3") == bytes(1000)  # Now it is the one that was used last.
+    monkeypatch.setattr(run_cache, "_LIMIT", 2500)
+    with cache_set_to(None), keep_programs(tmp_path / "run"):
+        assert {path.name for path in folder.iterdir()} == {"rollout-1", "rollout-3", "notes"}
+    assert len(list((tmp_path / "run").iterdir())) == 4  # A run has what it executes.
+
+
+def test_a_cache_of_the_user_that_cannot_be_searched_is_not_needed(tmp_path, monkeypatch, capsys):
+    """Such as one that another user has made."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "qerl_jax" / "programs").mkdir(parents=True)
+    stat, lstat = os.stat, os.lstat
+
+    def refuse(found, path, **options):
+        if not isinstance(path, int) and "/qerl_jax/programs" in os.fspath(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return found(path, **options)
+
+    monkeypatch.setattr(os, "stat", functools.partial(refuse, stat))
+    monkeypatch.setattr(os, "lstat", functools.partial(refuse, lstat))
+    with cache_set_to(None), keep_programs(tmp_path / "run"):
+        programs = compiled(None)
+    assert len(programs.compiled) == len(programs)
+    assert capsys.readouterr().err.count("/qerl_jax/programs (Permission denied)") == 1
+    assert len(list((tmp_path / "run").glob("rollout-*"))) == len(programs)
+
+
+def test_a_cache_of_the_user_may_be_a_link_and_needs_a_key(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "cache" / "qerl_jax").mkdir(parents=True)
+    (tmp_path / "cache" / "qerl_jax" / "programs").symlink_to(disk)
+    with cache_set_to(None):
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CONFIG_HOME", "/dev/null")
+            compile_one(None, tmp_path / "unsigned")
+        assert not list(disk.iterdir())  # No process could read it.
+        said = capsys.readouterr().err
+        assert said.count(f"not kept in {disk} (/dev/null/qerl-jax/key cannot be made: ") == 1
+        assert compile_one(None, tmp_path / "first") == 0
+        assert entries(disk) == entries(tmp_path / "first") != set()
+        assert compile_one(None, tmp_path / "second") == 1
+
+
+def test_processes_of_a_run_do_not_read_the_cache_of_the_user(tmp_path, monkeypatch):
+    """Where they have caches of their own, they would begin with other programs."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with cache_set_to(None):
+        assert compile_one(None, tmp_path / "run") == 0
+        assert compile_one(None, tmp_path / "run") == 1
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_cpu_keeps_programs_for_its_processor(tmp_path, monkeypatch):
-    run = tmp_path / "run"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run, user = tmp_path / "run", tmp_path / "qerl_jax" / "programs"
     with cache_set_to(None):
         assert compile_one(None, run) == 0
-        (folder,) = run.iterdir()
+        (folder,) = user.iterdir()
         assert folder.name.startswith("cpu-")
         (name,) = entries(folder)
         assert compile_one(None, run) == 1
         (folder / name).write_bytes((folder / name).read_bytes()[51:])
-        assert compile_one(None, run) == 0  # It has no signature.
-        (folder / name).write_bytes((folder / name).read_bytes()[51:])
-        program_cache.sign_entries(run)
+        assert compile_one(None, run, trusted=True) == 0  # It has no signature.
         assert compile_one(None, run) == 1
-        for digest, kept in (("of another", 2), ("", 2)):
+        for digest in ("of another", ""):
             monkeypatch.setattr(run_cache, "processor_digest", lambda digest=digest: digest)
             assert compile_one(None, run) == 0
-            assert len(list(run.iterdir())) == kept
-    assert compile_one(tmp_path / "common", tmp_path / "other") == 0
-    assert not (tmp_path / "other").exists()  # JAX's own cache has it.
+            assert {path.name for path in user.iterdir()} == {folder.name, "cpu-of another"}
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "unused"))
+    assert compile_one(tmp_path / "common", run) == 0
+    assert not run.exists()
+    assert not (tmp_path / "unused").exists()  # JAX's own cache has it.
 
 
 def test_vector_instructions_are_the_widest_that_programs_use():

@@ -178,7 +178,7 @@ def test_the_command_prints_errors_sizes_and_perplexities(tmp_path, capsys, sour
 @pytest.mark.parametrize("part", [command, export])
 def test_the_command_keeps_its_programs(part, monkeypatch, tmp_path):
     kept, keep = [], run_cache.keep_programs
-    monkeypatch.setattr(run_cache, "keep_programs", lambda path: (kept.append(path), keep(path))[1])
+    monkeypatch.setattr(run_cache, "keep_programs", lambda: (kept.append(part), keep())[1])
     absent = str(tmp_path / "absent")
     if part is export:
         arguments = part.make_parser().parse_args([absent, "--format=peft"])
@@ -186,7 +186,7 @@ def test_the_command_keeps_its_programs(part, monkeypatch, tmp_path):
         arguments = options(model=absent, out=str(tmp_path / "out"))
     with pytest.raises(UserError):
         part.run(arguments)
-    assert kept == [run_cache.user_folder()]
+    assert kept == [part]
 
 
 @pytest.mark.parametrize("recurrent", [(0, 1), (1, 2)])

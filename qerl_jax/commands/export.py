@@ -119,10 +119,10 @@ def make_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> None:
     """Exports."""
     with cli.importing():
-        from qerl_jax.compile.run_cache import keep_programs, user_folder
+        from qerl_jax.compile.run_cache import keep_programs
         from qerl_jax.export.write import ExportConfig, export
 
-    with exit_on_stop_signals(), keep_programs(user_folder()):
+    with exit_on_stop_signals(), keep_programs():
         export(ExportConfig(**vars(arguments)))
 
 

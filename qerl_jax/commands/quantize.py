@@ -36,9 +36,9 @@ _DEFAULTS = {"windows": 160, "width": 512}
 
 def run(arguments: argparse.Namespace) -> None:
     """Quantizes, and prints the errors and how far the weights are from those in 16 bits."""
-    from qerl_jax.compile.run_cache import keep_programs, user_folder
+    from qerl_jax.compile.run_cache import keep_programs
 
-    with keep_programs(user_folder()):
+    with keep_programs():
         _quantize(arguments)
 
 

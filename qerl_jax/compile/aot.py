@@ -16,7 +16,8 @@ from qerl_jax.compile.operation import Executables, Operation
 from qerl_jax.system.processor import available_cores
 
 _THREADS = max(4, available_cores() // 2)  # programs that compile at the same time
-_COMPILATION = "/jax/core/compile/backend_compile_duration"
+_COMPILATION = "/jax/core/compile/backend_compile_duration"  # of a program from JAX's cache, too
+_FOUND = "/jax/compilation_cache/cache_retrieval_time_sec"  # comes first if the cache has it
 
 
 def compile_operations(
@@ -199,11 +200,17 @@ class _Compiler:
 @contextlib.contextmanager
 def _compiling_threads(threads: set[int]) -> Generator[None]:
     """Adds the identifiers of threads in which XLA compiles, while the block runs."""
+    found = set()
 
     def listen(event: str, duration_secs: float, **labels: str | int) -> None:
         del duration_secs, labels
-        if event == _COMPILATION:
-            threads.add(threading.get_ident())
+        thread = threading.get_ident()
+        if event == _FOUND:
+            found.add(thread)
+        elif event == _COMPILATION:
+            if thread not in found:
+                threads.add(thread)
+            found.discard(thread)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -5,11 +5,13 @@ This is Python's work and, with Pallas kernels in the programs, the longest part
 executable cache shortens later starts of a 7B rollout from 36 to 6 seconds. So on a GPU the
 executables of a policy are also serialized, under a digest of everything that they are made from.
 Loading an executable runs code from its file, so it is signed by the user's key, and no other file
-is loaded (`program_cache`). Files are never deleted.
+is loaded (`program_cache`).
 """
 
 import contextlib
+import functools
 import hashlib
+import importlib.metadata
 import io
 import os
 import pathlib
@@ -19,7 +21,6 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
 from jaxlib import xla_client
@@ -29,6 +30,7 @@ from qerl_jax.compile import program_cache
 
 # Settings of JAX that concern reports and storage, not the compiled program.
 _REPORTS = ("cache", "jax_log", "jax_debug_log", "jax_dump", "jax_explain", "jax_traceback")
+_LIBRARIES = "jax", "nvidia-", "optax"  # the beginnings of their names
 
 
 def _is_used() -> bool:
@@ -89,7 +91,7 @@ def origin(policy: Any, *, shapes: bool = True) -> str:
     formats = {"nvfp4"} | {leaf.format for leaf in packed if _is_packed(leaf)}
     # Other policies' files serve this one unless a format of it lacks the kernel of the device.
     kernels = sorted(set(map(fp4_matmul.format_kernel, formats))), device.num_sms()
-    versions = jax.__version__, jaxlib.__version__, jax.devices()[0].client.platform_version
+    versions = _libraries(), jax.devices()[0].client.platform_version
     flags = os.environ.get("XLA_FLAGS", "")
     return f"{_SOURCES} {versions} {kinds} {kernels} {flags} {settings} {arrays} {placement}"
 
@@ -98,11 +100,21 @@ def _is_packed(leaf: Any) -> bool:
     return isinstance(leaf, fp4_matmul.Fp4Tiles)
 
 
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Returns the libraries that trace, compile and run programs, with their versions.
+
+    NVIDIA's are packages of their own, which change while jaxlib stays as it is.
+    """
+    installed = ((d.name or "", d.version) for d in importlib.metadata.distributions())
+    return tuple(sorted({f"{n} {v}" for n, v in installed if n.startswith(_LIBRARIES)}))
+
+
 def _sources() -> str:
     """Returns a digest of the sources that programs are traced from."""
     digest = hashlib.sha256()
     package = pathlib.Path(__file__).parents[1]
-    folders = [package / name for name in ("policy", "compile", "rollout", "rl")]
+    folders = [package / name for name in ("policy", "compile", "rollout", "rl", "quantization")]
     for folder in (pathlib.Path(device.__file__).parent, *folders):
         for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
             digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())

@@ -1,4 +1,4 @@
-"""Compiled programs in two folders: that of a run, and the common one of the user.
+"""Compiled programs in two folders: that of a run, and the common one of JAX's cache.
 
 A program is code: to load one is to execute what the writer of its file chose. In the folder of a
 run, which may come from another person, each file begins with a signature of its name and content
@@ -9,8 +9,9 @@ A program that this process compiles is written to both folders, and one from th
 copied to that of the run, which executes it again when it resumes. A program from the folder of a
 run is not copied. Files appear whole, by a rename.
 
-The runs of a sweep share a third folder, that of the sweep, which may come from another person as
-well: each file in it has a signature, and one without is compiled again, whatever the user trusts.
+All runs of the user share a third folder, in the user's cache; those of a sweep share that of the
+sweep, which may come from another person as well. Each file in it has a signature, and one without
+is compiled again, whatever the user trusts.
 """
 
 import contextlib
@@ -27,13 +28,12 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from qerl_jax.system.user_key import is_signed, key_path, sign
+from qerl_jax.system.user_key import is_signed, key_path, sign, why_no_key
 
 _MAGIC = b"qerl-jax program 1\n"
 _SIGNATURE_BYTES = 32
 _SUFFIX = "-cache"  # the end of the names of JAX's entries
 SHARED = "QERL_SHARED_PROGRAMS"  # variable with the folder that the runs of a sweep share
-OF_PROCESSOR = "cpu-"  # the beginning of the names of folders with the programs of a processor
 EXECUTABLE = "rollout-"  # the beginning of the names of serialized executables
 
 # JAX installs a cache through no public function. Its public module takes `reset_cache` from the
@@ -92,7 +92,8 @@ class ProgramCache:
     def has(self, name: str) -> bool:
         """Returns whether there is a file of an executable, valid or not."""
         folders = self.folder, self.common_folder, self.shared
-        return any(f is not None and (f / name).is_file() for f in folders)
+        # `Path.is_file` raises an error in a folder of another user that cannot be searched.
+        return any(f is not None and os.path.isfile(f / name) for f in folders)
 
     def read(self, name: str) -> bytes | None:
         """Returns an executable that this user has signed, or None."""
@@ -108,18 +109,27 @@ class ProgramCache:
         """Writes an executable, which this process has compiled."""
         self._add_to_run(name, content)
         self._add_to_shared(name, content)
-        # Without a key no process could read it from the common folder.
-        if self.common_folder is not None and (signature := sign(content, f"program {name}")):
-            self._keep(self.common_folder / name, _MAGIC + bytes.fromhex(signature) + content)
+        if self.common_folder is not None:
+            self._keep_signed(self.common_folder / name, content)
+
+    def _keep_signed(self, path: Path, content: bytes) -> None:
+        """Writes a file with a signature; none without a key, as no process could read it."""
+        if signature := sign(content, f"program {path.name}"):
+            self._keep(path, _MAGIC + bytes.fromhex(signature) + content)
+        else:
+            self._warn(path.parent, OSError(why_no_key()))
 
     def _keep(self, path: Path, content: bytes) -> None:
         """Writes a file; where that fails, a warning says so once for each folder."""
         try:
             _write(path, content)
         except OSError as error:
-            if str(path.parent) not in self._warned:
-                self._warned.add(str(path.parent))
-                warn_not_kept(path.parent, error)
+            self._warn(path.parent, error)
+
+    def _warn(self, folder: Path, error: OSError) -> None:
+        if str(folder) not in self._warned:
+            self._warned.add(str(folder))
+            warn_not_kept(folder, error)
 
     def _read_from_run(self, name: str) -> bytes | None:
         if self.folder is None:
@@ -144,16 +154,17 @@ class ProgramCache:
         content, valid = _read(self.shared / name)
         if not valid or content is None:
             return None
+        with contextlib.suppress(OSError):  # A folder that is only read.
+            os.utime(self.shared / name)  # `remove_oldest` goes by the time of the last use.
         self._add_to_run(name, content)
         return content
 
     def _add_to_shared(self, name: str, content: bytes) -> None:
-        if self.shared is None or self.shared.is_symlink():
-            return
-        self._keep(self.shared / name, _sign_program(name, content))
+        if self.shared is not None and not os.path.islink(self.shared):
+            self._keep_signed(self.shared / name, content)
 
     def _add_to_run(self, name: str, content: bytes) -> None:
-        if self.folder is None or self.folder.is_symlink():
+        if self.folder is None or os.path.islink(self.folder):
             return
         if not self.replaces and (self.folder / name).exists():
             return
@@ -252,8 +263,28 @@ def current() -> ProgramCache:
     return ProgramCache(None, None, Path(common) if common and "://" not in common else None)
 
 
+def remove_oldest(folder: Path, *, limit: int) -> None:
+    """Removes the programs of a folder that were used longest ago, until the rest fits a limit.
+
+    A program that another process was about to read is compiled again. Files that are not a
+    program's stay, and so does what cannot be removed.
+
+    Args:
+        folder: the folder; it may be missing.
+        limit: bytes that the files in it may have.
+    """
+    files, total = [], 0
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        files = [(entry.stat(), Path(entry.path)) for entry in entries if entry.is_file()]
+    for about, path in sorted(files, key=lambda file: file[0].st_mtime, reverse=True):
+        total += about.st_size
+        with contextlib.suppress(OSError):
+            if total > limit and _is_program(path):
+                path.unlink()
+
+
 def sign_entries(folder: Path) -> None:
-    """Signs all programs of a folder, and of its folders of processors, with the key of this user.
+    """Signs all programs of a folder with the key of this user.
 
     Raises:
         OSError: a file cannot be written.
@@ -261,9 +292,7 @@ def sign_entries(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(OF_PROCESSOR) and path.is_dir():
-            sign_entries(path)
-        elif path.name.endswith(_SUFFIX) or path.name.startswith(EXECUTABLE):
+        if path.name.endswith(_SUFFIX) or path.name.startswith(EXECUTABLE):
             if path.is_symlink():  # Its target is not part of what the user trusts.
                 continue
             content, valid = _read(path)
@@ -274,6 +303,12 @@ def sign_entries(folder: Path) -> None:
 def _sign_program(name: str, content: bytes) -> bytes:
     signature = bytes.fromhex(sign(content, f"program {name}")) or bytes(_SIGNATURE_BYTES)
     return _MAGIC + signature + content
+
+
+def _is_program(path: Path) -> bool:
+    """Returns whether a file begins as the programs of this module do."""
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 def _read(path: Path) -> tuple[bytes | None, bool]:

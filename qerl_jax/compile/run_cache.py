@@ -1,10 +1,11 @@
-"""The compiled programs of a run, which a resumed run executes again.
+"""The compiled programs of a run, which a resumed run executes again, and later runs as well.
 
 On a GPU the compiler measures candidates and may choose other matmul kernels the next time, which
 round differently. So a run keeps its programs in its folder: the same programs give the same bits.
 
-On a CPU they save the time of the compiler. Each kind of processor has a folder, as a program with
-instructions of one does not run on another.
+The programs of all runs are in the cache of the user, or in that of JAX, and save the time of the
+compiler. On a CPU each kind of processor has a folder, as a program with instructions of one does
+not run on another.
 """
 
 import contextlib
@@ -21,29 +22,38 @@ from qerl_jax.errors import UserError
 from qerl_jax.system.paths import cache_folder
 from qerl_jax.system.processor import processor_digest
 
+_LIMIT = 10**10  # bytes of programs in the cache of the user, for each kind of processor
+
 
 @contextlib.contextmanager
 def keep_programs(
-    path: Path | None, *, trusted: bool = False, writes: bool = True
+    path: Path | None = None, *, trusted: bool = False, writes: bool = True
 ) -> Generator[None]:
-    """Keeps compiled programs in a folder while the block runs.
+    """Keeps compiled programs while the block runs, those of a run in its folder, too.
 
-    On a CPU that is the folder of its processor inside, `cpu-DIGEST`; nothing is kept where JAX has
-    a cache of its own, or where the features of the processor are unknown. The runs of a sweep
-    share those in its folder. Programs in JAX's cache are executed and copied to the folder, and
-    new ones go to both, see `program_cache`.
+    All programs are in JAX's cache where that is a folder. Elsewhere they are in the folder of a
+    sweep, for its runs, or in the cache of the user. A program from there is copied to the folder
+    of the run, and a new one goes to both, see `program_cache`. A CPU without a cache of JAX has a
+    folder for its processor, `cpu-DIGEST`, in that of the sweep or the user, and none for the run;
+    nothing is kept where the features of the processor are unknown, nor by several processes
+    outside of a sweep. In the cache of the user the 10 GB of programs that were used last stay.
 
     Args:
-        path: folder of the programs; made if missing. None keeps none.
-        trusted: whether programs that this user has not signed are executed.
-        writes: whether this process replaces programs in the folder. Of several processes of a run
-            one does; the others add what is missing.
+        path: folder of the programs of a run; made if missing. None where there is no run.
+        trusted: whether programs in it that this user has not signed are executed.
+        writes: whether this process replaces programs in it. Of several processes of a run one
+            does; the others add what is missing.
     """
-    common, shared = _common_folder(), _shared_folder()
+    common, shared = _common_folder(), _sweep_folder()
+    # Processes of one run would begin with other programs where they have caches of their own.
+    of_user = common is None and shared is None and jax.process_count() == 1
+    if of_user:
+        shared = _user_folder()
     folder = path if jax.default_backend() == "gpu" else None
-    if path is not None and jax.default_backend() == "cpu" and common is None:
-        # The runs of a sweep share their programs instead.
-        folder, shared = (None, _of_processor(shared)) if shared else (_of_processor(path), None)
+    if shared is not None and jax.default_backend() == "cpu":
+        shared = _of_processor(shared)
+    if of_user and shared is not None:
+        program_cache.remove_oldest(shared, limit=_LIMIT)
     used = common or folder or shared
     if used is None or (folder is None and common is not None):
         yield
@@ -59,23 +69,27 @@ def keep_programs(
         yield
 
 
-def user_folder() -> Path | None:
-    """Returns the folder of the compiled programs that do not belong to a run.
+def _user_folder() -> Path | None:
+    """Returns the folder of programs in the cache of the user; None without a home folder.
 
-    Returns:
-        The folder; None without a home folder, after a warning.
+    Programs are not written through a link. The user may have made the folder one, such as to a
+    larger disk, so its target is returned.
     """
     try:
-        return cache_folder("programs")
+        return cache_folder("programs").resolve()
     except UserError as error:
-        print(f"warning: compiled programs are not kept: {error}", file=sys.stderr, flush=True)
+        print(
+            f"warning: compiled programs are not kept for later runs: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
         return None
 
 
 def _of_processor(folder: Path) -> Path | None:
     """Returns the part of a folder that is for this processor; None where it is unknown."""
     digest = processor_digest()
-    return folder / f"{program_cache.OF_PROCESSOR}{digest}" if digest else None
+    return folder / f"cpu-{digest}" if digest else None
 
 
 def _common_folder() -> Path | None:
@@ -91,7 +105,7 @@ def _common_folder() -> Path | None:
     return Path(common)
 
 
-def _shared_folder() -> Path | None:
+def _sweep_folder() -> Path | None:
     """Returns the folder of programs that the runs of a sweep share, or None."""
     shared = os.environ.get(program_cache.SHARED, "")
     return Path(shared) if os.path.isabs(shared) else None

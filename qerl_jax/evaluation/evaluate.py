@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.compile.run_cache import keep_programs, user_folder
+from qerl_jax.compile.run_cache import keep_programs
 from qerl_jax.data.prompt_rollout import AnyEnvironments, Ended, PromptRollout
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.environments.episodes import Episode
@@ -114,9 +114,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
     table = []
     with (
         stop_signals() as received,
-        keep_programs(
-            _program_folder(source) if run else user_folder(), trusted=trusts(config.trust)
-        ),
+        keep_programs(_program_folder(source) if run else None, trusted=trusts(config.trust)),
     ):
         bases: dict[tuple, LoadedModel] = {}
         options = {"base": config.base, "format": config.format, "dtype": config.dtype}

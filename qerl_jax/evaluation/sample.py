@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from qerl_jax.compile.run_cache import keep_programs, user_folder
+from qerl_jax.compile.run_cache import keep_programs
 from qerl_jax.data.environments import RunEnvironments
 from qerl_jax.data.prompt_rollout import AnyEnvironments, PromptRollout
 from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
@@ -78,7 +78,7 @@ def sample(config: SampleConfig) -> None:
     if not config.question.strip():
         raise UserError("the question is empty: pass a text")
     _check(config)
-    with memory_errors(_REMEDY), keep_programs(user_folder()):
+    with memory_errors(_REMEDY), keep_programs():
         for number, (name, policy, lora) in enumerate(_policies(config)):
             if name:
                 print(f"{'\n' if number else ''}--- {visible(name)}", flush=True)
@@ -104,7 +104,7 @@ def chat(config: SampleConfig, lines: Iterable[str]) -> None:
         UserError: as in `sample`.
     """
     _check(config)
-    with memory_errors(_REMEDY), keep_programs(user_folder()):
+    with memory_errors(_REMEDY), keep_programs():
         name, policy, lora = _policies(config)[-1]
         if name:
             print(f"--- {visible(name)}", file=sys.stderr, flush=True)

@@ -345,7 +345,8 @@ def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
 
 def _trains_all(policy: LoadedPolicy) -> bool:
     """Whether it is of a run that trained all parameters, and so has no adapter."""
-    return policy.run is not None and policy.run["config"]["train"]["parameters"] == "full"
+    settings = {} if policy.run is None else policy.run["config"].get("train", {})
+    return settings.get("parameters") == "full"
 
 
 def _adapts_experts(policy: LoadedPolicy) -> bool:

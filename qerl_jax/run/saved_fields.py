@@ -254,12 +254,15 @@ _FIELDS: dict[str, _Field] = {
     "config.sft.rows_per_step": _COUNT,
     "config.seed": ("a whole number", lambda value: type(value) is int),
     "config.steps": _COUNT,
+    "config.train": _OBJECT,
+    "config.train.parameters": _TEXT,
 }
 # Facts that only some runs have: a calibrated base, rewards in Python, a run that has begun; and
 # fields that runs of earlier versions lack.
 _OPTIONAL = {"calibration", "calibration.digest", "python_rewards", "trackers"}
 _OPTIONAL |= {"config.sft", *(name for name in _FIELDS if name.startswith("config.sft."))}
 _OPTIONAL |= {"teacher_calibration", "teacher_calibration.digest"}
+_OPTIONAL |= {"config.train", "config.train.parameters"}
 _OPTIONAL |= {
     f"config.environment.{name}"
     for name in (
