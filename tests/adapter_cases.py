@@ -17,6 +17,8 @@ CASES = [
     (None, 64, 3584, 3584, 48, True),  # partials have more columns than the rank
     (None, 100, 3584, 18944, 32, False),  # two tiles of tokens
     (None, 128, 1024, 3584, 48, False),  # two tiles of tokens
+    (None, 250, 3584, 18944, 32, False),  # the last of several tiles is not full
+    (None, 136, 3584, 18944, 32, False),  # no reducer
     (None, 19, 576, 576, 16, False),  # K is not a multiple of 128, the columns of x in a partial
     (None, 8, 4608, 3584, 192, True),  # x A^T in copies of 128 columns; the last has 64
     # A CTA has more work units than warpgroups: without clusters, in clusters of which some compute

@@ -215,6 +215,13 @@ def test_a_cluster_keeps_its_receivers():
     assert tiling._narrowed(config, 40) == config
 
 
+def test_tiles_without_a_reducer_may_have_its_registers():
+    few = list(tiling.candidates(160, 28672, 4096, rank=64))
+    assert all(map(tiling.supports_xa_partials, (c for c in few if c.tile_m <= 128)))
+    most = tiling.compute_registers(3, tiling.helper_warpgroups(True))
+    assert any(c.warpgroups == 3 and c.registers() > most for c in few)
+
+
 def test_tilings_leave_registers_to_the_reducer():
     for config in tiling.candidates(96, 17920, 1536, rank=64):
         assert config.registers() <= tiling.compute_registers(config.warpgroups, 2)

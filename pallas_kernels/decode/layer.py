@@ -33,8 +33,8 @@ A mixture of experts has these steps after attention:
 A weight is "FP4" if it is in tile order (`Fp4Tiles`) and the Hopper kernel runs; the two epilogues
 "+RMSNorm" and "+SwiGLU" need rows in multiples of eight. Attention is "unsplit" if M <= 256, o_proj
 is FP4 and its tiling has a reducer, and the M K heads of keys occupy all SMs. Without an adapter no
-reducer is needed; up to 128 rows all tilings have one. Where another kernel multiplies weights in
-tile order (`fp4_matmul.mma`), no weight is FP4.
+reducer is needed; up to 128 rows and stacked ranks of 128 all tilings have one. Where another
+kernel multiplies weights in tile order (`fp4_matmul.mma`), no weight is FP4.
 
 An adapted product needs x A^T. Every kernel in front of a product computes partial sums of it, but
 for unsplit attention and the FP4 kernel. After these, the product computes x A^T itself, or the

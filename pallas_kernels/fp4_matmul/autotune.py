@@ -112,11 +112,10 @@ def decode_product(
 ) -> tuple[Callable, Callable, list]:
     """The product of a layer, as "7b.gate_up", in a decode step of M rows.
 
-    The product of gate and up ends with SwiGLU, and the product of down computes x A^T itself. So
-    does the output projection with 9 to 128 rows; its epilogue of residual and RMSNorm is not
-    timed, but up to 64 rows gate and up compute x A^T after it. Otherwise
-    partials of x A^T are given, up to the number of rows for which the kernel adds them up. The
-    rank is that of the layer's stacked adapters.
+    The product of gate and up ends with SwiGLU, and that of down is given A. So is the output
+    projection with 9 to 128 rows; its epilogue of residual and RMSNorm is not timed, but up to 64
+    rows gate and up compute x A^T after it. Otherwise partials of x A^T are given, up to the number
+    of rows for which the kernel adds them up. The rank is that of the layer's stacked adapters.
 
     Returns:
         The product of tokens, a weight and other arguments, which takes a `config`; the same

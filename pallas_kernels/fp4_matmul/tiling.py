@@ -16,7 +16,9 @@ PARTIAL_COLUMNS = 32  # columns of x A^T that are added up together
 MIN_PARTIALS = 4  # one for each warp that adds up x A^T
 # Rows up to which the kernel adds up partials itself: few parts of them for each CTA.
 MAX_ROWS_OF_PARTIALS = 256
-_MOST_TOKENS_WITH_REDUCER = 128  # of a tile; with more, tests of SwiGLU failed
+# Tokens of a tile: gate and up take longer with 192, and with 256 ptxas wants 158 registers, where
+# the threads of four warpgroups start with 128.
+_MOST_TOKENS_WITH_REDUCER = 128
 # Rows up to which a product adds to the residual and begins an RMSNorm; not measured with more.
 MAX_ROWS_OF_NORM = 64
 SMEM_LIMIT = 232448 - 1536  # bytes of a CTA on Hopper, less some for barriers and the like
@@ -278,10 +280,11 @@ def candidates(
     m: int, n: int, k: int, *, rank: int = 0, num_sms: int = NUM_SMS
 ) -> Iterator[TileConfig]:
     """The tilings that fit into shared memory and, by estimate, into registers."""
-    helpers = helper_warpgroups(rank > 0 and m <= MAX_ROWS_OF_PARTIALS)
     row_tiles, steps = -(-n // TILE_ROWS), -(-k // TILE_COLUMNS)
     for tile_m in _token_tiles(m):
         m_tiles = -(-m // tile_m)
+        few = m <= MAX_ROWS_OF_PARTIALS and tile_m <= _MOST_TOKENS_WITH_REDUCER
+        helpers = helper_warpgroups(rank > 0 and few)
         for warpgroups in range(1, 7):
             for slices in (s for s in (1, 2, 4) if warpgroups % s == 0):
                 warpgroups_n = warpgroups // slices
