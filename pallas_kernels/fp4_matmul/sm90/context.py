@@ -22,7 +22,7 @@ class GlobalMemory:
     scales: Any  # uint32 scales of the weight in tile order
     divisor: Any  # float32 [N], divisors of the weight's rows
     y: Any  # result [M, N]; [N, M] in float32, [M, N / 2] after SwiGLU
-    factor: Any = None  # float32 [tile_m], factor of the norm before SwiGLU, in a simulation
+    factor: Any = None  # float32 [m_tiles tile_m], factor of the norm before SwiGLU, simulated
     # float32 [S, M], partial mean squares: read before SwiGLU, written with a residual.
     square_partials: Any = None
     residual: Any = None  # bfloat16 [M, N], residual to add the product to
@@ -47,7 +47,7 @@ class SharedMemory:
     y: Any  # results on their way to global memory
     full: Any  # barriers at which the copies of a stage arrive
     empty: Any  # barriers at which the consumer warpgroups arrive when they have read a stage
-    factor: Any = None  # float32 [tile_m], factor of the norm before SwiGLU
+    factor: Any = None  # float32 [m_tiles tile_m], factor of the norm before SwiGLU
     # Barrier at which the reducer warpgroup arrives when the factor is written.
     factor_full: Any = None
     partials_made: Any = None  # barrier at which the CTA's own partials of x A^T arrive
