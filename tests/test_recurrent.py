@@ -31,6 +31,7 @@ from qerl_jax.policy import aqn, lora, sizes, tensor_parallel, transformer
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import RecurrentConfig, from_hf_config, to_hf_config
 from qerl_jax.policy.layers import delta, kinds, recurrent
+from qerl_jax.policy.layers.part import PlannedBuffer
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.quant import QuantTensor
@@ -289,7 +290,7 @@ def test_a_row_takes_its_state_whatever_its_length():
         group_size=4,
         width=8,
         positions=16,
-        compute=jnp.dtype("float32"),
+        buffer=PlannedBuffer(jnp.dtype("float32")),
         free=None,
     )
     assert rows == 6  # a prefill of one prompt leaves the memory of 6 rows

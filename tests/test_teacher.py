@@ -262,7 +262,8 @@ def test_a_mesh_that_does_not_divide_the_teacher_is_refused():
 
 def test_buffers_are_such_that_the_pass_of_the_teacher_fits():
     rows, free = LongestRows(320, 2048, 8, 16), 2 * 10**9
-    options = {"adapter": 40_000_000, "itemsize": 2, "buffer_tokens": 0, "recompute": None}
+    dtype = jnp.dtype("bfloat16")
+    options = {"adapter": 40_000_000, "dtype": dtype, "buffer_tokens": 0, "recompute": None}
     model = ARCHITECTURES["qwen2.5-1.5b"]
     alone = plan_update(model, rows, free=free, **options)
     taught = plan_update(model, rows, free=free, teacher=ARCHITECTURES["qwen2.5-72b"], **options)

@@ -27,6 +27,7 @@ from qerl_jax.memory.update_plan import (
 from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.dequantize import DEQUANTIZE
+from qerl_jax.policy.layers.part import PlannedBuffer
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.config import (
@@ -298,7 +299,7 @@ def plan_run(
         model,
         longest,
         adapter=policy_copy,
-        itemsize=compute.itemsize,
+        dtype=compute,
         buffer_tokens=config.train.buffer_tokens,
         recompute=recomputation(config.train.recompute),
         free=None if free is None else free - gradient,
@@ -407,11 +408,10 @@ def _plan_rollout(
         model,
         engine,
         longest,
-        compute=compute,
+        buffer=PlannedBuffer(compute, hopper=device.layer_kernels(model, compute).layers),
         turns=turn_config(config),
         copies=(policy_copy, dense_copy),
         free=free,
-        hopper=device.layer_kernels(model, compute).layers,
     )
 
 
@@ -420,11 +420,10 @@ def plan_rollout(
     engine: EngineConfig,
     longest: LongestRows,
     *,
-    compute: jnp.dtype,
+    buffer: PlannedBuffer,
     turns: TurnConfig | None,
     copies: tuple[int, int],
     free: int | None,
-    hopper: bool | None = None,
 ) -> RolloutPlan:
     """Plans the memory of a rollout.
 
@@ -432,18 +431,17 @@ def plan_rollout(
         model: architecture of one device.
         engine: bounds of rows and memory.
         longest: the longest rows.
-        compute: dtype of the computation.
+        buffer: how layers are computed.
         turns: limits of conversations with an environment; None without one.
         copies: bytes of the trained parameters in the dtype of the policy, and of the dense copy of
             packed weights.
         free: bytes that weights and training state leave; None does not compare with the device.
-        hopper: whether the kernels of Hopper GPUs compute layers; None asks the default device.
 
     Returns:
         The largest rollout that fits; one of no rows, with the bytes of one, if none does.
     """
     policy_copy, dense_copy = copies
-    dtype = cache_dtype(engine.kv_cache_dtype, compute)
+    dtype = cache_dtype(engine.kv_cache_dtype, buffer.dtype)
     width, positions = row_positions(longest.prompt, longest.new_tokens)
     num_prompts = largest_share(longest.num_prompts, longest.devices)
     rows, prefill = fit_rows(
@@ -453,33 +451,30 @@ def plan_rollout(
         group_size=longest.group_size,
         width=width,
         positions=positions,
-        compute=compute,
+        buffer=buffer,
         free=None if free is None else max(0, free - policy_copy - dense_copy),
         reply_tokens=turns.longest_reply if turns else 0,
-        hopper=hopper,
     )
     prefilled = prefill_bytes(
         model,
         num_prompts=prefill,
         width=width,
         dtype=dtype,
-        compute=compute,
+        buffer=buffer,
         shared=engine.shared_tokens > 0,
-        hopper=hopper,
     )
     row, all_rows = kept_bytes(model, positions, dtype), num_prompts * longest.group_size
-    history = history_bytes(positions) if uses_drafts(engine, model, compute) else 0
+    history = history_bytes(positions) if uses_drafts(engine, model, buffer.dtype) else 0
     sizes_of_rows = {
         "rows": max(1, rows),
         "reply_tokens": turns.longest_reply if turns else 0,
         "positions": positions,
-        "compute": compute,
-        "hopper": hopper,
+        "buffer": buffer,
     }
     moving = moved_bytes(model, dtype=dtype, **sizes_of_rows)
     sampling = max(1, rows) * logits_bytes(model)
-    sampling += draft_bytes(model, engine, rows=max(1, rows), compute=compute)
-    decoding = max(moving, sampling, block_bytes(model, compute, hopper))
+    sampling += draft_bytes(model, engine, rows=max(1, rows), compute=buffer.dtype)
+    decoding = max(moving, sampling, block_bytes(model, buffer))
     waiting = all_rows - rows
     if waiting:
         decoding += prefill * (

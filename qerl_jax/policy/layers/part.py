@@ -72,12 +72,17 @@ class Array(NamedTuple):
 
 
 class PlannedBuffer(NamedTuple):
-    """How a part computes a buffer of an update, for the plan."""
+    """How parts compute a buffer of an update, or tokens of a rollout, for the plan."""
 
-    itemsize: int  # bytes of an activation
+    dtype: jnp.dtype  # of activations
     tokens: int = 1
     recompute: tuple[str, ...] = ()  # names of `PRODUCTS` that the backward pass computes again
     hopper: bool | None = None  # whether by kernels of Hopper GPUs; None asks the default device
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an activation."""
+        return self.dtype.itemsize
 
 
 class Memory(NamedTuple):
