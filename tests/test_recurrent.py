@@ -373,14 +373,14 @@ def test_plans_know_states():
     config = get_config("qwen3.5-27b")
     config.rollout.prompts_per_step, config.rollout.group_size = 1, 8
     model = ARCHITECTURES["qwen3.5-27b"]
-    plan = plan_run(config, model, Device(int(0.92 * 85e9), "mosaic"))
+    plan = plan_run(config, model, Device(int(0.92 * 85e9), "mosaic", 9.0))
     assert plan.fits
     state = 48 * 4 * (48 * 128 * 128 + 3 * 10240)
     assert plan.rollout.state == state
     assert f"positions each and a state of {state / 1e6:.1f} MB" in format_plan(plan, config)
     config.train.parameters = "lora+norms"
     with pytest.raises(UserError, match="norms of a qwen3_5 are stored minus 1"):
-        plan_run(config, model, Device(int(0.92 * 85e9), "mosaic"))
+        plan_run(config, model, Device(int(0.92 * 85e9), "mosaic", 9.0))
 
 
 # --- Files ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from pallas_kernels import fp4_matmul
 from pallas_kernels.attention import HEAD_DIMS
+from pallas_kernels.device import cuda_capability
 from qerl_jax.config.fields import learns_from_text
 from qerl_jax.errors import UserError
 from qerl_jax.memory.update_plan import (
@@ -53,6 +54,7 @@ from qerl_jax.rollout.shapes import (
     state_bytes,
     uses_drafts,
 )
+from qerl_jax.system.device_memory import pool_of
 
 # Part of the pool that a plan fills: the pool needs its free memory in one piece.
 _USABLE = 0.95
@@ -70,6 +72,7 @@ class Device:
 
     pool: int | None  # bytes that the run may use; None where they are unknown, as on a CPU
     kernel: str  # what multiplies packed weights, as in `fp4_matmul`: "mosaic", "mma" or "xla"
+    capability: float  # compute capability of an NVIDIA GPU; 0 for any other device
 
     @property
     def usable(self) -> int | None:
@@ -80,6 +83,11 @@ class Device:
         """Which of the kernels that every Hopper GPU has compute layers."""
         own = dtype == jnp.bfloat16 and self.kernel == "mosaic"
         return Kernels(attention=own and model.head_dim in HEAD_DIMS, layers=own)
+
+    def buffer(self, model: ModelConfig, dtype: jnp.dtype) -> PlannedBuffer:
+        """How it computes the layers of a rollout."""
+        hopper = self.layer_kernels(model, dtype).layers
+        return PlannedBuffer(dtype, hopper=hopper, capability=self.capability)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,15 +234,22 @@ class RunPlan:
 def this_device() -> Device:
     """Returns the default device of this process."""
     memory = jax.local_devices()[0].memory_stats() or {}
-    return Device(memory.get("bytes_limit"), fp4_matmul.device_kernel())
+    return Device(memory.get("bytes_limit"), fp4_matmul.device_kernel(), cuda_capability())
 
 
-def kernel_of(*, hopper: bool) -> str:
-    """What multiplies packed weights on a card that is not there, as in `fp4_matmul`."""
-    chosen = fp4_matmul.chosen_kernel()
-    if chosen in ("mma", "xla"):
-        return chosen
-    return "mosaic" if hopper else "mma"
+def device_of(memory: int, capability: float, *, tensor: int = 1) -> Device:
+    """Returns what `this_device` is on a card that is not there.
+
+    Args:
+        memory: bytes of the card as CUDA reports them.
+        capability: its compute capability.
+        tensor: number of cards that share the weights.
+    """
+    fastest = "mosaic" if capability == 9.0 else "mma"
+    kernel = fp4_matmul.chosen_kernel() or fastest
+    if kernel == "mosaic" != fastest:  # The user chose what runs on Hopper GPUs alone.
+        kernel = "xla"
+    return Device(int(pool_of(tensor) * memory), kernel, capability)
 
 
 def plan_run(
@@ -408,7 +423,7 @@ def _plan_rollout(
         model,
         engine,
         longest,
-        buffer=PlannedBuffer(compute, hopper=device.layer_kernels(model, compute).layers),
+        buffer=device.buffer(model, compute),
         turns=turn_config(config),
         copies=(policy_copy, dense_copy),
         free=free,
@@ -469,9 +484,10 @@ def plan_rollout(
         "rows": max(1, rows),
         "reply_tokens": turns.longest_reply if turns else 0,
         "positions": positions,
+        "dtype": dtype,
         "buffer": buffer,
     }
-    moving = moved_bytes(model, dtype=dtype, **sizes_of_rows)
+    moving = moved_bytes(model, **sizes_of_rows)
     sampling = max(1, rows) * logits_bytes(model)
     sampling += draft_bytes(model, engine, rows=max(1, rows), compute=buffer.dtype)
     decoding = max(moving, sampling, block_bytes(model, buffer))

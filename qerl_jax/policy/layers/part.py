@@ -78,6 +78,7 @@ class PlannedBuffer(NamedTuple):
     tokens: int = 1
     recompute: tuple[str, ...] = ()  # names of `PRODUCTS` that the backward pass computes again
     hopper: bool | None = None  # whether by kernels of Hopper GPUs; None asks the default device
+    capability: float | None = None  # as `device.cuda_capability`; None asks the default device
 
     @property
     def itemsize(self) -> int:
@@ -235,13 +236,12 @@ class Mixer(Part, Protocol):
         config: ModelConfig,
         buffer: PlannedBuffer,
         sizes: tuple[int, int, int],
-        *,
-        extends: bool,
+        cache: tuple[int, jnp.dtype] | None,
     ) -> int:
         """Returns the bytes of temporary arrays that depend on what tokens see.
 
-        `sizes` are N rows, T tokens of each, and S positions that they see: in a prefill, or where
-        live rows are extended.
+        `sizes` are N rows, T tokens of each, and S positions that they see. `cache` is the number
+        of rows and the dtype of the cache whose rows are extended, None in a prefill.
         """
         ...
 
