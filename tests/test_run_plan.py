@@ -37,6 +37,7 @@ from qerl_jax.policy.sharding import WHOLE, specs
 from qerl_jax.policy.tensor_parallel import cut, shard_of
 from qerl_jax.policy.trainable import trained_params
 from qerl_jax.rollout.config import EngineConfig, TurnConfig
+from qerl_jax.rollout.shapes import extend_bytes
 from qerl_jax.system.device_memory import pool_of
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
@@ -248,6 +249,16 @@ def test_the_plan_of_a_card_is_what_such_a_device_answers(name, choice, monkeypa
                 for buffer in (own.buffer(model, dtype), PlannedBuffer(dtype))
             )
             assert of_card == of_device, (model.model_type, cache)
+
+
+def test_replies_are_planned_without_the_kernel_where_the_cache_is_too_large():
+    """The kernel counts the numbers of all rows, 2**21 each, in 32 bits."""
+    model, dtype = ARCHITECTURES["qwen2.5-7b"], jnp.dtype("bfloat16")
+    options = {"reply_tokens": 512, "positions": 4096, "dtype": dtype}
+    buffers = [PlannedBuffer(dtype, hopper=True, capability=own) for own in (9.0, 0.0)]
+    for rows, runs in ((1024, True), (1025, False)):
+        kernel, plain = (extend_bytes(model, rows=rows, buffer=x, **options) for x in buffers)
+        assert (kernel < plain) == runs
 
 
 def test_the_target_of_32b_fits_an_h100():

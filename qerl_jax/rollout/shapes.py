@@ -524,7 +524,7 @@ def extend_bytes(
         buffer: how layers are computed.
     """
     return max(
-        _layer_bytes(model_config, (count, width, positions), buffer, (count, dtype))
+        _layer_bytes(model_config, (count, width, positions), buffer, (rows, dtype))
         + count * _vocabulary_bytes(model_config)
         for count, width in extensions(rows, reply_tokens)
     )
