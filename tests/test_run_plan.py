@@ -261,6 +261,18 @@ def test_replies_are_planned_without_the_kernel_where_the_cache_is_too_large():
         assert (kernel < plain) == runs
 
 
+def test_prompts_that_wait_for_a_slot_leave_memory_for_replies():
+    """A prompt that waits keeps a state of 0.16 GB while rows are extended."""
+    model = ARCHITECTURES["qwen3.5-27b"]
+    buffer = H100.buffer(model, jnp.dtype("bfloat16"))
+    options = {"buffer": buffer, "turns": TurnConfig(8, 0, 512, 4096), "copies": (0, 0)}
+    engine, rows = EngineConfig(drafts="off"), LongestRows(256, 2048, group_size=8, num_prompts=16)
+    for free in (int(gigabytes * GB) for gigabytes in (1.0, 1.7, 3.1, 19.9, 34.6)):
+        rollout = plan_rollout(model, engine, rows, free=free, **options)
+        assert rollout.rows < rollout.all_rows
+        assert rollout.bytes <= free or not rollout.rows
+
+
 def test_the_target_of_32b_fits_an_h100():
     lengths = {"rollout__max_new_tokens": 4096, "eval__every": 0, "prompt": 256}
     step = {"rollout__prompts_per_step": 1, "rollout__group_size": 8}

@@ -53,6 +53,7 @@ from qerl_jax.rollout.shapes import (
     row_positions,
     state_bytes,
     uses_drafts,
+    waiting_bytes,
 )
 from qerl_jax.system.device_memory import pool_of
 
@@ -493,9 +494,7 @@ def plan_rollout(
     decoding = max(moving, sampling, block_bytes(model, buffer))
     waiting = all_rows - rows
     if waiting:
-        decoding += prefill * (
-            kept_bytes(model, width, dtype) + 4 * model.shards * model.vocab_size
-        )
+        decoding += waiting_bytes(model, prefill, width=width, dtype=dtype)
     return RolloutPlan(
         policy_copy=policy_copy,
         dense_copy=dense_copy,

@@ -374,7 +374,10 @@ def fit_rows(
                 buffer=buffer,
             )
             drafting = draft_bytes(model_config, engine, rows=fitting, compute=buffer.dtype)
-            if fitting * row + max(prompt_bytes, moving, drafting) <= free:
+            decoding = max(moving, drafting)
+            if fitting < rows:
+                decoding += waiting_bytes(model_config, size, width=width, dtype=dtype)
+            if fitting * row + max(prompt_bytes, decoding) <= free:
                 return fitting, size
             fitting -= 1
     return 0, 1
@@ -437,6 +440,21 @@ def draft_bytes(
         return 0
     checked = max(size * count for size, count in draft_sizes(range(1, rows + 1)))
     return max(0, checked - rows) * logits_bytes(model_config)
+
+
+def waiting_bytes(
+    model_config: ModelConfig, num_prompts: int, *, width: int, dtype: jnp.dtype
+) -> int:
+    """Returns the bytes of prefilled prompts whose rows wait for a slot: as a prefill returns them.
+
+    Args:
+        model_config: the architecture.
+        num_prompts: number of prompts in one prefill.
+        width: number of tokens that prompts are padded to.
+        dtype: dtype of the cache.
+    """
+    kept = kept_bytes(model_config, width, dtype)
+    return num_prompts * (kept + _vocabulary_bytes(model_config))
 
 
 def prefill_bytes(
