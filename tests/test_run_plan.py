@@ -255,10 +255,29 @@ def test_replies_are_planned_without_the_kernel_where_the_cache_is_too_large():
     """The kernel counts the numbers of all rows, 2**21 each, in 32 bits."""
     model, dtype = ARCHITECTURES["qwen2.5-7b"], jnp.dtype("bfloat16")
     options = {"reply_tokens": 512, "positions": 4096, "dtype": dtype}
-    buffers = [PlannedBuffer(dtype, hopper=True, capability=own) for own in (9.0, 0.0)]
-    for rows, runs in ((1024, True), (1025, False)):
-        kernel, plain = (extend_bytes(model, rows=rows, buffer=x, **options) for x in buffers)
-        assert (kernel < plain) == runs
+    options["buffer"] = H100.buffer(model, dtype)
+    # As many of them are extended together.
+    few, many = (extend_bytes(model, rows=rows, **options) for rows in (1024, 1025))
+    assert few < many
+
+
+# Compiled with dense weights and an adapter of rank 32: 32 rows of 4,096 positions, 8 of which are
+# extended by 768 tokens.
+@pytest.mark.parametrize(
+    ("model", "capability", "measured"),
+    [
+        ("qwen2.5-7b", 8.9, 0.971),
+        ("qwen2.5-1.5b", 8.9, 0.452),
+        ("qwen2.5-7b", 9.0, 0.879),
+        ("qwen2.5-7b", 12.0, 0.879),
+    ],
+)
+def test_replies_take_the_bytes_of_the_compiled_program(model, capability, measured):
+    dtype = jnp.dtype("bfloat16")
+    buffer = PlannedBuffer(dtype, hopper=capability == 9.0, capability=capability)
+    options = {"rows": 32, "reply_tokens": 512, "positions": 4096, "dtype": dtype}
+    found = extend_bytes(ARCHITECTURES[model], buffer=buffer, **options)
+    assert 0.99 * measured < found / GB < 1.03 * measured
 
 
 def test_prompts_that_wait_for_a_slot_leave_memory_for_replies():
