@@ -246,9 +246,9 @@ def device_of(memory: int, capability: float, *, tensor: int = 1) -> Device:
         capability: its compute capability.
         tensor: number of cards that share the weights.
     """
-    fastest = "mosaic" if capability == 9.0 else "mma"
-    kernel = fp4_matmul.chosen_kernel() or fastest
-    if kernel == "mosaic" != fastest:  # The user chose what runs on Hopper GPUs alone.
+    is_hopper = capability == 9.0
+    kernel = fp4_matmul.chosen_kernel() or ("mosaic" if is_hopper else "mma")
+    if kernel == "mosaic" and not is_hopper:  # It runs on Hopper GPUs alone.
         kernel = "xla"
     return Device(int(pool_of(tensor) * memory), kernel, capability)
 
