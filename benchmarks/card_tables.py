@@ -17,7 +17,6 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import PROJECTIONS
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout import shapes
-from qerl_jax.system.device_memory import pool_of
 
 # Bytes per second of the memory by the vendor's data sheet, and compute capability.
 BANDWIDTHS = {
@@ -33,11 +32,11 @@ _MODEL = "qwen2.5-7b"
 _RANK = 32
 _TOKENS = 512  # of a row in the cache
 
-# Bytes of a card, and whether the Hopper kernel runs on it.
+# Bytes of a card, and its compute capability.
 CARDS = {
     "24 GB (RTX 4090)": cards.CARDS["rtx-4090"],
     "32 GB (RTX 5090)": cards.CARDS["rtx-5090"],
-    "48 GB (L40S)": (48 * 10**9, False),
+    "48 GB (L40S)": (48 * 10**9, 8.9),
     "80 GB (H100)": cards.CARDS["h100-80gb"],
 }
 STEP_ROWS = 128  # completions of a step in the preset's recipe
@@ -117,9 +116,8 @@ def memory_table(measured: Iterable[dict[str, Any]]) -> str:
     def plans(model: str) -> dict[str, Any]:
         config = grpo_gsm8k.get_config(f"{model},first_run")
         row: dict[str, Any] = {"model": model, "peak": peaks.get(model, "")}
-        for card, (memory, hopper) in CARDS.items():
-            device = run_plan.Device(int(pool_of(1) * memory), run_plan.kernel_of(hopper=hopper))
-            plan = run_plan.plan_run(config, ARCHITECTURES[model], device)
+        for card, facts in CARDS.items():
+            plan = run_plan.plan_run(config, ARCHITECTURES[model], run_plan.device_of(*facts))
             fits = plan.fits and report.largest_rows(plan, config, ARCHITECTURES[model])
             row |= {"weights": plan.weights / 1e9, card: min(fits, STEP_ROWS) if fits else "-"}
         return row
@@ -142,16 +140,13 @@ def mesh_table() -> str:
     """
 
     def mesh(model: str, format: str, new_tokens: int) -> str:
-        memory, hopper = cards.CARDS[_CARD]
         config = grpo_gsm8k.get_config(f"{model},first_run")
         config.rollout.max_new_tokens = new_tokens
         if format == "bf16":  # else 4 bits in the format of the preset
             config.model.format = format
         for tensor in (1, 2, 4, 8):
             config.mesh.data, config.mesh.tensor = _HOSTS * _GPUS // tensor, tensor
-            device = run_plan.Device(
-                int(pool_of(tensor) * memory), run_plan.kernel_of(hopper=hopper)
-            )
+            device = run_plan.device_of(*cards.CARDS[_CARD], tensor=tensor)
             try:
                 plan = run_plan.plan_run(config, ARCHITECTURES[model], device)
             except UserError:  # The model cannot be cut so.

@@ -425,7 +425,7 @@ def test_rows_follow_from_the_memory(
 def test_programs_are_compared_with_the_memory_before_a_rollout(
     settings, rollouts, monkeypatch, capsys
 ):
-    monkeypatch.setattr(report, "this_device", lambda: Device(10**4, "xla"))
+    monkeypatch.setattr(report, "this_device", lambda: Device(10**4, "xla", 0.0))
     said = r"the program '\w+' takes .* GB that JAX has; lower --max-rows=9, --samples=3"
     refused(said, evaluate, settings())
     assert rollouts == []

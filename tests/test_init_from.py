@@ -370,7 +370,7 @@ def test_the_plan_counts_the_adapter_that_the_kl_is_measured_to(tiny):
         plan_run(
             tiny.config({"rl.kl_coef": 0.1, **changes}),
             tiny_run.architecture(tiny.model),
-            Device(pool=None, kernel="xla"),
+            Device(None, "xla", 0.0),
         ).training
         for changes in ({}, {"init_from": "run"}, {"lora.init": "adapter"})
     ]

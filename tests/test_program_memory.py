@@ -52,7 +52,7 @@ def compiled(compile_cache, tmp_path_factory):
         patch.setattr(attention, "_SCORES", 2**20)
         patch.setattr(training_compile, "check_programs", lambda *args: found.append(args) or [])
         setup = prepare(config, rewards_of(config, None), schedule_steps=1)
-        plan = dataclasses.replace(setup.memory, device=Device(POOL, "xla"))
+        plan = dataclasses.replace(setup.memory, device=Device(POOL, "xla", 0.0))
         setup = dataclasses.replace(setup, memory=plan)
         state = first_progress(setup).state
         setup, _ = training_compile.compile_programs(setup, state, trains=True, evaluates=True)
@@ -95,7 +95,7 @@ def test_a_program_that_does_not_fit_is_refused_by_name(compiled, part):
         limit = "more than the 1.0 GB that JAX has" if refuses else "of the 1.0 GB that JAX has"
         assert limit in said
     # Without a known memory, as on a CPU, nothing is compared.
-    unknown = dataclasses.replace(plan, device=Device(None, "xla"))
+    unknown = dataclasses.replace(plan, device=Device(None, "xla", 0.0))
     assert check_programs(unknown, other) == []
 
 

@@ -16,7 +16,7 @@ from pallas_kernels.decode import layer as decode_layer
 from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.memory.cards import CARDS
-from qerl_jax.memory.run_plan import Device, plan_run
+from qerl_jax.memory.run_plan import device_of, plan_run
 from qerl_jax.policy import lora
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import LoraConfig
@@ -25,7 +25,6 @@ from qerl_jax.rollout import programs
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, turn_config
 from qerl_jax.rollout.decode import decode_config
 from qerl_jax.rollout.shapes import plan_shapes
-from qerl_jax.system.device_memory import pool_of
 
 pytestmark = pytest.mark.aot
 
@@ -48,8 +47,7 @@ def compiled(model, layers, changes):
     architecture = ARCHITECTURES[model]
     recurrent = tuple(number for number in architecture.recurrent_layers if number < layers)
     architecture = dataclasses.replace(architecture, num_layers=layers, recurrent_layers=recurrent)
-    device = Device(int(pool_of(1) * CARDS["h200-141gb"][0]), "mosaic")
-    plan = plan_run(config, architecture, device)
+    plan = plan_run(config, architecture, device_of(*CARDS["h200-141gb"]))
     sampling = SamplingConfig(max_new_tokens=config.rollout.max_new_tokens)
     engine = EngineConfig(
         max_rows=plan.rollout.rows, prefill_prompts=plan.rollout.prefill_prompts, chunk_steps=32

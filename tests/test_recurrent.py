@@ -31,6 +31,7 @@ from qerl_jax.policy import aqn, lora, sizes, tensor_parallel, transformer
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import RecurrentConfig, from_hf_config, to_hf_config
 from qerl_jax.policy.layers import delta, kinds, recurrent
+from qerl_jax.policy.layers.part import PlannedBuffer
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.quant import QuantTensor
@@ -289,7 +290,7 @@ def test_a_row_takes_its_state_whatever_its_length():
         group_size=4,
         width=8,
         positions=16,
-        compute=jnp.dtype("float32"),
+        buffer=PlannedBuffer(jnp.dtype("float32")),
         free=None,
     )
     assert rows == 6  # a prefill of one prompt leaves the memory of 6 rows
@@ -372,14 +373,14 @@ def test_plans_know_states():
     config = get_config("qwen3.5-27b")
     config.rollout.prompts_per_step, config.rollout.group_size = 1, 8
     model = ARCHITECTURES["qwen3.5-27b"]
-    plan = plan_run(config, model, Device(int(0.92 * 85e9), "mosaic"))
+    plan = plan_run(config, model, Device(int(0.92 * 85e9), "mosaic", 9.0))
     assert plan.fits
     state = 48 * 4 * (48 * 128 * 128 + 3 * 10240)
     assert plan.rollout.state == state
     assert f"positions each and a state of {state / 1e6:.1f} MB" in format_plan(plan, config)
     config.train.parameters = "lora+norms"
     with pytest.raises(UserError, match="norms of a qwen3_5 are stored minus 1"):
-        plan_run(config, model, Device(int(0.92 * 85e9), "mosaic"))
+        plan_run(config, model, Device(int(0.92 * 85e9), "mosaic", 9.0))
 
 
 # --- Files ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from tiny_rollout import KEY, PAD, PROMPTS, TinyTokenizer, configs, letters
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
+from qerl_jax.policy.layers.part import PlannedBuffer
 from qerl_jax.rollout import decode, shapes
 from qerl_jax.rollout.completions import Completions
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -378,7 +379,8 @@ def test_an_8_bit_cache_takes_a_quarter_of_the_memory(chunks):
 def prefill_of(prompts):
     config, _, _ = policy()
     dtype = jnp.dtype(jnp.float32)
-    return shapes.prefill_bytes(config, num_prompts=prompts, width=16, dtype=dtype, compute=dtype)
+    options = {"width": 16, "dtype": dtype, "buffer": PlannedBuffer(dtype)}
+    return shapes.prefill_bytes(config, num_prompts=prompts, **options)
 
 
 @pytest.fixture

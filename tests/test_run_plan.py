@@ -5,8 +5,10 @@ import json
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 from refusal import refused
 
@@ -24,14 +26,18 @@ from qerl_jax.memory.report import (
     largest_rows,
     out_of_memory,
 )
-from qerl_jax.memory.run_plan import Device, kernel_of, plan_run
+from qerl_jax.memory.run_plan import Device, device_of, plan_rollout, plan_run, this_device
+from qerl_jax.memory.update_plan import LongestRows
 from qerl_jax.policy import sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.layers import delta
+from qerl_jax.policy.layers.part import PlannedBuffer
 from qerl_jax.policy.lora import LoraConfig, init
 from qerl_jax.policy.sharding import WHOLE, specs
 from qerl_jax.policy.tensor_parallel import cut, shard_of
 from qerl_jax.policy.trainable import trained_params
+from qerl_jax.rollout.config import EngineConfig, TurnConfig
+from qerl_jax.rollout.shapes import extend_bytes
 from qerl_jax.system.device_memory import pool_of
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
@@ -55,12 +61,11 @@ WASTED = COPIED_HEAD | {
 # The commit of a step whose recurrent layers had no kernel.
 WITHOUT_KERNEL_OF_CHUNKS = "b3b4db9cb8c76fac2090b3dc399361a7004db652"
 GB = 10**9
-CPU = Device(None, "xla")
+CPU = Device(None, "xla", 0.0)
 
 
 def card(name):
-    memory, hopper = CARDS[name]
-    return Device(int(pool_of(1) * memory), kernel_of(hopper=hopper))
+    return device_of(*CARDS[name])
 
 
 H100 = card("h100-80gb")
@@ -219,10 +224,78 @@ def test_the_plan_of_a_card_does_not_ask_the_device_that_plans(model, name, monk
     planned(model, card(name), environment__function="module:Class")
 
 
+@pytest.mark.parametrize("choice", ["", "mosaic", "mma", "xla"])
+@pytest.mark.parametrize("name", ["a100-80gb", "rtx-3090", "rtx-4090", "h100-80gb"])
+def test_the_plan_of_a_card_is_what_such_a_device_answers(name, choice, monkeypatch):
+    if choice:
+        monkeypatch.setenv(dispatch.KERNEL_VARIABLE, choice)
+    own = card(name)
+    gpu = mock.Mock(platform="gpu", compute_capability=str(own.capability))
+    gpu.client.platform_version, gpu.memory_stats = "CUDA 13000", lambda: {"bytes_limit": own.pool}
+    for function in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, function, lambda: [gpu])
+    for function in ("agrees", "_agrees_once"):
+        monkeypatch.setattr(dispatch, function, lambda *_: True)
+    for function in ("supports_device", "supports_mma_device"):
+        monkeypatch.setattr(dispatch, function, getattr(dispatch, function).__wrapped__)
+    assert this_device() == own
+    options = {"turns": TurnConfig(8, 0, 512, 4096), "copies": (0, 0), "free": own.usable // 2}
+    rows, dtype = LongestRows(1024, 2048, 64, 8), jnp.dtype("bfloat16")
+    for model in map(ARCHITECTURES.get, ("qwen2.5-7b", "gpt-oss-20b", "qwen3.5-27b")):
+        for cache in ("bfloat16", "float8"):
+            engine = EngineConfig(drafts="off", kv_cache_dtype=cache)
+            of_card, of_device = (
+                plan_rollout(model, engine, rows, buffer=buffer, **options)
+                for buffer in (own.buffer(model, dtype), PlannedBuffer(dtype))
+            )
+            assert of_card == of_device, (model.model_type, cache)
+
+
+def test_replies_are_planned_without_the_kernel_where_the_cache_is_too_large():
+    """The kernel counts the numbers of all rows, 2**21 each, in 32 bits."""
+    model, dtype = ARCHITECTURES["qwen2.5-7b"], jnp.dtype("bfloat16")
+    options = {"reply_tokens": 512, "positions": 4096, "dtype": dtype}
+    options["buffer"] = H100.buffer(model, dtype)
+    # As many of them are extended together.
+    few, many = (extend_bytes(model, rows=rows, **options) for rows in (1024, 1025))
+    assert few < many
+
+
+# Compiled with dense weights and an adapter of rank 32: 32 rows of 4,096 positions, 8 of which are
+# extended by 768 tokens.
+@pytest.mark.parametrize(
+    ("model", "capability", "measured"),
+    [
+        ("qwen2.5-7b", 8.9, 0.971),
+        ("qwen2.5-1.5b", 8.9, 0.452),
+        ("qwen2.5-7b", 9.0, 0.879),
+        ("qwen2.5-7b", 12.0, 0.879),
+    ],
+)
+def test_replies_take_the_bytes_of_the_compiled_program(model, capability, measured):
+    dtype = jnp.dtype("bfloat16")
+    buffer = PlannedBuffer(dtype, hopper=capability == 9.0, capability=capability)
+    options = {"rows": 32, "reply_tokens": 512, "positions": 4096, "dtype": dtype}
+    found = extend_bytes(ARCHITECTURES[model], buffer=buffer, **options)
+    assert 0.99 * measured < found / GB < 1.03 * measured
+
+
+def test_prompts_that_wait_for_a_slot_leave_memory_for_replies():
+    """A prompt that waits keeps a state of 0.16 GB while rows are extended."""
+    model = ARCHITECTURES["qwen3.5-27b"]
+    buffer = H100.buffer(model, jnp.dtype("bfloat16"))
+    options = {"buffer": buffer, "turns": TurnConfig(8, 0, 512, 4096), "copies": (0, 0)}
+    engine, rows = EngineConfig(drafts="off"), LongestRows(256, 2048, group_size=8, num_prompts=16)
+    for free in (int(gigabytes * GB) for gigabytes in (1.0, 1.7, 3.1, 19.9, 34.6)):
+        rollout = plan_rollout(model, engine, rows, free=free, **options)
+        assert rollout.rows < rollout.all_rows
+        assert rollout.bytes <= free or not rollout.rows
+
+
 def test_the_target_of_32b_fits_an_h100():
     lengths = {"rollout__max_new_tokens": 4096, "eval__every": 0, "prompt": 256}
     step = {"rollout__prompts_per_step": 1, "rollout__group_size": 8}
-    small, _ = planned("qwen2.5-32b", Device(int(45 * GB / 0.95), "mosaic"), **lengths | step)
+    small, _ = planned("qwen2.5-32b", Device(int(45 * GB / 0.95), "mosaic", 9.0), **lengths | step)
     assert small.fits
     assert small.rollout.rows == 8
     step["rollout__prompts_per_step"] = 4
@@ -296,7 +369,7 @@ def test_replies_extend_rows_in_bounded_memory(model, name, new_tokens, position
     plan, config = planned(model, card(name), **changes, rollout__group_size=64)
     assert plan.fits
     rollout = plan.rollout
-    assert 0.5 * GB < rollout.extension < 2.1 * GB  # Compiled it takes less.
+    assert 0.5 * GB < rollout.extension < 2.1 * GB  # Compiled it takes 15 % more at most.
     # Prompts of which rows wait for a slot are there meanwhile.
     assert rollout.temporary >= rollout.extension + rollout.prefill_prompts * 1024 * position
     assert f"; {rollout.extension / GB:.1f} GB extend rows by replies" in format_plan(plan, config)

@@ -141,7 +141,7 @@ def test_a_run_that_trained_norms_has_them_in_the_second_answer(tiny, tmp_path):
 
 
 def test_a_program_that_does_not_fit_is_refused_before_the_answer(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(report, "this_device", lambda: Device(10**4, "xla"))
+    monkeypatch.setattr(report, "this_device", lambda: Device(10**4, "xla", 0.0))
     config = SampleConfig(source=str(tiny.model), question="t3 t4", max_new_tokens=4)
     words = r"the program '\w+' takes .* that JAX has; lower --max-new-tokens"
     refused(words, sample, config)

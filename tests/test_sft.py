@@ -724,12 +724,12 @@ def test_what_a_run_that_samples_needs_is_refused(inputs):
 def test_the_plan_has_no_rollout(inputs):
     config = text_config(inputs)
     architecture = tiny_run.architecture(inputs.model)
-    plan = plan_run(config, architecture, Device(10**9, "mma"))
+    plan = plan_run(config, architecture, Device(10**9, "mma", 8.9))
     assert plan.fits
     assert plan.rollout_peak == plan.weights + plan.training
     assert plan.longest.prompt - 1 + plan.longest.new_tokens == 24
     text = format_plan(plan, config)
     assert "keys" not in text
     assert "update buffer" in text
-    small = plan_run(config, architecture, Device(10**5, "mma"))
+    small = plan_run(config, architecture, Device(10**5, "mma", 8.9))
     refused("smaller model|sft.max_tokens", check_fits, small, config, architecture)

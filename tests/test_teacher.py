@@ -221,7 +221,7 @@ def test_a_curriculum_needs_several_completions_of_a_problem():
 
 # --- Its memory -----------------------------------------------------------------------------------
 
-H100 = Device(int(0.92 * 85e9), "mosaic")
+H100 = Device(int(0.92 * 85e9), "mosaic", 9.0)
 
 
 def plan(device=H100, **options):
@@ -247,7 +247,7 @@ def test_the_plan_counts_the_teacher():
     adapter = LoraConfig(rank=32, alpha=32.0)
     _, own = plan(teacher=PlannedTeacher(ARCHITECTURES["qwen2.5-7b"], adapter))
     assert own.teacher_weights == 4 * 80_740_352
-    small = Device(24 * 10**9, "mma")
+    small = Device(24 * 10**9, "mma", 8.9)
     config, tight = plan(small, teacher=teacher)
     with pytest.raises(UserError, match=r"GB the teacher, and may take 22.8 GB of the 24.0 GB"):
         check_fits(tight, config, ARCHITECTURES["qwen2.5-7b"])
@@ -262,7 +262,8 @@ def test_a_mesh_that_does_not_divide_the_teacher_is_refused():
 
 def test_buffers_are_such_that_the_pass_of_the_teacher_fits():
     rows, free = LongestRows(320, 2048, 8, 16), 2 * 10**9
-    options = {"adapter": 40_000_000, "itemsize": 2, "buffer_tokens": 0, "recompute": None}
+    dtype = jnp.dtype("bfloat16")
+    options = {"adapter": 40_000_000, "dtype": dtype, "buffer_tokens": 0, "recompute": None}
     model = ARCHITECTURES["qwen2.5-1.5b"]
     alone = plan_update(model, rows, free=free, **options)
     taught = plan_update(model, rows, free=free, teacher=ARCHITECTURES["qwen2.5-72b"], **options)

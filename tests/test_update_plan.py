@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 from refusal import refused
 
@@ -20,14 +21,14 @@ from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.transformer import PRODUCTS
 
-GB = 10**9
+GB, BF16 = 10**9, jnp.dtype("bfloat16")
 ROWS = LongestRows(prompt=100, new_tokens=2048, group_size=8, num_prompts=1)
 
 
 def plan(model="qwen2.5-7b", rows=ROWS, **changes):
     options = {
         "adapter": GB // 4,
-        "itemsize": 2,
+        "dtype": BF16,
         "buffer_tokens": 0,
         "recompute": None,
         "free": 65 * GB,
@@ -53,7 +54,7 @@ def test_the_bytes_are_those_of_the_compiled_program(model, layers, tokens, reco
     config = dataclasses.replace(ARCHITECTURES[model], num_layers=layers)
     targets = LoraConfig(rank=32, alpha=32.0).targets
     adapter = sizes.fused_adapter_bytes(config, rank=32, targets=targets, itemsize=2)
-    found = update_memory(config, tokens=tokens, recompute=recompute, itemsize=2, adapter=adapter)
+    found = update_memory(config, tokens=tokens, recompute=recompute, dtype=BF16, adapter=adapter)
     assert 0.98 * measured < found.bytes < 1.03 * measured
 
 
@@ -79,7 +80,7 @@ def of_mixture(model, layers, tokens, recompute, kernels):
     recurrent = tuple(layer for layer in whole.recurrent_layers if layer < layers)
     config = dataclasses.replace(whole, num_layers=layers, recurrent_layers=recurrent)
     adapter = sizes.fused_adapter_bytes(config, rank=32, targets=targets, itemsize=2)
-    options = {"recompute": recompute, "itemsize": 2, "adapter": adapter, "kernels": kernels}
+    options = {"recompute": recompute, "dtype": BF16, "adapter": adapter, "kernels": kernels}
     return update_memory(config, tokens=tokens, **options).bytes
 
 
@@ -101,7 +102,7 @@ def test_the_bytes_of_adapters_of_experts_are_planned(model, layers, rank, hoppe
     options = {"rank": 32, "targets": lora_targets(model), "expert_rank": rank}
     adapter = sizes.fused_adapter_bytes(config, itemsize=2, **options)
     options = {"kernels": Kernels(layers=hopper), "adapts_experts": True}
-    found = update_memory(config, tokens=8320, recompute=(), itemsize=2, adapter=adapter, **options)
+    found = update_memory(config, tokens=8320, recompute=(), dtype=BF16, adapter=adapter, **options)
     assert 0.98 * measured < found.bytes < 1.15 * measured
 
 

@@ -16,27 +16,32 @@ def supports_device(cache_dtype: jnp.dtype) -> bool:
 
     A bfloat16 cache needs Ampere or later, a float8_e4m3fn cache Ada or later.
     """
-    return supports_warpgroup(8.9 if cache_dtype == jnp.float8_e4m3fn else 8.0)
+    return supports_warpgroup(_oldest(cache_dtype))
+
+
+def _oldest(cache_dtype: jnp.dtype) -> float:
+    return 8.9 if cache_dtype == jnp.float8_e4m3fn else 8.0
 
 
 def supports_layer(
     dtype: jnp.dtype,
     keys: jax.Array | jax.ShapeDtypeStruct,
-    hopper: bool | None = None,
+    capability: float | None = None,
 ) -> bool:
     """Whether `layer.decode_layer` exists for a policy and runs on a device.
 
     Args:
         dtype: dtype of the computation.
         keys: [B, K, S, H] cached keys of a layer.
-        hopper: whether it is a Hopper GPU, for a device that is not there; None asks the default
-            device.
+        capability: that of a device that is not there, as `device.cuda_capability`; None asks the
+            default device.
     """
+    oldest = _oldest(keys.dtype)
     return (
         dtype == jnp.bfloat16
         and keys.shape[-1] in _HEAD_DIMS
         and keys.size <= 2**31  # the kernels count elements in 32 bits
-        and (supports_device(keys.dtype) if hopper is None else hopper)
+        and (supports_device(keys.dtype) if capability is None else capability >= oldest)
     )
 
 

@@ -46,6 +46,7 @@ from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.task_prompts import TaskPrompts, encode_task
 from qerl_jax.evaluation.tasks import RUN, Task, extracted_answer, make_tasks, same_answer
 from qerl_jax.memory.report import check_sampler
+from qerl_jax.policy.layers.part import PlannedBuffer
 from qerl_jax.rewards.calls import announce_hosts, check_columns, resolve
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.rewards.scored import Completion
@@ -555,7 +556,7 @@ def _fit(job: _Job, max_rows: int) -> tuple[int, int]:
         group_size=_MOST_ROWS,  # One problem has as many samples as that, so that more may follow.
         width=width,
         positions=positions,
-        compute=model.params["embed_tokens"].dtype,
+        buffer=PlannedBuffer(model.params["embed_tokens"].dtype),
         free=bytes_left(model.params, engine=engine),
         reply_tokens=turns.longest_reply if turns else 0,
     )

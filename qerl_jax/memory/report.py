@@ -19,6 +19,7 @@ from qerl_jax.memory.run_plan import (
 )
 from qerl_jax.memory.update_plan import LongestRows, plan_update
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.layers.part import PlannedBuffer
 from qerl_jax.policy.lora import fuse
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.tensor_parallel import shard_of
@@ -123,7 +124,7 @@ def check_sampler(sampler: Sampler, key: jax.Array, policy: Policy, *, remedy: s
             group_size=sampler.group_size,
             num_prompts=engine.num_prompts,
         ),
-        compute=compute,
+        buffer=PlannedBuffer(compute),
         turns=turns,
         copies=(
             sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(adapter)),
@@ -169,7 +170,7 @@ def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
             shard_of(model, config.mesh.tensor),
             plan.longest,
             adapter=plan.rollout.policy_copy,
-            itemsize=jnp.dtype(config.model.dtype).itemsize,
+            dtype=jnp.dtype(config.model.dtype),
             buffer_tokens=0,
             recompute=None,
             free=int(_LESS * plan.update.bytes),

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from pallas_kernels import fp4_matmul
 from pallas_kernels.attention import HEAD_DIMS
+from pallas_kernels.device import cuda_capability
 from qerl_jax.config.fields import learns_from_text
 from qerl_jax.errors import UserError
 from qerl_jax.memory.update_plan import (
@@ -27,6 +28,7 @@ from qerl_jax.memory.update_plan import (
 from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.dequantize import DEQUANTIZE
+from qerl_jax.policy.layers.part import PlannedBuffer
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.config import (
@@ -51,7 +53,9 @@ from qerl_jax.rollout.shapes import (
     row_positions,
     state_bytes,
     uses_drafts,
+    waiting_bytes,
 )
+from qerl_jax.system.device_memory import pool_of
 
 # Part of the pool that a plan fills: the pool needs its free memory in one piece.
 _USABLE = 0.95
@@ -69,6 +73,7 @@ class Device:
 
     pool: int | None  # bytes that the run may use; None where they are unknown, as on a CPU
     kernel: str  # what multiplies packed weights, as in `fp4_matmul`: "mosaic", "mma" or "xla"
+    capability: float  # compute capability of an NVIDIA GPU; 0 for any other device
 
     @property
     def usable(self) -> int | None:
@@ -79,6 +84,11 @@ class Device:
         """Which of the kernels that every Hopper GPU has compute layers."""
         own = dtype == jnp.bfloat16 and self.kernel == "mosaic"
         return Kernels(attention=own and model.head_dim in HEAD_DIMS, layers=own)
+
+    def buffer(self, model: ModelConfig, dtype: jnp.dtype) -> PlannedBuffer:
+        """How it computes the layers of a rollout."""
+        hopper = self.layer_kernels(model, dtype).layers
+        return PlannedBuffer(dtype, hopper=hopper, capability=self.capability)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,15 +235,22 @@ class RunPlan:
 def this_device() -> Device:
     """Returns the default device of this process."""
     memory = jax.local_devices()[0].memory_stats() or {}
-    return Device(memory.get("bytes_limit"), fp4_matmul.device_kernel())
+    return Device(memory.get("bytes_limit"), fp4_matmul.device_kernel(), cuda_capability())
 
 
-def kernel_of(*, hopper: bool) -> str:
-    """What multiplies packed weights on a card that is not there, as in `fp4_matmul`."""
-    chosen = fp4_matmul.chosen_kernel()
-    if chosen in ("mma", "xla"):
-        return chosen
-    return "mosaic" if hopper else "mma"
+def device_of(memory: int, capability: float, *, tensor: int = 1) -> Device:
+    """Returns what `this_device` is on a card that is not there.
+
+    Args:
+        memory: bytes of the card as CUDA reports them.
+        capability: its compute capability.
+        tensor: number of cards that share the weights.
+    """
+    is_hopper = capability == 9.0
+    kernel = fp4_matmul.chosen_kernel() or ("mosaic" if is_hopper else "mma")
+    if kernel == "mosaic" and not is_hopper:  # It runs on Hopper GPUs alone.
+        kernel = "xla"
+    return Device(int(pool_of(tensor) * memory), kernel, capability)
 
 
 def plan_run(
@@ -298,7 +315,7 @@ def plan_run(
         model,
         longest,
         adapter=policy_copy,
-        itemsize=compute.itemsize,
+        dtype=compute,
         buffer_tokens=config.train.buffer_tokens,
         recompute=recomputation(config.train.recompute),
         free=None if free is None else free - gradient,
@@ -407,11 +424,10 @@ def _plan_rollout(
         model,
         engine,
         longest,
-        compute=compute,
+        buffer=device.buffer(model, compute),
         turns=turn_config(config),
         copies=(policy_copy, dense_copy),
         free=free,
-        hopper=device.layer_kernels(model, compute).layers,
     )
 
 
@@ -420,11 +436,10 @@ def plan_rollout(
     engine: EngineConfig,
     longest: LongestRows,
     *,
-    compute: jnp.dtype,
+    buffer: PlannedBuffer,
     turns: TurnConfig | None,
     copies: tuple[int, int],
     free: int | None,
-    hopper: bool | None = None,
 ) -> RolloutPlan:
     """Plans the memory of a rollout.
 
@@ -432,18 +447,17 @@ def plan_rollout(
         model: architecture of one device.
         engine: bounds of rows and memory.
         longest: the longest rows.
-        compute: dtype of the computation.
+        buffer: how layers are computed.
         turns: limits of conversations with an environment; None without one.
         copies: bytes of the trained parameters in the dtype of the policy, and of the dense copy of
             packed weights.
         free: bytes that weights and training state leave; None does not compare with the device.
-        hopper: whether the kernels of Hopper GPUs compute layers; None asks the default device.
 
     Returns:
         The largest rollout that fits; one of no rows, with the bytes of one, if none does.
     """
     policy_copy, dense_copy = copies
-    dtype = cache_dtype(engine.kv_cache_dtype, compute)
+    dtype = cache_dtype(engine.kv_cache_dtype, buffer.dtype)
     width, positions = row_positions(longest.prompt, longest.new_tokens)
     num_prompts = largest_share(longest.num_prompts, longest.devices)
     rows, prefill = fit_rows(
@@ -453,38 +467,34 @@ def plan_rollout(
         group_size=longest.group_size,
         width=width,
         positions=positions,
-        compute=compute,
+        buffer=buffer,
         free=None if free is None else max(0, free - policy_copy - dense_copy),
         reply_tokens=turns.longest_reply if turns else 0,
-        hopper=hopper,
     )
     prefilled = prefill_bytes(
         model,
         num_prompts=prefill,
         width=width,
         dtype=dtype,
-        compute=compute,
+        buffer=buffer,
         shared=engine.shared_tokens > 0,
-        hopper=hopper,
     )
     row, all_rows = kept_bytes(model, positions, dtype), num_prompts * longest.group_size
-    history = history_bytes(positions) if uses_drafts(engine, model, compute) else 0
+    history = history_bytes(positions) if uses_drafts(engine, model, buffer.dtype) else 0
     sizes_of_rows = {
         "rows": max(1, rows),
         "reply_tokens": turns.longest_reply if turns else 0,
         "positions": positions,
-        "compute": compute,
-        "hopper": hopper,
+        "dtype": dtype,
+        "buffer": buffer,
     }
-    moving = moved_bytes(model, dtype=dtype, **sizes_of_rows)
+    moving = moved_bytes(model, **sizes_of_rows)
     sampling = max(1, rows) * logits_bytes(model)
-    sampling += draft_bytes(model, engine, rows=max(1, rows), compute=compute)
-    decoding = max(moving, sampling, block_bytes(model, compute, hopper))
+    sampling += draft_bytes(model, engine, rows=max(1, rows), compute=buffer.dtype)
+    decoding = max(moving, sampling, block_bytes(model, buffer))
     waiting = all_rows - rows
     if waiting:
-        decoding += prefill * (
-            kept_bytes(model, width, dtype) + 4 * model.shards * model.vocab_size
-        )
+        decoding += waiting_bytes(model, prefill, width=width, dtype=dtype)
     return RolloutPlan(
         policy_copy=policy_copy,
         dense_copy=dense_copy,

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
@@ -87,7 +88,7 @@ def plan_update(
     rows: LongestRows,
     *,
     adapter: int,
-    itemsize: int,
+    dtype: jnp.dtype,
     buffer_tokens: int,
     recompute: tuple[str, ...] | None,
     free: int | None,
@@ -97,11 +98,11 @@ def plan_update(
 ) -> MemoryPlan:
     """Chooses the buffers of the update.
 
-    `adapter` and `itemsize` are the bytes of the adapter in the dtype of the computation and of an
-    activation. A size of 0 and a recomputation of None are chosen, by the bytes that weights and
-    training state leave `free` on the device; None where they are unknown, as on a CPU. `kernels`
-    are those of the device, and `adapts_experts` says whether routed experts have adapters. A
-    `teacher` passes over every buffer as well.
+    `adapter` is the number of bytes of the adapter in `dtype`, that of the computation. A size of 0
+    and a recomputation of None are chosen, by the bytes that weights and training state leave
+    `free` on the device; None where they are unknown, as on a CPU. `kernels` are those of the
+    device, and `adapts_experts` says whether routed experts have adapters. A `teacher` passes over
+    every buffer as well.
 
     Returns:
         The plan. Without a known memory a buffer is about one group. Where nothing fits, it is the
@@ -122,14 +123,14 @@ def plan_update(
             model,
             tokens=tokens,
             recompute=again,
-            itemsize=itemsize,
+            dtype=dtype,
             adapter=adapter,
             kernels=kernels,
             adapts_experts=adapts_experts,
         )
         if teacher is None:
             return own
-        options = {"tokens": tokens, "itemsize": itemsize, "kernels": kernels}
+        options = {"tokens": tokens, "dtype": dtype, "kernels": kernels}
         passes = update_memory(teacher, recompute=PRODUCTS, adapter=0, **options)
         # At most what one layer or the head takes with its gradient.
         return dataclasses.replace(own, teacher=max(passes.head, passes.layer))
@@ -199,7 +200,7 @@ def update_memory(
     *,
     tokens: int,
     recompute: tuple[str, ...],
-    itemsize: int,
+    dtype: jnp.dtype,
     adapter: int,
     kernels: Kernels = _HOPPER,
     adapts_experts: bool = False,
@@ -211,7 +212,7 @@ def update_memory(
     products of every layer. `tokens` are the positions of the buffer; the others are as in
     `plan_update`.
     """
-    buffer = PlannedBuffer(itemsize, tokens, recompute, kernels.layers)
+    buffer, itemsize = PlannedBuffer(dtype, tokens, recompute, kernels.layers), dtype.itemsize
     costs = {part: part.memory(model, buffer) for part in kinds.parts_of(model)}
     layers, widths = collections.Counter(kinds.layers_of(model)), {}
     kept_width = model.num_layers * model.embed_dim

@@ -162,7 +162,7 @@ def plan_shapes(
         group_size=group_size,
         width=width,
         positions=positions,
-        compute=compute,
+        buffer=PlannedBuffer(compute),
         free=bytes_left(params, engine=engine) if measures else None,
         reply_tokens=turns.longest_reply if turns else 0,
     )
@@ -308,10 +308,9 @@ def fit_rows(
     group_size: int,
     width: int,
     positions: int,
-    compute: jnp.dtype,
+    buffer: PlannedBuffer,
     free: int | None,
     reply_tokens: int = 0,
-    hopper: bool | None = None,
 ) -> tuple[int, int]:
     """Decides how many rows decode together, and how many prompts are in one prefill.
 
@@ -322,10 +321,9 @@ def fit_rows(
         group_size: number of completions of each prompt.
         width: number of tokens that prompts are padded to.
         positions: cache positions of a row.
-        compute: dtype of the computation.
+        buffer: how layers are computed.
         free: bytes of the device that a rollout may take; None does not compare with the device.
         reply_tokens: largest number of tokens of what an environment writes to rows; 0 without one.
-        hopper: as in `block_bytes`.
 
     Returns:
         The two numbers; the first is 0 where a prefill of one prompt leaves no memory for a row.
@@ -333,7 +331,7 @@ def fit_rows(
     Raises:
         UserError: one row does not fit into kv_cache_bytes.
     """
-    dtype, rows = cache_dtype(engine.kv_cache_dtype, compute), num_prompts * group_size
+    dtype, rows = cache_dtype(engine.kv_cache_dtype, buffer.dtype), num_prompts * group_size
     per_position, state = position_bytes(model_config, dtype), state_bytes(model_config)
     of_prompt, of_row = width * per_position + state, positions * per_position + state
     prefill = min(num_prompts, engine.prefill_prompts or num_prompts)
@@ -353,7 +351,7 @@ def fit_rows(
     if free is None:
         return max_rows, prefill
     row = row_bytes(model_config, positions=positions, dtype=dtype)
-    if uses_drafts(engine, model_config, compute):
+    if uses_drafts(engine, model_config, buffer.dtype):
         row += history_bytes(positions)
     for size in (prefill, 1):
         prompt_bytes = prefill_bytes(
@@ -361,9 +359,8 @@ def fit_rows(
             num_prompts=size,
             width=width,
             dtype=dtype,
-            compute=compute,
+            buffer=buffer,
             shared=engine.shared_tokens > 0,
-            hopper=hopper,
         )
         fitting = (free - prompt_bytes) // row
         while fitting > 0:
@@ -374,11 +371,13 @@ def fit_rows(
                 reply_tokens=reply_tokens,
                 positions=positions,
                 dtype=dtype,
-                compute=compute,
-                hopper=hopper,
+                buffer=buffer,
             )
-            drafting = draft_bytes(model_config, engine, rows=fitting, compute=compute)
-            if fitting * row + max(prompt_bytes, moving, drafting) <= free:
+            drafting = draft_bytes(model_config, engine, rows=fitting, compute=buffer.dtype)
+            decoding = max(moving, drafting)
+            if fitting < rows:
+                decoding += waiting_bytes(model_config, size, width=width, dtype=dtype)
+            if fitting * row + max(prompt_bytes, decoding) <= free:
                 return fitting, size
             fitting -= 1
     return 0, 1
@@ -443,15 +442,29 @@ def draft_bytes(
     return max(0, checked - rows) * logits_bytes(model_config)
 
 
+def waiting_bytes(
+    model_config: ModelConfig, num_prompts: int, *, width: int, dtype: jnp.dtype
+) -> int:
+    """Returns the bytes of prefilled prompts whose rows wait for a slot: as a prefill returns them.
+
+    Args:
+        model_config: the architecture.
+        num_prompts: number of prompts in one prefill.
+        width: number of tokens that prompts are padded to.
+        dtype: dtype of the cache.
+    """
+    kept = kept_bytes(model_config, width, dtype)
+    return num_prompts * (kept + _vocabulary_bytes(model_config))
+
+
 def prefill_bytes(
     model_config: ModelConfig,
     *,
     num_prompts: int,
     width: int,
     dtype: jnp.dtype,
-    compute: jnp.dtype,
+    buffer: PlannedBuffer,
     shared: bool = False,
-    hopper: bool | None = None,
 ) -> int:
     """Returns the bytes of one prefill, as they were measured to 1 % from 128 rows on.
 
@@ -460,14 +473,13 @@ def prefill_bytes(
         num_prompts: number of prompts.
         width: number of tokens that prompts are padded to.
         dtype: dtype of the cache.
-        compute: dtype of the computation.
+        buffer: how layers are computed.
         shared: whether prompts are extended from tokens that they share.
-        hopper: as in `block_bytes`.
     """
-    keys_and_values = position_bytes(model_config, dtype) + position_bytes(model_config, compute)
-    options = {"compute": compute, "extends": shared, "hopper": hopper}
-    layer = _layer_bytes(model_config, num_prompts, width, width, **options)
-    kept = num_prompts * (width * keys_and_values + state_bytes(model_config))
+    stored, computed = (position_bytes(model_config, each) for each in (dtype, buffer.dtype))
+    cache = (num_prompts, buffer.dtype) if shared else None
+    layer = _layer_bytes(model_config, (num_prompts, width, width), buffer, cache)
+    kept = num_prompts * (width * (stored + computed) + state_bytes(model_config))
     return kept + layer + num_prompts * _vocabulary_bytes(model_config)
 
 
@@ -478,8 +490,7 @@ def moved_bytes(
     reply_tokens: int,
     positions: int,
     dtype: jnp.dtype,
-    compute: jnp.dtype,
-    hopper: bool | None = None,
+    buffer: PlannedBuffer,
 ) -> int:
     """Returns the bytes of the largest change of the cache between two chunks.
 
@@ -493,8 +504,7 @@ def moved_bytes(
         reply_tokens: largest number of tokens of what an environment writes; 0 without one.
         positions: cache positions of a row.
         dtype: dtype of the cache.
-        compute: dtype of the computation.
-        hopper: as in `block_bytes`.
+        buffer: how layers are computed.
     """
     if not reply_tokens:
         arrays = jax.tree.leaves(kinds.row_shapes(model_config, positions, dtype))
@@ -504,8 +514,8 @@ def moved_bytes(
         rows=rows,
         reply_tokens=reply_tokens,
         positions=positions,
-        compute=compute,
-        hopper=hopper,
+        dtype=dtype,
+        buffer=buffer,
     )
     return max(extending, kept_bytes(model_config, positions, dtype))
 
@@ -516,24 +526,24 @@ def extend_bytes(
     rows: int,
     reply_tokens: int,
     positions: int,
-    compute: jnp.dtype,
-    hopper: bool | None = None,
+    dtype: jnp.dtype,
+    buffer: PlannedBuffer,
 ) -> int:
     """Returns the bytes of the largest extension of rows by what environments wrote.
 
-    Compiled for an H200 it takes up to a quarter less.
+    Compiled for an H200 it takes up to a quarter less. Weights that no kernel reads are not counted
+    where they are dequantized one at a time: a plan has them as the dense copy.
 
     Args:
         model_config: the architecture.
         rows: number of rows that decode together.
         reply_tokens: largest number of tokens of what an environment writes.
         positions: cache positions of a row.
-        compute: dtype of the computation.
-        hopper: as in `block_bytes`.
+        dtype: dtype of the cache.
+        buffer: how layers are computed.
     """
-    options = {"compute": compute, "extends": True, "hopper": hopper}
     return max(
-        _layer_bytes(model_config, count, width, positions, **options)
+        _layer_bytes(model_config, (count, width, positions), buffer, (rows, dtype))
         + count * _vocabulary_bytes(model_config)
         for count, width in extensions(rows, reply_tokens)
     )
@@ -541,33 +551,31 @@ def extend_bytes(
 
 def _layer_bytes(
     model_config: ModelConfig,
-    rows: int,
-    tokens: int,
-    positions: int,
-    *,
-    compute: jnp.dtype,
-    extends: bool,
-    hopper: bool | None,
+    sizes: tuple[int, int, int],
+    buffer: PlannedBuffer,
+    cache: tuple[int, jnp.dtype] | None,
 ) -> int:
-    """Bytes of the temporary arrays of a layer over T tokens of N rows that see S positions."""
-    buffer = PlannedBuffer(compute.itemsize, hopper=hopper)
+    """Bytes of the temporary arrays of a layer; arguments as of `part.Mixer.seen_bytes`."""
+    rows, tokens, _ = sizes
     parts = [part.memory(model_config, buffer) for part in kinds.parts_of(model_config)]
     of_tokens = sum(part.prefill for part in parts)
     seen = max(
-        mixer.seen_bytes(model_config, buffer, (rows, tokens, positions), extends=extends)
+        mixer.seen_bytes(model_config, buffer, sizes, cache)
         for mixer in kinds.mixers_of(model_config)
     )
-    states = rows * tokens * compute.itemsize * 4 * model_config.embed_dim
+    capability = buffer.capability
+    if capability is None:
+        capability = device.cuda_capability()
+    # Before Hopper GPUs, which add in bfloat16, XLA keeps summands of the residual stream in place
+    # of their sum: compiled for an RTX 4090, two more arrays.
+    summed = buffer.itemsize > 2 or capability >= 9.0
+    states = rows * tokens * buffer.itemsize * (4 if summed else 6) * model_config.embed_dim
     block = max(part.block for part in parts)
     return states + max(rows * tokens * of_tokens, seen) + block
 
 
-def block_bytes(model_config: ModelConfig, compute: jnp.dtype, hopper: bool | None = None) -> int:
-    """Returns the bytes of the temporary arrays of a layer whatever the number of its tokens.
-
-    `hopper` says whether kernels of Hopper GPUs compute it; None asks the default device.
-    """
-    buffer = PlannedBuffer(compute.itemsize, hopper=hopper)
+def block_bytes(model_config: ModelConfig, buffer: PlannedBuffer) -> int:
+    """Returns the bytes of the temporary arrays of a layer whatever the number of its tokens."""
     return max(part.memory(model_config, buffer).block for part in kinds.parts_of(model_config))
 
 

@@ -13,7 +13,6 @@ from qerl_jax.memory.cards import CARDS
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.quantization import base
-from qerl_jax.system.device_memory import pool_of
 from qerl_jax.training.teacher import plan_teacher
 from qerl_jax.training.validate import validate
 from qerl_jax.weights.checkpoint import read_architecture
@@ -104,17 +103,16 @@ def plan(
     """
     if card not in CARDS:
         raise UserError(f"--card={card}: choose from {', '.join(CARDS)}, or --memory-gb=GB")
-    memory, hopper = CARDS[card]
+    memory, capability = CARDS[card]
     if memory_gb is not None:
         check_limits({"--memory-gb": (memory_gb, 0.001, 1e6)})
         memory, card = int(1e9 * memory_gb), f"{memory_gb:g} GB"
     validate(config)
     model = _architecture(config.model.source)
-    pool = int(pool_of(config.mesh.tensor) * memory)
     planned = run_plan.plan_run(
         config,
         model,
-        run_plan.Device(pool, run_plan.kernel_of(hopper=hopper)),
+        run_plan.device_of(memory, capability, tensor=config.mesh.tensor),
         teacher=plan_teacher(config, model, _architecture),
     )
     return CardPlan(

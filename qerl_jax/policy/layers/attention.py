@@ -209,25 +209,29 @@ def _limits(own: Own) -> dict[str, Any]:
 
 
 def seen_bytes(
-    config: ModelConfig, buffer: PlannedBuffer, sizes: tuple[int, int, int], *, extends: bool
+    config: ModelConfig,
+    buffer: PlannedBuffer,
+    sizes: tuple[int, int, int],
+    cache: tuple[int, jnp.dtype] | None,
 ) -> int:
     """As in `part.Mixer`: scores, their weights, and the keys and values that they are made of."""
     (rows, tokens, positions), itemsize = sizes, buffer.itemsize
     plain = not config.sinks and not config.window  # cuDNN has neither.
-    if not extends and itemsize == 2 and config.head_dim <= _CUDNN_DIM and plain:
+    if cache is None and itemsize == 2 and config.head_dim <= _CUDNN_DIM and plain:
         return 0
     scores = min(_SCORES, 4 * rows * tokens * config.num_heads * positions)
     own = rows * tokens * (sum(_qkv_rows(config)) + config.num_heads * config.head_dim)
-    # Whatever the dtype of the cache is: float8 needs the newest device.
-    shape = rows, config.num_kv_heads, positions, config.head_dim
-    cache = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
-    by_kernel = decode.supports_layer(jnp.dtype(jnp.bfloat16), cache, buffer.hopper)
-    if extends and itemsize == 2 and by_kernel:
-        # The queries in another order, and their results in float32.
-        return rows * tokens * config.num_heads * 6 * config.head_dim + itemsize * own
-    # The keys and values of the rows; and again as they are stored, with half of the bits at most
-    # where that differs.
-    seen = 3 * rows * positions * config.num_kv_heads * config.head_dim if extends else 0
+    seen = 0
+    if cache is not None:
+        all_rows, dtype = cache
+        shape = all_rows, config.num_kv_heads, positions, config.head_dim
+        keys = jax.ShapeDtypeStruct(shape, dtype)
+        if decode.supports_layer(buffer.dtype, keys, buffer.capability):
+            # The queries in another order, and their results in float32.
+            return rows * tokens * config.num_heads * 6 * config.head_dim + itemsize * own
+        # The keys and values of the rows; and again as they are stored, with half of the bits at
+        # most where that differs.
+        seen = 3 * rows * positions * config.num_kv_heads * config.head_dim
     return scores * (4 + itemsize) // 4 + itemsize * (own + seen)
 
 

@@ -72,12 +72,18 @@ class Array(NamedTuple):
 
 
 class PlannedBuffer(NamedTuple):
-    """How a part computes a buffer of an update, for the plan."""
+    """How parts compute a buffer of an update, or tokens of a rollout, for the plan."""
 
-    itemsize: int  # bytes of an activation
+    dtype: jnp.dtype  # of activations
     tokens: int = 1
     recompute: tuple[str, ...] = ()  # names of `PRODUCTS` that the backward pass computes again
     hopper: bool | None = None  # whether by kernels of Hopper GPUs; None asks the default device
+    capability: float | None = None  # as `device.cuda_capability`; None asks the default device
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an activation."""
+        return self.dtype.itemsize
 
 
 class Memory(NamedTuple):
@@ -230,13 +236,12 @@ class Mixer(Part, Protocol):
         config: ModelConfig,
         buffer: PlannedBuffer,
         sizes: tuple[int, int, int],
-        *,
-        extends: bool,
+        cache: tuple[int, jnp.dtype] | None,
     ) -> int:
         """Returns the bytes of temporary arrays that depend on what tokens see.
 
-        `sizes` are N rows, T tokens of each, and S positions that they see: in a prefill, or where
-        live rows are extended.
+        `sizes` are N rows, T tokens of each, and S positions that they see. `cache` is the number
+        of rows and the dtype of the cache whose rows are extended, None in a prefill.
         """
         ...
 

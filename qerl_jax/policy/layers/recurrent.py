@@ -188,7 +188,10 @@ def mix_extend(
 
 
 def seen_bytes(
-    config: ModelConfig, buffer: PlannedBuffer, sizes: tuple[int, int, int], *, extends: bool
+    config: ModelConfig,
+    buffer: PlannedBuffer,
+    sizes: tuple[int, int, int],
+    cache: tuple[int, jnp.dtype] | None,
 ) -> int:
     """As in `part.Mixer`: the states of the rows."""
     shapes = _shapes(config)
