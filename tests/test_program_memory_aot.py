@@ -17,13 +17,13 @@ from pallas_kernels.fp4_matmul import dispatch
 from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.memory.cards import CARDS
 from qerl_jax.memory.run_plan import device_of, plan_run
-from qerl_jax.policy import lora
+from qerl_jax.policy import lora, transformer
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import programs
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, turn_config
-from qerl_jax.rollout.decode import decode_config
+from qerl_jax.rollout.decode import UNTUNED, decode_config
 from qerl_jax.rollout.shapes import plan_shapes
 
 pytestmark = pytest.mark.aot
@@ -127,3 +127,14 @@ def test_every_program_takes_what_the_plan_has_for_it(model, layers, changes, mo
         assert size <= 1.02 * planned + 32 * 2**20, name
     extensions = [size for name, size in sizes.items() if name[0] == "extend"]
     assert 0.6 * plan.rollout.extension < max(extensions) < most
+
+
+def test_a_head_is_not_copied_for_one_row(monkeypatch):
+    model = ARCHITECTURES["qwen2.5-7b"]
+    head = h200.array(model.vocab_size, model.embed_dim)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with h200.compiler() as compile_for_h200:
+        row = h200.array(1, model.embed_dim)
+        params = {"embed_tokens": head}
+        program = compile_for_h200(transformer.logits, params, row, options=UNTUNED)
+    assert program.memory_analysis().temp_size_in_bytes < 0.1 * GB

@@ -161,6 +161,9 @@ def logits(params: dict, hidden: jax.Array) -> jax.Array:
     head = params.get("lm_head", params["embed_tokens"])
     if isinstance(head, QuantTensor):
         return fp4_matmul.fp4_matmul(hidden, kernel_weight(head), dtype=jnp.float32)
+    if hidden.ndim > 1 and hidden.size == hidden.shape[-1]:
+        # For one row XLA would convert the head to float32: 2.2 GB of Qwen2.5-7B.
+        return _float32_product(jnp.concatenate([hidden, hidden]), head)[:1]
     return _float32_product(hidden, head)
 
 
