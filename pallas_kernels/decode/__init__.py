@@ -33,8 +33,8 @@ def supports_layer(
     Args:
         dtype: dtype of the computation.
         keys: [B, K, S, H] cached keys of a layer.
-        capability: that of a device that is not there, as `device.cuda_capability`; None asks the
-            default device.
+        capability: CUDA compute capability of a planned device, like 9.0; None asks the default
+            device.
     """
     oldest = _oldest(keys.dtype)
     return (
