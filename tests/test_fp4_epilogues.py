@@ -1,5 +1,6 @@
 """Products with SwiGLU, or with residual and RMSNorm, simulated, against float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from simulated_kernel import (
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, dispatch, layout, sm90
+from pallas_kernels.fp4_matmul import AddRmsNorm, Swiglu, dispatch, layout, sm90, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 
@@ -152,6 +153,32 @@ def test_where_the_kernel_supports_swiglu(monkeypatch):
     assert serves(rank=512)
     assert not serves(rank=576)  # more than a stage holds
     assert not fp4.supports(x, tiles, lora=None, epilogue=Swiglu(square_partials, 0.5))
+
+
+def test_where_a_product_adds_up_x_a(monkeypatch):
+    """With a tiling that has a reducer, of a weight in tile order, and on a Hopper GPU."""
+    monkeypatch.setattr(device, "num_sms", lambda: 132)
+    weight = random_weight(256, 512)
+    tiles = fp4.to_tiles(weight)
+
+    def adds(m=16, weight=tiles, rank=64):
+        x = jax.ShapeDtypeStruct((m, 512), jnp.bfloat16)
+        lora = (normal(rank, 512), normal(256, rank)) if rank else None
+        return fp4.adds_xa_partials(x, weight, lora)
+
+    assert not adds()
+    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
+    assert adds()
+    assert adds(m=256)
+    assert not adds(m=264)
+    assert not adds(rank=576)  # more than a stage holds
+    assert adds(rank=0)
+    assert not adds(rank=0, m=264)
+    assert not adds(weight=weight)
+    assert not adds(weight=normal(256, 512))
+    without = TileConfig(136, warpgroups_n=2, stages=2)
+    monkeypatch.setattr(tiling, "choose", lambda *_, **__: without)
+    assert not adds(m=256)
 
 
 @pytest.mark.parametrize(

@@ -262,13 +262,13 @@ def adds_xa_partials(
     The product or `lora_shrink` makes the partials then. With other tilings XLA computes x A^T,
     which takes longer than partials that the kernel before the product leaves.
     """
-    (m, k), n = x.shape, weight.shape[0]
+    m, k = x.shape
     if m > tiling.MAX_ROWS_OF_PARTIALS or implementation_of(weight, x) != "mosaic":
         return False
     if lora is None:
         return True
     a, _ = lora
-    if not fits_adapter(m, n, k, len(a)):
+    if not fits_adapter(m, weight.shape[0], k, len(a)):
         return False
     schedule = schedule_of(x, weight, tiling.padded_rank(len(a)))
     return schedule.supports_lora_shrink(*a.shape) or _shrinks_to_partials(schedule.config, k)
