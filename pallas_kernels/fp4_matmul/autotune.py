@@ -113,9 +113,10 @@ def decode_product(
     """The product of a layer, as "7b.gate_up", in a decode step of M rows.
 
     The product of gate and up ends with SwiGLU, and that of down is given A. So is the output
-    projection with 9 to 128 rows; its epilogue of residual and RMSNorm is not timed, but up to 64
-    rows gate and up compute x A^T after it. Otherwise partials of x A^T are given, up to the number
-    of rows for which the kernel adds them up. The rank is that of the layer's stacked adapters.
+    projection with more than eight rows; its epilogue of residual and RMSNorm is not timed, but up
+    to 64 rows gate and up compute x A^T after it. Otherwise partials of x A^T are given, up to the
+    number of rows for which the kernel adds them up. The rank is that of the layer's stacked
+    adapters.
 
     Returns:
         The product of tokens, a weight and other arguments, which takes a `config`; the same
@@ -131,7 +132,7 @@ def decode_product(
     if ends:
         inside = m <= tiling.MAX_ROWS_OF_NORM
     else:
-        inside = (part == "o" and 8 < m <= 128) or (part == "down" and (m > 8 or m % 8 == 0))
+        inside = (part == "o" and m > 8) or (part == "down" and (m > 8 or m % 8 == 0))
     xa_partials = None if inside else cases.random_xa_partials(m, k, rank)
     squares = jax.random.uniform(jax.random.key(4), (-(-k // 128), m), minval=0.5, maxval=1.5)
     swiglu = fp4.Swiglu(squares, _EPS) if ends else None
