@@ -114,10 +114,10 @@ class ProgramCache:
 
     def _keep_signed(self, path: Path, content: bytes) -> None:
         """Writes a file with a signature; none without a key, as no process could read it."""
-        if signature := sign(content, f"program {path.name}"):
-            self._keep(path, _MAGIC + bytes.fromhex(signature) + content)
+        if reason := why_no_key():
+            self._warn(path.parent, OSError(reason))
         else:
-            self._warn(path.parent, OSError(why_no_key()))
+            self._keep(path, _sign_program(path.name, content))
 
     def _keep(self, path: Path, content: bytes) -> None:
         """Writes a file; where that fails, a warning says so once for each folder."""
