@@ -55,6 +55,29 @@ def test_what_is_said_of_speed():
     assert found == [f"{n:,}" for n in (max(row["batch"] for row in rows), *lengths)]
 
 
+def test_what_is_said_of_the_newest_peers():
+    found, text = figures("With their versions of ", "\n\n")
+    decode = [row for row in read("vllm.json")["decode"] if row["lora_rank"]]
+    ratios = [row["ms_per_step"] / row["our_ms_per_step"] for row in decode]
+    rows = [row["batch"] for row in decode]
+    updates = [
+        row
+        for row in read("peers.json")["rows"]
+        if row["peer"] == "TRL" and row["step_s"] is None and row["model"] == "qwen2.5-7b"
+    ]
+    updates.sort(key=lambda row: row["batch"])
+    times = [f"{row['update_s'] / row['our_update_s']:.1f}" for row in updates]
+    (trl,) = {re.search(r"trl ([\d.]+)", row["packages"])[1] for row in updates}
+    versions = read("vllm.json")["versions"]["vllm"], trl
+    newest = [".".join(version.split(".")[:2]) for version in versions]
+    fastest = [f"{min(ratios):.1f}", f"{max(ratios):.1f}"]
+    (year,) = re.findall(r"20\d\d", text)
+    assert found == [
+        *(year, newest[0], *fastest, "7", str(min(rows)), str(max(rows))),
+        *(newest[1], *times, *(str(row["batch"]) for row in updates)),
+    ]
+
+
 def calibrated(task, seeds):
     """The rows of commands on an H200 by choice."""
     return {
